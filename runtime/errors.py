@@ -1,0 +1,24 @@
+"""What goes wrong because of the user's input: one exception that carries everything a helpful message needs.
+
+Every other exception is a defect of secc. The command line and the ranks turn a `UserError` into one message and exit code 2.
+It lives here because ranks raise it too; the compiler imports it as `secc.errors`.
+"""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """Bad input, with the place it was found and what to do about it.
+
+    `message` is the cause in one sentence; `where` a `file:line` or another place ("" if there is none);
+    `remedy` what the user can do ("" if the cause says it).
+    """
+
+    def __init__(self, message: str, where: str = "", remedy: str = "") -> None:
+        super().__init__(message, where, remedy)
+        self.message, self.where, self.remedy = message, where, remedy
+
+    def __str__(self) -> str:
+        place = f"{self.where}: " if self.where else ""
+        remedy = f"\n  what to do: {self.remedy}" if self.remedy else ""
+        return f"{place}{self.message}{remedy}"

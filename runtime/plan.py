@@ -1,0 +1,201 @@
+"""The schema of plan.json: what a plan hands to its ranks and to other tools.
+
+Plain dataclasses, so that a rank reads a plan with nothing but the standard library. Sizes are in bytes unless a name says
+GiB, times in integer nanoseconds (`_ns`) or seconds (`_s`), expressions are texts that `secc.runtime.expr` evaluates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from secc.runtime.errors import UserError
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """A size of the inputs. `kind` is "rows" (adds up over samples) or "width" (maximum over samples).
+
+    It is read as `batch[key].shape[dim]`, and 0 where the key is missing; `B`, the number of samples, always exists.
+    """
+
+    name: str
+    kind: str
+    key: str
+    dim: int
+
+
+@dataclass(frozen=True)
+class Input:
+    """A key of the collated batch. `dims` are expressions; `pads` holds (dim, side, value) for each dim that is a padded width."""
+
+    key: str
+    dtype: str
+    dims: tuple[str, ...]
+    optional: bool = False
+    pads: tuple[tuple[int, str, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The ranks of a section, ordered (dp, pp, tp) with tp fastest; `len(ranks) == dp * pp * tp`."""
+
+    ranks: tuple[int, ...]
+    dp: int = 1
+    pp: int = 1
+    tp: int = 1
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Modelled time of one micro-batch: expressions in nanoseconds over the micro-batch's symbols, and where they come from."""
+
+    forward_ns: str = "0"
+    backward_ns: str = "0"
+    label: str = "default"
+
+
+@dataclass(frozen=True)
+class Section:
+    """One section. `when` is the set of optional keys of which a sample needs at least one to be active ([] = always active)."""
+
+    name: str
+    module: str
+    mode: str
+    when: tuple[str, ...]
+    blocks: tuple[str, ...]
+    params: tuple[str, ...]
+    mesh: Mesh
+    micro_batch: int
+    recompute: str = "none"
+    sharding: str = "none"
+    memory_gib: float = 0.0
+    label: str = "default"
+    cost: Cost = Cost()
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A tensor that one section produces and another consumes, carried by rows per sample.
+
+    `dims` are its dims over the symbols of a micro-batch. `dim` is the sample dim; `rows` the number of its entries that belong
+    to a sample with given symbols. `extents` maps other dims to (expression, side) where samples may be narrower than the
+    micro-batch (only when widths are "own"). `grad` says whether a gradient flows back. `when` is the producer's predicate.
+    """
+
+    name: str
+    src: str
+    dst: str
+    dtype: str
+    dims: tuple[str, ...]
+    dim: int
+    rows: str
+    grad: bool
+    when: tuple[str, ...] = ()
+    extents: tuple[tuple[int, str, str], ...] = ()
+    bytes_per_sample: float = 0.0
+
+
+@dataclass(frozen=True)
+class Term:
+    """A term of the loss: the section that computes its numerator, and its coefficient as text for people (code is in terms.py)."""
+
+    name: str
+    section: str
+    coefficient: str
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class Tie:
+    """One parameter under several names or in several sections; gradients are summed over the union of their ranks."""
+
+    names: tuple[str, ...]
+    sections: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ModelRef:
+    """The user's model file, and what shows that it is still the one the plan was made from."""
+
+    path: str
+    sha256: str
+    parameters: dict[str, str] = field(default_factory=dict)  # name -> "float32[64, 64] train"
+
+
+@dataclass(frozen=True)
+class Plan:
+    version: int
+    hash: str
+    model: ModelRef
+    world_size: int
+    global_batch: int
+    widths: str  # "own" or "global"
+    symbols: tuple[Symbol, ...]
+    inputs: tuple[Input, ...]
+    sections: tuple[Section, ...]
+    edges: tuple[Edge, ...]
+    terms: tuple[Term, ...]
+    ties: tuple[Tie, ...]
+    cluster: dict[str, Any]
+    solver: dict[str, Any]
+    prediction: dict[str, Any]
+    checks: dict[str, Any] = field(default_factory=dict)
+    labels_key: str = ""  # the input whose entries other than -100 are counted as tokens
+
+    def section(self, name: str) -> Section:
+        return next(s for s in self.sections if s.name == name)
+
+
+def to_json(plan: Plan) -> str:
+    """The text of plan.json: sections by name, everything else as in the dataclasses."""
+    data = dataclasses.asdict(plan)
+    data["sections"] = {s["name"]: s for s in data["sections"]}
+    return json.dumps(data, indent=2) + "\n"
+
+
+def load(directory: str | Path) -> Plan:
+    """Read `directory/plan.json`. Raises UserError if it is missing, not a plan, or of another version."""
+    path = Path(directory) / "plan.json"
+    try:
+        data = json.loads(path.read_text())
+    except OSError as error:
+        raise UserError(f"cannot read the plan: {error.strerror}", str(path), "make it with `secc compile MODEL.py -o PLAN/`") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"not a plan: {error}", str(path), "compile the model again") from None
+    if not isinstance(data, dict) or data.get("version") != VERSION:
+        raise UserError("the plan is of another version of secc", str(path), "compile the model again")
+    data["sections"] = list(data["sections"].values())
+    return _build(Plan, data)
+
+
+def _build(cls: Any, data: Any) -> Any:
+    """Dataclasses from JSON data, by the type of each field."""
+    nested: dict[str, Any] = {
+        "model": ModelRef, "symbols": Symbol, "inputs": Input, "sections": Section, "edges": Edge, "terms": Term, "ties": Tie,
+        "mesh": Mesh, "cost": Cost,
+    }
+    values: dict[str, Any] = {}
+    for f in dataclasses.fields(cls):
+        if f.name not in data:
+            continue
+        value = data[f.name]
+        if (cls, f.name) in _PLAIN or f.name not in nested:
+            values[f.name] = _tuples(value) if isinstance(value, list) else value
+        elif isinstance(value, list):
+            values[f.name] = tuple(_build(nested[f.name], v) for v in value)
+        else:
+            values[f.name] = _build(nested[f.name], value)
+    return cls(**values)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value
+
+
+_PLAIN = {(Tie, "sections")}  # a list of names, not of Section objects
