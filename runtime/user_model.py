@@ -1,0 +1,281 @@
+"""The user's model file: importing it, calling its functions, and turning what can be wrong with it into UserErrors.
+
+Plain PyTorch is all that is asked of the file: `model()` and `dataset()`, and optionally `collate`, `optimizer`, `scheduler`, `sizes`
+and `small_model`. The compiler and the ranks both load it through here, so that both see the same functions and the same defaults.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import itertools
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset
+
+from secc.runtime import plan
+from secc.runtime.collate import DefaultCollate
+from secc.runtime.errors import UserError
+from secc.runtime.seeding import seeded_item, survey_indices
+
+NamedParams = list[tuple[str, nn.Parameter]]
+
+_VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+_counter = itertools.count()
+
+
+class UserModel:
+    """A loaded model file. Every method raises UserError, with the user's file:line, for what goes wrong in the user's code."""
+
+    def __init__(self, path: Path, module: ModuleType, sha256: str) -> None:
+        self.path, self.module, self.sha256 = path, module, sha256
+        self._dataset: Any = None
+        self._parameters: Mapping[str, inspect.Parameter] | None = None
+        self._forward_place = ""
+        self._default_collate: DefaultCollate | None = None
+
+    # -- the model ----------------------------------------------------------------------------------------------------------------
+
+    def model(self) -> nn.Module:
+        """A new model, on the device that is torch's default now."""
+        return self._built("model", self.call("model"))
+
+    def small_model(self) -> nn.Module | None:
+        """The same architecture, small, or None if the file has no `small_model()`."""
+        return self._built("small_model", self.call("small_model")) if self.has("small_model") else None
+
+    @property
+    def forward_keys(self) -> frozenset[str] | None:
+        """The names of the arguments that forward takes, or None if it takes any (`**kwargs`)."""
+        parameters = self._signature()
+        return None if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) else self.forward_names
+
+    @property
+    def forward_names(self) -> frozenset[str]:
+        """The arguments that forward names, whether or not it takes others as well."""
+        return frozenset(name for name, p in self._signature().items() if p.kind not in _VARIADIC)
+
+    @property
+    def forward_place(self) -> str:
+        """file:line of the model's forward, "" if it has no source."""
+        self._signature()
+        return self._forward_place
+
+    def _built(self, function: str, model: Any) -> nn.Module:
+        if not isinstance(model, nn.Module):
+            raise UserError(f"{function}() returns {_kind(model)}, not an nn.Module", self.place(function), "return the model itself")
+        if function == "model" and self._parameters is None:
+            self._parameters = inspect.signature(model.forward).parameters
+            self._forward_place = _source_place(model.forward)
+        return model
+
+    def _signature(self) -> Mapping[str, inspect.Parameter]:
+        """forward's parameters. No weights are needed for them, so a model that was not built yet is built on the meta device."""
+        if self._parameters is None:
+            with torch.device("meta"):
+                self.model()
+        assert self._parameters is not None
+        return self._parameters
+
+    # -- the data -----------------------------------------------------------------------------------------------------------------
+
+    def dataset(self) -> Any:
+        """The map-style dataset, made once."""
+        if self._dataset is None:
+            self._dataset = self._checked_dataset(self.call("dataset"))
+        return self._dataset
+
+    def sample(self, i: int, seed: int = 0, epoch: int = 0) -> dict[str, Any]:
+        """Sample `i`, drawn with the random numbers that belong to (seed, epoch, i)."""
+        dataset = self.dataset()
+        item = self.guarded(f"dataset()[{i}]", lambda: seeded_item(dataset, i, seed, epoch))
+        if not isinstance(item, Mapping):
+            raise UserError(f"dataset()[{i}] is {_kind(item)}, not a dict", self._item_place(), "return a dict of forward's arguments")
+        return dict(item)
+
+    def collate(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """forward's keyword arguments for `samples`, by the user's function or by default rules, with keys that forward takes."""
+        if not self.has("collate"):
+            if self._default_collate is None:
+                self.fit_collate([self.sample(i) for i in survey_indices(len(self.dataset()))])
+            assert self._default_collate is not None
+            return self._default_collate(samples)
+        batch = self.call("collate", list(samples))
+        if not isinstance(batch, Mapping):
+            raise UserError(f"collate() returns {_kind(batch)}, not a dict", self.place("collate"), "return forward's keyword arguments")
+        return dict(batch)
+
+    def fit_collate(self, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Fix the default rules from samples that stand for the dataset. Nothing to do if the file has its own `collate`."""
+        self._default_collate = DefaultCollate.fit(samples, self.forward_names)
+
+    def use_inputs(self, inputs: Iterable[plan.Input]) -> None:
+        """Fix the default rules to those that a plan was made with, without drawing samples."""
+        self._default_collate = DefaultCollate.from_inputs(inputs)
+
+    def sizes(self, i: int) -> dict[str, int] | None:
+        """Sample i's rows and lengths without loading it, or None if the file has no `sizes`."""
+        return dict(self.call("sizes", i)) if self.has("sizes") else None
+
+    def check_keys(self, keys: Iterable[str]) -> None:
+        """Refuse a batch key that forward does not take."""
+        known = self.forward_keys
+        unknown = [] if known is None else sorted(set(keys) - known)
+        if unknown:
+            source, place = ("collate()", self.place("collate")) if self.has("collate") else ("a sample", self._item_place())
+            raise UserError(
+                f"{source} has the key {unknown[0]!r}, which forward does not take",
+                place or self.forward_place,
+                f"forward takes {', '.join(sorted(known or ()))}: rename the key, leave it out, or add the argument to forward",
+            )
+
+    def _checked_dataset(self, dataset: Any) -> Any:
+        place = self.place("dataset")
+        if isinstance(dataset, IterableDataset):
+            remedy = "return a map-style dataset: one with __len__ and __getitem__"
+            raise UserError("dataset() returns an IterableDataset, whose samples cannot be drawn by number", place, remedy)
+        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__") or isinstance(dataset, Mapping):
+            raise UserError(f"dataset() returns {_kind(dataset)}, not a map-style dataset", place, "give it __len__ and __getitem__")
+        if self.guarded("len(dataset())", lambda: len(dataset)) == 0:
+            raise UserError("dataset() is empty", place, "return a dataset with at least one sample")
+        return dataset
+
+    def _item_place(self) -> str:
+        return _source_place(getattr(type(self.dataset()), "__getitem__", None)) or self.place("dataset")
+
+    # -- the optimizer ------------------------------------------------------------------------------------------------------------
+
+    def optimizer(self, named_params: NamedParams) -> torch.optim.Optimizer:
+        """The user's optimizer over (name, parameter) pairs, or AdamW with a learning rate of 1e-4."""
+        if not self.has("optimizer"):
+            return torch.optim.AdamW(named_params, lr=1e-4)
+        remedy = "optimizer(params) gets (name, parameter) pairs; torch.optim takes them as they are, others need `[p for _, p in params]`"
+        optimizer = self.call("optimizer", list(named_params), remedy=remedy)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise UserError(f"optimizer() returns {_kind(optimizer)}, not a torch.optim.Optimizer", self.place("optimizer"), "return one")
+        return optimizer
+
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
+        """The user's learning-rate scheduler, or None if the file has none. It is stepped once per global batch."""
+        scheduler = self.call("scheduler", optimizer) if self.has("scheduler") else None
+        if scheduler is not None and not callable(getattr(scheduler, "step", None)):
+            place = self.place("scheduler")
+            raise UserError(f"scheduler() returns {_kind(scheduler)}, which has no step()", place, "return a torch.optim.lr_scheduler")
+        return scheduler
+
+    # -- the file's functions -----------------------------------------------------------------------------------------------------
+
+    def has(self, function: str) -> bool:
+        """Whether the model file defines `function`."""
+        return hasattr(self.module, function)
+
+    def place(self, function: str) -> str:
+        """file:line of a function of the model file, or the file if that is not known."""
+        return _source_place(getattr(self.module, function, None)) or str(self.path)
+
+    def call(self, function: str, *args: Any, remedy: str = "") -> Any:
+        """The result of a function of the model file. Raises UserError if it is missing, no function, or raises."""
+        found = getattr(self.module, function, None)
+        if found is None:
+            raise UserError(f"the model file has no {function}()", str(self.path), f"define `def {function}():` in it")
+        if not callable(found):
+            raise UserError(f"{function} in the model file is {_kind(found)}, not a function", str(self.path), f"define `def {function}():`")
+        return self.guarded(f"{function}()", lambda: found(*args), remedy)
+
+    def guarded(self, what: str, call: Callable[[], Any], remedy: str = "") -> Any:
+        """`call()`, with exceptions of the user's code as UserErrors that name the innermost line of the user's files."""
+        try:
+            return call()
+        except UserError:
+            raise
+        except Exception as error:
+            place = user_place(error, self.path) or str(self.path)
+            raise UserError(f"{what} raises {_describe(error)}", place, remedy or "correct the model file") from error
+
+
+def load(path: str | Path) -> UserModel:
+    """Import the model file under a fresh name, its folder on sys.path. Raises UserError if it is missing, unreadable or fails."""
+    path = Path(path)
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read the model file: {error.strerror}", str(path), "give the path of a Python file") from None
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    name = f"secc_user_model_{next(_counter)}"
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
+    if spec is None or spec.loader is None:
+        raise UserError("the model file is not a Python file", str(path), "give the path of a .py file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look a class's module up by name
+    try:
+        spec.loader.exec_module(module)
+    except UserError:
+        raise
+    except Exception as error:
+        del sys.modules[name]
+        place = user_place(error, path) or str(path)
+        raise UserError(f"importing the model file raises {_describe(error)}", place, "correct the model file") from error
+    return UserModel(path, module, hashlib.sha256(text).hexdigest())
+
+
+def loss_of(output: Any, where: str = "") -> torch.Tensor:
+    """The loss in what forward returned: a scalar tensor, or an object or mapping with `loss`, as a 0-dim tensor.
+
+    `where` is the place to name (forward's file:line). Raises UserError if there is no such scalar.
+    """
+    if isinstance(output, torch.Tensor):
+        loss = output
+    else:
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.is_floating_point():
+        return loss if loss.ndim == 0 else loss.reshape(())
+    if isinstance(loss, torch.Tensor):
+        found = f"a tensor of shape {list(loss.shape)} and dtype {str(loss.dtype).removeprefix('torch.')}"
+    else:
+        found = _kind(output) + (" whose loss is None" if hasattr(output, "loss") else "")
+    remedy = "let forward return the loss: a scalar tensor, or an object or dict with `loss` (Hugging Face models need `labels`)"
+    raise UserError(f"forward returns no loss: it returns {found}", where, remedy)
+
+
+def user_place(error: BaseException, path: Path) -> str:
+    """file:line of the innermost frame in the model file or a module beside it, "" if the error passed through neither."""
+    resolved = path.resolve()
+    if isinstance(error, SyntaxError) and error.filename and Path(error.filename).resolve().parent == resolved.parent:
+        return f"{_shown(Path(error.filename), path)}:{error.lineno}"
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if Path(frame.filename).parent == resolved.parent:
+            return f"{_shown(Path(frame.filename), path)}:{frame.lineno}"
+    return ""
+
+
+def _shown(found: Path, path: Path) -> str:
+    """A file of the user's folder as the user wrote the folder."""
+    return str(path.parent / found.name)
+
+
+def _source_place(function: Any) -> str:
+    try:
+        function = inspect.unwrap(getattr(function, "__func__", function))
+        file = inspect.getsourcefile(function)
+        return f"{file}:{inspect.getsourcelines(function)[1]}" if file else ""
+    except (TypeError, OSError):
+        return ""
+
+
+def _describe(error: BaseException) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else f"an object of type {type(value).__name__}"
