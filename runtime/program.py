@@ -1,0 +1,168 @@
+"""Step programs: what each rank does for one global batch, as plain data and as a text that prints and parses.
+
+A `Schedule` is the whole plan of one step: the micro-batches of every section and one list of instructions for each rank. The
+order (`runtime/wavefront.py`) makes it, the check (`runtime/check.py`) proves it, the engine and the simulator execute it; none
+of them knows more about the others than these types. The text form is one instruction a line:
+
+    RECV image_features fwd 3>1 from 0
+    F language_model 1
+    B language_model 1
+    SEND image_features bwd 1>3 to 0
+    REDUCE language_model
+    STEP
+
+`A>B` are micro-batch indices in the direction in which the data flows; ` replica R` and ` stage S` follow where they are not 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from secc.runtime.plan import Edge
+
+COMPUTE = ("F", "B", "W")
+TRANSFER = ("SEND", "RECV")
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One entry of a rank's program.
+
+    F, B, W: forward, backward, weight gradients of micro-batch `micro` (index into `Schedule.micro_batches[section]`).
+    SEND, RECV: the tensor of `edge` ("fwd") or its gradient ("bwd"), to or from rank `peer`; `src_micro` and `dst_micro` are the
+    micro-batches of the edge's producer and consumer, the same in both directions. A RECV may stand earlier than the
+    instruction that consumes it, because receives follow the order of the sends on their channel.
+    REDUCE: sum `section`'s gradients over its replicas. STEP: the optimizer step that ends the global batch.
+    """
+
+    kind: str
+    section: str = ""
+    replica: int = 0
+    stage: int = 0
+    micro: int = -1
+    edge: str = ""
+    direction: str = ""
+    peer: int = -1
+    src_micro: int = -1
+    dst_micro: int = -1
+
+    def __str__(self) -> str:
+        return print_instruction(self)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleMeta:
+    """What all ranks know of one sample: its dataset index, the optional keys it has, and its symbols when collated alone."""
+
+    id: int
+    pattern: frozenset[str]
+    sizes: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The samples that pass through one replica of a section together: ascending positions within the global batch."""
+
+    index: int
+    section: str
+    replica: int
+    samples: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One global batch: micro-batches of each section, and one program for each rank."""
+
+    micro_batches: dict[str, tuple[MicroBatch, ...]]
+    programs: tuple[tuple[Instruction, ...], ...]
+
+
+def active(when: Sequence[str], pattern: frozenset[str]) -> bool:
+    """Whether a section with predicate `when` processes a sample that has the optional keys `pattern`."""
+    return not when or not pattern.isdisjoint(when)
+
+
+def pairs(edge: Edge, schedule: Schedule) -> dict[tuple[int, int], tuple[int, ...]]:
+    """The messages of an edge: (producer's micro-batch, consumer's micro-batch) -> the samples they share, ascending."""
+    owner = {s: m.index for m in schedule.micro_batches[edge.src] for s in m.samples}
+    shared: dict[tuple[int, int], list[int]] = {}
+    for consumer in schedule.micro_batches[edge.dst]:
+        for s in consumer.samples:
+            if s in owner:
+                shared.setdefault((owner[s], consumer.index), []).append(s)
+    return {pair: tuple(samples) for pair, samples in shared.items()}
+
+
+def print_instruction(i: Instruction) -> str:
+    """The text of an instruction; `parse_instruction` reads it back."""
+    words = [i.kind]
+    if i.kind in COMPUTE:
+        words += [i.section, str(i.micro)]
+    elif i.kind in TRANSFER:
+        flow = (i.src_micro, i.dst_micro) if i.direction == "fwd" else (i.dst_micro, i.src_micro)
+        words += [i.edge, i.direction, f"{flow[0]}>{flow[1]}", "to" if i.kind == "SEND" else "from", str(i.peer)]
+    elif i.kind == "REDUCE":
+        words.append(i.section)
+    words += [w for name, n in (("replica", i.replica), ("stage", i.stage)) if n for w in (name, str(n))]
+    return " ".join(words)
+
+
+def parse_instruction(text: str) -> Instruction:
+    """The instruction that prints as `text`. Raises ValueError where it is none."""
+    match text.split():
+        case [("F" | "B" | "W") as kind, section, micro, *rest]:
+            return Instruction(kind, section, micro=int(micro), **_suffix(rest, text))
+        case [("SEND" | "RECV") as kind, edge, ("fwd" | "bwd") as direction, flow, ("to" | "from") as word, peer, *rest]:
+            if word != ("to" if kind == "SEND" else "from"):
+                raise ValueError(f"a {kind} cannot be `{word}` a rank: {text!r}")
+            first, second = (int(n) for n in flow.split(">"))
+            src, dst = (first, second) if direction == "fwd" else (second, first)
+            return Instruction(
+                kind, edge=edge, direction=direction, peer=int(peer), src_micro=src, dst_micro=dst, **_suffix(rest, text)
+            )
+        case ["REDUCE", section, *rest]:
+            return Instruction("REDUCE", section, **_suffix(rest, text))
+        case ["STEP"]:
+            return Instruction("STEP")
+    raise ValueError(f"not an instruction: {text!r}")
+
+
+def _suffix(words: list[str], text: str) -> dict[str, int]:
+    found = dict(zip(words[::2], words[1::2], strict=False))
+    if len(words) % 2 or len(found) * 2 != len(words) or not found.keys() <= {"replica", "stage"}:
+        raise ValueError(f"not an instruction: {text!r}")
+    return {name: int(n) for name, n in found.items()}
+
+
+def print_schedule(schedule: Schedule) -> str:
+    """The text of a schedule: a line for each micro-batch, then each rank's program; `parse_schedule` reads it back."""
+    lines: list[str] = []
+    for section, micros in schedule.micro_batches.items():
+        lines.append(f"section {section}")
+        lines += [f"  micro {m.index} replica {m.replica} samples {' '.join(map(str, m.samples))}" for m in micros]
+    for rank, program in enumerate(schedule.programs):
+        lines.append(f"rank {rank}")
+        lines += [f"  {print_instruction(i)}" for i in program]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def parse_schedule(text: str) -> Schedule:
+    """The schedule that prints as `text`. Raises ValueError, naming the line, where it is none."""
+    micros: dict[str, list[MicroBatch]] = {}
+    programs: list[list[Instruction]] = []
+    section = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            match line.split():
+                case ["section", section]:
+                    micros[section] = []
+                case ["micro", index, "replica", replica, "samples", *samples]:
+                    micros[section].append(MicroBatch(int(index), section, int(replica), tuple(map(int, samples))))
+                case ["rank", rank] if int(rank) == len(programs):
+                    programs.append([])
+                case _:
+                    programs[-1].append(parse_instruction(line))
+        except (ValueError, KeyError, IndexError) as error:
+            raise ValueError(f"line {number} is not part of a schedule: {line!r} ({error})") from None
+    return Schedule({name: tuple(ms) for name, ms in micros.items()}, tuple(tuple(p) for p in programs))
