@@ -1,0 +1,114 @@
+"""Size expressions as sympy: read, simplified, printed.
+
+The text grammar is that of `secc.runtime.expr`, which ranks evaluate without sympy. Text is parsed by hand and never given to
+`sympify`, which evaluates code and reads `S`, `I` and `N` as its own objects. Symbols are positive integers, so that
+`max(B, 1)` and `floor` simplify.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any, cast
+
+import sympy
+from sympy.printing.str import StrPrinter
+
+Expr = sympy.Expr
+
+
+@lru_cache(maxsize=None)
+def symbol(name: str) -> sympy.Symbol:
+    """The symbol of a size: a positive integer, one object for each name."""
+    return sympy.Symbol(name, integer=True, positive=True)
+
+
+def _floordiv(a: Any, b: Any) -> Any:
+    return sympy.floor(a / b)
+
+
+_BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: lambda a, b: a + b,
+    ast.Sub: lambda a, b: a - b,
+    ast.Mult: lambda a, b: a * b,
+    ast.FloorDiv: _floordiv,
+    ast.Mod: lambda a, b: sympy.Mod(a, b),
+    ast.Div: lambda a, b: a / b,
+    ast.Pow: lambda a, b: a**b,
+}
+_CALLS: dict[str, Callable[..., Any]] = {"min": sympy.Min, "max": sympy.Max}
+
+
+@lru_cache(maxsize=None)
+def parse(text: str) -> Expr:
+    """Read an expression. Raises ValueError for anything outside the grammar."""
+    try:
+        body = ast.parse(text.strip(), mode="eval").body
+    except SyntaxError:
+        raise ValueError(f"not a size expression: {text!r}") from None
+    return from_ast(body)
+
+
+def from_ast(node: ast.expr) -> Expr:
+    """The expression of a Python syntax tree; `/` and `**` are accepted for costs and moved floats."""
+    match node:
+        case ast.Constant(value=bool()):
+            pass
+        case ast.Constant(value=int(value)):
+            return sympy.Integer(value)
+        case ast.Constant(value=float(value)):
+            return sympy.Float(value)
+        case ast.Name(id=name):
+            return symbol(name)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return cast(Expr, -from_ast(operand))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
+            return _BINARY[type(op)](from_ast(left), from_ast(right))
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _CALLS:
+            return _CALLS[name](*(from_ast(a) for a in args))
+        case _:
+            pass
+    raise ValueError(f"not a size expression: {ast.unparse(node)!r}")
+
+
+class _Printer(StrPrinter):
+    """Prints in the grammar that `parse` and `secc.runtime.expr` read: floor divisions as `//`, no rational numbers."""
+
+    def _print_floor(self, expr: Any) -> str:
+        numerator, denominator = sympy.fraction(sympy.together(expr.args[0]))
+        return f"({self._print(sympy.expand(numerator))})//{self.parenthesize(denominator, 1000)}"
+
+    def _print_Mod(self, expr: Any) -> str:
+        return f"({self._print(expr.args[0])}) % {self.parenthesize(expr.args[1], 1000)}"
+
+    def _print_Min(self, expr: Any) -> str:
+        return f"min({', '.join(sorted(self._print(a) for a in expr.args))})"
+
+    def _print_Max(self, expr: Any) -> str:
+        return f"max({', '.join(sorted(self._print(a) for a in expr.args))})"
+
+
+def text(expr: Expr | int) -> str:
+    """The expression as text that `parse` reads back to the same expression; integer valued polynomials over `//`."""
+    expr = sympy.sympify(expr) if isinstance(expr, int) else expr
+    numerator, denominator = sympy.fraction(sympy.together(expr))
+    if denominator.is_Integer and denominator != 1:
+        # A size is an integer, so an exact quotient and a floor division agree.
+        return f"({_Printer().doprint(sympy.expand(numerator))})//{denominator}"
+    return cast(str, _Printer().doprint(expr))
+
+
+def evaluate(expr: Expr | int, sizes: Mapping[str, int]) -> int | float:
+    """The number that an expression has at given sizes; an int where it is whole."""
+    if isinstance(expr, int):
+        return expr
+    value = expr.subs({symbol(name): size for name, size in sizes.items()})
+    if value.free_symbols:
+        raise ValueError(f"{text(expr)} needs sizes of {sorted(str(s) for s in value.free_symbols)}")
+    return int(value) if value.is_Integer else float(value)
+
+
+def symbols(expr: Expr | int) -> set[str]:
+    """The names of the symbols in an expression."""
+    return set() if isinstance(expr, int) else {str(s) for s in expr.free_symbols}

@@ -1,0 +1,75 @@
+"""Text in and out: parsing and printing of modules, and errors drawn into the text."""
+
+from __future__ import annotations
+
+from io import StringIO
+from pathlib import Path
+
+from xdsl.context import Context
+from xdsl.dialects.builtin import Builtin, ModuleOp
+from xdsl.ir import Operation
+from xdsl.parser import Parser
+from xdsl.printer import Printer
+from xdsl.utils.diagnostic import Diagnostic
+from xdsl.utils.exceptions import ParseError, VerifyException
+
+from secc.errors import UserError
+from secc.ir.dialect import Sec
+from secc.ir.verify import problems
+
+_CONTEXT_LINES = 2
+
+
+def context() -> Context:
+    """A context that knows the dialects of secc."""
+    found = Context()
+    found.load_dialect(Builtin)
+    found.load_dialect(Sec)
+    return found
+
+
+def parse(text: str, name: str = "<text>") -> ModuleOp:
+    """Read and verify a module. Raises UserError with the place drawn into the text."""
+    try:
+        module = Parser(context(), text, name).parse_module()
+    except ParseError as error:
+        raise UserError(f"cannot read the IR\n{error}", name) from None
+    verify(module, name)
+    return module
+
+
+def read(path: str | Path) -> ModuleOp:
+    """Read and verify a file."""
+    try:
+        text = Path(path).read_text()
+    except OSError as error:
+        raise UserError(f"cannot read the file: {error.strerror}", str(path)) from None
+    return parse(text, str(path))
+
+
+def print_module(module: Operation) -> str:
+    """The text of a module; `parse` reads it back to an equal one."""
+    stream = StringIO()
+    Printer(stream=stream).print_op(module)
+    return stream.getvalue().rstrip() + "\n"
+
+
+def verify(module: ModuleOp, name: str = "<text>") -> None:
+    """Check the rules of xDSL and of the dialect. Raises UserError with the first broken one drawn under its op."""
+    for op, message in problems(module):
+        raise UserError(f"the IR breaks a rule\n{excerpt(module, op, message)}", name)
+    try:
+        module.verify()
+    except VerifyException as error:
+        raise UserError(f"the IR breaks a rule\n{error}", name) from None
+
+
+def excerpt(module: ModuleOp, op: Operation, message: str) -> str:
+    """The lines around `op` with `message` and a caret below it."""
+    diagnostic = Diagnostic()
+    diagnostic.add_message(op, message)
+    stream = StringIO()
+    Printer(stream=stream, diagnostic=diagnostic).print_op(module)
+    lines = stream.getvalue().splitlines()
+    first = next((i for i, line in enumerate(lines) if line.lstrip().startswith("^")), len(lines) - 1)
+    return "\n".join(lines[max(0, first - 1 - _CONTEXT_LINES) : first + 2 + _CONTEXT_LINES])

@@ -1,0 +1,87 @@
+"""Pass pipelines: which passes there are, a pipeline from its text, and running one with printing and timing between passes.
+
+A pass is a frozen dataclass in its own file of `passes/`; its fields are its options. The registry is a table of names, so that
+neither `import secc` nor `secc opt --help` loads a pass that is not used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from xdsl.dialects.builtin import ModuleOp
+from xdsl.passes import ModulePass, PassPipeline
+from xdsl.utils.exceptions import ArgSpecParseError, VerifyException
+
+from secc.errors import UserError
+from secc.ir.text import context, print_module, verify
+
+PASSES = {
+    "canonicalize": "canonicalize.Canonicalize",
+    "dce": "dce.DeadCodeElimination",
+    "normalize-loss": "normalize_loss.NormalizeLoss",
+    "annotate-patterns": "annotate_patterns.AnnotatePatterns",
+    "infer-modes": "infer_modes.InferModes",
+    "coarsen": "coarsen.Coarsen",
+    "annotate-costs": "annotate_costs.AnnotateCosts",
+    "sink-boundaries": "sink_boundaries.SinkBoundaries",
+    "allocate": "allocate.Allocate",
+    "insert-transfers": "insert_transfers.InsertTransfers",
+    "lower": "lower.Lower",
+}
+
+
+def load_pass(name: str) -> type[ModulePass]:
+    """The class of a pass by its kebab-case name."""
+    module, cls = PASSES[name].split(".")
+    return getattr(importlib.import_module(f"secc.passes.{module}"), cls)
+
+
+def parse(text: str) -> tuple[ModulePass, ...]:
+    """The passes of a pipeline string such as `canonicalize,coarsen{max-sections=4}`. Raises UserError naming what is wrong."""
+    loaders: dict[str, Callable[[], type[ModulePass]]] = {name: lambda name=name: load_pass(name) for name in PASSES}
+    try:
+        return PassPipeline.parse_spec(loaders, text).passes
+    except (ValueError, ArgSpecParseError) as error:
+        raise UserError(f"cannot read the pipeline {text!r}: {error}", remedy=f"passes are {', '.join(PASSES)}") from None
+
+
+@dataclass
+class Run:
+    """What happened while a pipeline ran: for each pass its name and options, its seconds, and the text after it if wanted."""
+
+    dumps: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    seconds: list[tuple[str, float]] = field(default_factory=list[tuple[str, float]])
+
+
+def run(module: ModuleOp, passes: tuple[ModulePass, ...], *, dump: bool = False, progress: Callable[[str], None] | None = None) -> Run:
+    """Apply passes in order, verifying after each. With `dump`, keep the text after each, its header the pipeline that made it."""
+    record = Run()
+    done: list[str] = []
+    for step in passes:
+        if progress is not None:
+            progress(step.name)
+        start = time.perf_counter()
+        _apply(step, module)
+        record.seconds.append((step.name, time.perf_counter() - start))
+        done.append(str(step.pipeline_pass_spec()))
+        if dump:
+            record.dumps.append((step.name, header(done) + print_module(module)))
+    return record
+
+
+def _apply(step: ModulePass, module: ModuleOp) -> None:
+    try:
+        step.apply(context(), module)
+        verify(module)
+    except UserError as error:
+        raise UserError(error.message, error.where, error.remedy) from error
+    except VerifyException as error:
+        raise RuntimeError(f"pass {step.name} left IR that breaks a rule: {error}") from error
+
+
+def header(done: list[str]) -> str:
+    """The first line of a dump: how to make it again with `secc opt`."""
+    return f"// secc opt -p '{','.join(done)}'\n"
