@@ -48,9 +48,23 @@ class Samples(Dataset):
         return {
             "input_ids": torch.cat([blank, text]),
             "labels": torch.cat([torch.full_like(blank, -100), text]),
-            "input_features": torch.randn(1, MELS, FRAMES, generator=g),
+            "input_features": torch.randn(MELS, FRAMES, generator=g),
         }
 
 
 def dataset() -> Dataset:
     return Samples()
+
+
+def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    def pad(values: list[torch.Tensor], value: int) -> torch.Tensor:
+        return nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=value)
+
+    batch = {
+        "input_ids": pad([s["input_ids"] for s in samples], 0),
+        "labels": pad([s["labels"] for s in samples], -100),
+        "attention_mask": pad([torch.ones_like(s["input_ids"]) for s in samples], 0),
+    }
+    if clips := [s["input_features"] for s in samples if "input_features" in s]:
+        batch["input_features"] = torch.stack(clips)
+    return batch
