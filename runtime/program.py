@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from secc.runtime.plan import Edge
+from secc.runtime.plan import Edge, Section
 
 COMPUTE = ("F", "B", "W")
 TRANSFER = ("SEND", "RECV")
@@ -81,6 +81,23 @@ class Schedule:
 def active(when: Sequence[str], pattern: frozenset[str]) -> bool:
     """Whether a section with predicate `when` processes a sample that has the optional keys `pattern`."""
     return not when or not pattern.isdisjoint(when)
+
+
+def owes_backward(section: Section) -> bool:
+    """Whether every micro-batch of the section is followed by a backward."""
+    return section.mode != "forward"
+
+
+def returns_gradient(edge: Edge, sections: Mapping[str, Section]) -> bool:
+    """Whether the consumer's backward sends a gradient back over the edge, on which the producer's backward waits."""
+    return edge.grad and owes_backward(sections[edge.src]) and owes_backward(sections[edge.dst])
+
+
+def replica_ranks(section: Section) -> tuple[int, ...]:
+    """The rank of each replica. Raises ValueError for a replica of several ranks, which these programs do not express."""
+    if section.mesh.pp * section.mesh.tp != 1 or len(section.mesh.ranks) != section.mesh.dp:
+        raise ValueError(f"section {section.name} has replicas of several ranks; a step program drives replicas of one rank each")
+    return section.mesh.ranks
 
 
 def pairs(edge: Edge, schedule: Schedule) -> dict[tuple[int, int], tuple[int, ...]]:

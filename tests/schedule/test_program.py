@@ -62,7 +62,8 @@ def test_text_names_micro_batches_in_the_direction_of_the_data():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "G lm 1", "F lm", "F lm one", "SEND e fwd 1>2 from 0", "RECV e up 1>2 from 0", "F lm 1 replica", "STEP now", "SEND e fwd 1 to 0"]
+    "text",
+    ["", "G lm 1", "F lm", "F lm one", "SEND e fwd 1>2 from 0", "RECV e up 1>2 from 0", "F lm 1 replica", "STEP now", "SEND e fwd 1 to 0"],
 )
 def test_other_text_is_refused(text):
     with pytest.raises(ValueError):
@@ -70,7 +71,7 @@ def test_other_text_is_refused(text):
 
 
 def test_a_wrong_line_of_a_schedule_is_named():
-    with pytest.raises(ValueError, match="line 2 .*Q lm 1"):
+    with pytest.raises(ValueError, match=r"line 2 .*Q lm 1"):
         parse_schedule("rank 0\n  Q lm 1\n")
 
 
