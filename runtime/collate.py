@@ -103,10 +103,11 @@ def to_tensor(key: str, value: Any) -> torch.Tensor:
 
 
 def _batch_ndim(shapes: list[tuple[int, ...]], optional: bool) -> int:
-    """Concatenate stacks of images: of ragged number, or, where only some samples have them, anything but one image [C, H, W]."""
+    """Concatenate stacks of images: of ragged number, or, where only some samples have them, all but one image of 3 or 4 channels."""
     ndim = len(shapes[0])
     ragged = len({shape[:1] for shape in shapes}) > 1
-    return ndim if ndim >= 2 and (ragged or (optional and ndim != 3)) else ndim + 1
+    one_image = ndim == 3 and shapes[0][0] in (3, 4)
+    return ndim if ndim >= 2 and (ragged or (optional and not one_image)) else ndim + 1
 
 
 def _pad(tensors: list[torch.Tensor], value: float) -> torch.Tensor:

@@ -77,3 +77,17 @@ def _pad_dim(tensor: torch.Tensor, key: str, dim: int, target: int, fill: tuple[
     side, value = fill
     amounts = [0, 0] * (tensor.ndim - 1 - dim) + ([missing, 0] if side == "left" else [0, missing])
     return functional.pad(tensor, amounts, value=value)
+
+
+def check_batch(batch: Mapping[str, Any], inputs: Iterable[plan.Input], sizes: Mapping[str, int]) -> None:
+    """Refuse a batch whose tensors do not have the dims that the plan was made for: a survey sees only some samples of a dataset."""
+    for i in inputs:
+        if i.key not in batch:
+            continue
+        shape, expected = tuple(batch[i.key].shape), tuple(evaluate(d, sizes) for d in i.dims)
+        if shape != expected:
+            dims = ", ".join(i.dims)
+            raise UserError(
+                f"{i.key!r} has the shape {list(shape)}, but the plan was made for [{dims}] = {list(expected)}",
+                remedy="let dataset() show such samples earlier, or compile again with more --stats-samples",
+            )

@@ -74,7 +74,7 @@ class UserModel:
             raise UserError(f"{function}() returns {_kind(model)}, not an nn.Module", self.place(function), "return the model itself")
         if function == "model" and self._parameters is None:
             self._parameters = inspect.signature(model.forward).parameters
-            self._forward_place = _source_place(model.forward)
+            self._forward_place = self._source(model.forward)
         return model
 
     def _signature(self) -> Mapping[str, inspect.Parameter]:
@@ -102,7 +102,7 @@ class UserModel:
         return dict(item)
 
     def collate(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """forward's keyword arguments for `samples`, by the user's function or by default rules, with keys that forward takes."""
+        """forward's keyword arguments for `samples`, by the user's function or by default rules. A key that is None is a missing one."""
         if not self.has("collate"):
             if self._default_collate is None:
                 self.fit_collate([self.sample(i) for i in survey_indices(len(self.dataset()))])
@@ -111,7 +111,7 @@ class UserModel:
         batch = self.call("collate", list(samples))
         if not isinstance(batch, Mapping):
             raise UserError(f"collate() returns {_kind(batch)}, not a dict", self.place("collate"), "return forward's keyword arguments")
-        return dict(batch)
+        return {key: value for key, value in batch.items() if value is not None}
 
     def fit_collate(self, samples: Sequence[Mapping[str, Any]]) -> None:
         """Fix the default rules from samples that stand for the dataset. Nothing to do if the file has its own `collate`."""
@@ -149,7 +149,7 @@ class UserModel:
         return dataset
 
     def _item_place(self) -> str:
-        return _source_place(getattr(type(self.dataset()), "__getitem__", None)) or self.place("dataset")
+        return self._source(getattr(type(self.dataset()), "__getitem__", None)) or self.place("dataset")
 
     # -- the optimizer ------------------------------------------------------------------------------------------------------------
 
@@ -179,7 +179,16 @@ class UserModel:
 
     def place(self, function: str) -> str:
         """file:line of a function of the model file, or the file if that is not known."""
-        return _source_place(getattr(self.module, function, None)) or str(self.path)
+        return self._source(getattr(self.module, function, None)) or str(self.path)
+
+    def _source(self, function: Any) -> str:
+        """file:line of a function, with the model file's path as the user gave it; "" without a source (a list's __getitem__)."""
+        try:
+            function = inspect.unwrap(getattr(function, "__func__", function))
+            file, line = inspect.getsourcefile(function), inspect.getsourcelines(function)[1]
+        except (TypeError, OSError):
+            return ""
+        return f"{self.path if file == str(self.path.resolve()) else file}:{line}"
 
     def call(self, function: str, *args: Any, remedy: str = "") -> Any:
         """The result of a function of the model file. Raises UserError if it is missing, no function, or raises."""
@@ -187,7 +196,7 @@ class UserModel:
         if found is None:
             raise UserError(f"the model file has no {function}()", str(self.path), f"define `def {function}():` in it")
         if not callable(found):
-            raise UserError(f"{function} in the model file is {_kind(found)}, not a function", str(self.path), f"define `def {function}():`")
+            raise UserError(f"{function} in the model file is {_kind(found)}, not a function", str(self.path), "make it a function")
         return self.guarded(f"{function}()", lambda: found(*args), remedy)
 
     def guarded(self, what: str, call: Callable[[], Any], remedy: str = "") -> Any:
@@ -233,9 +242,8 @@ def loss_of(output: Any, where: str = "") -> torch.Tensor:
 
     `where` is the place to name (forward's file:line). Raises UserError if there is no such scalar.
     """
-    if isinstance(output, torch.Tensor):
-        loss = output
-    else:
+    loss: Any = output
+    if not isinstance(output, torch.Tensor):
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.is_floating_point():
         return loss if loss.ndim == 0 else loss.reshape(())
@@ -261,15 +269,6 @@ def user_place(error: BaseException, path: Path) -> str:
 def _shown(found: Path, path: Path) -> str:
     """A file of the user's folder as the user wrote the folder."""
     return str(path.parent / found.name)
-
-
-def _source_place(function: Any) -> str:
-    try:
-        function = inspect.unwrap(getattr(function, "__func__", function))
-        file = inspect.getsourcefile(function)
-        return f"{file}:{inspect.getsourcelines(function)[1]}" if file else ""
-    except (TypeError, OSError):
-        return ""
 
 
 def _describe(error: BaseException) -> str:

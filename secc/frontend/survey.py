@@ -1,0 +1,246 @@
+"""What a dataset's samples look like, and small micro-batches that show how a model's forward depends on sizes.
+
+A survey draws some samples, tells the keys that all have from those that some lack (the optional ones make a sample's *pattern*), and
+composes micro-batches for each pattern in which the number of samples, their lengths and their rows move independently, because what
+never moves cannot be told from a constant. Long token sequences are cropped, so that a capture is quick.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from secc.runtime.collate import TEXT
+from secc.runtime.seeding import survey_indices
+from secc.runtime.user_model import UserModel
+
+Sample = dict[str, Any]
+Pattern = frozenset[str]
+Shapes = Mapping[str, tuple[int, ...]]
+
+KEPT = 12  # samples of one pattern that are held in memory; of the others only shapes
+COUNTS = (2, 3, 4, 5, 7)  # samples in the micro-batches of a pattern ...
+LACKING = (0, 1, 1, 2, 2)  # ... of which so many lack some of the pattern's keys, where there are such samples
+LONG = 96  # tokens: longer sequences are cropped
+CROPS = (29, 43, 23, 37, 31)  # tokens of the longest sample of each micro-batch, after cropping
+MOST_PATTERNS = 16
+MOST_OPTIONAL = 8  # of that many keys all unions are considered
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A sample of the survey: its number, the shapes of `collate([sample])`, its pattern, and the sample itself if it was kept."""
+
+    index: int
+    shapes: Shapes
+    pattern: Pattern
+    sample: Sample | None
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What was found. `crop` says whether micro-batches may hold samples whose token sequences were cropped or repeated."""
+
+    drawn: tuple[Drawn, ...]
+    required: frozenset[str]
+    optional: frozenset[str]
+    crop: bool = True
+
+    @property
+    def patterns(self) -> Counter[Pattern]:
+        """How many of the drawn samples have each pattern."""
+        return Counter(d.pattern for d in self.drawn)
+
+    @property
+    def cropped(self) -> bool:
+        """Whether some micro-batch holds a sample that the dataset does not."""
+        return self.crop and any(self._cut(pattern) for pattern in self.patterns)
+
+    def without_crops(self) -> Survey:
+        """The same survey with the dataset's own samples only, for models that refuse cropped ones."""
+        return replace(self, crop=False)
+
+    def samples(self, pattern: Pattern) -> list[Sample]:
+        """The kept samples of exactly this pattern, in the dataset's order."""
+        return [d.sample for d in self.drawn if d.pattern == pattern and d.sample is not None]
+
+    def unions(self) -> list[Pattern]:
+        """The patterns that a micro-batch can have, which are unions of samples' patterns: the observed ones first, most frequent
+        first, then small ones before large ones, at most 16 beside the observed."""
+        observed = [p for p, _ in sorted(self.patterns.items(), key=lambda item: (-item[1], sorted(item[0])))]
+        closed = set(observed)
+        for pattern in observed:
+            if len(closed) < 2**MOST_OPTIONAL:
+                closed |= {pattern | other for other in closed}
+        others = sorted(closed - set(observed), key=lambda p: (len(p), sorted(p)))
+        return observed + others[:MOST_PATTERNS]
+
+    def batches(self, pattern: Pattern, even: bool = False) -> list[list[Sample]]:
+        """Micro-batches of a pattern with 2, 3, 4, 5 and 7 samples, of lengths and rows as different as the samples allow.
+
+        With `even`, all samples of a micro-batch have one length, so that nothing is padded. Raises ValueError for a pattern that no
+        samples of the survey unite to.
+        """
+        cover, lacking = self._cover(pattern), self._lacking(pattern)
+        cut = self._cut(pattern)
+        batches: list[list[Sample]] = []
+        for k, count in enumerate(COUNTS):
+            few = max(0, min(LACKING[k], count - len(cover))) if lacking else 0
+            samples = _pick(cover, max(count - few, len(cover)), k) + _pick([lacking], few, k)
+            if cut:
+                samples = [_cropped(s, k, n) for n, s in enumerate(samples)]
+            batches.append(_evened(samples, self.crop) if even else samples)
+        return batches
+
+    def _cover(self, pattern: Pattern) -> list[list[Sample]]:
+        """Groups of samples, longest first; one of each group together have the pattern."""
+        own = self.samples(pattern)
+        if own:
+            return [_by_length(own)]
+        parts, covered = [], frozenset[str]()
+        for part in sorted((p for p in self.patterns if p <= pattern), key=lambda p: (-len(p), sorted(p))):
+            if not part <= covered:
+                parts.append(_by_length(self.samples(part)))
+                covered |= part
+        if covered != pattern:
+            raise ValueError(f"no samples unite to the pattern {sorted(pattern)}")
+        return parts
+
+    def _lacking(self, pattern: Pattern) -> list[Sample]:
+        return _by_length([s for p in self.patterns if p < pattern for s in self.samples(p)])
+
+    def _cut(self, pattern: Pattern) -> bool:
+        """Crop where sequences are long, or all of one length, which would hide what depends on it."""
+        kept = [s for p in self.patterns if p <= pattern for s in self.samples(p)]
+        lengths = {length(s) for s in kept} - {0}
+        plain_long = any(length(s) > LONG and _is_plain(s) for s in kept)
+        return self.crop and bool(lengths) and (len(lengths) == 1 or plain_long)
+
+
+def survey(user: UserModel, count: int = 64, seed: int = 0) -> Survey:
+    """Draw the first samples of the dataset and as many random others, `count` in all, and collate each alone.
+
+    Raises UserError for what is wrong with dataset(), its items, collate() or the keys of a batch.
+    """
+    indices = survey_indices(len(user.dataset()), count, seed)
+    own = user.has("collate")
+    shapes: dict[int, Shapes] = {}
+    samples: dict[int, Sample] = {}
+    met: Counter[frozenset[str]] = Counter()
+    kept: set[int] = set()
+    for i in indices:
+        sample = user.sample(i, seed)
+        if own:
+            shapes[i] = _shapes(user.collate([sample]))
+        keys = frozenset(shapes[i] if own else sample)
+        met[keys] += 1
+        if met[keys] <= KEPT:
+            kept.add(i)
+        samples[i] = sample if i in kept else _outline(sample)
+    if not own:
+        user.fit_collate(list(samples.values()))
+        shapes = {i: _shapes(user.collate([s])) for i, s in samples.items()}
+    every = frozenset[str]().union(*shapes.values())
+    user.check_keys(every)
+    required = frozenset(shapes[indices[0]]).intersection(*shapes.values())
+    drawn = (Drawn(i, shapes[i], frozenset(shapes[i]) - required, samples[i] if i in kept else None) for i in indices)
+    return Survey(tuple(drawn), required, every - required)
+
+
+def _outline(sample: Sample) -> Sample:
+    """A sample without its data: the shapes of many samples are wanted, their images would fill the memory."""
+    return {key: value.to("meta") if isinstance(value, torch.Tensor) else value for key, value in sample.items()}
+
+
+def length(sample: Mapping[str, Any]) -> int:
+    """The number of entries of a sample's token sequence: `input_ids`, else its first 1-D key of integers; 0 without one."""
+    return next(iter(_sequences(sample).values()), 0)
+
+
+def _sequences(sample: Mapping[str, Any]) -> dict[str, int]:
+    """The keys of the token sequence, the leading one first, and of what runs beside it (labels, masks), each with its length."""
+    vectors = {key: (n, integral) for key, value in sample.items() for n, integral in _vector(value)}
+    tokens = [TEXT] if vectors.get(TEXT, (0, False))[1] else [key for key, (_, integral) in vectors.items() if integral]
+    if not tokens:
+        return {}
+    size = vectors[tokens[0]][0]
+    return {tokens[0]: size} | {key: n for key, (n, _) in vectors.items() if n == size}
+
+
+def _vector(value: Any) -> Iterator[tuple[int, bool]]:
+    """(length, whether of integers) of a 1-D tensor, array or list of numbers; nothing for anything else."""
+    if isinstance(value, (list, tuple)):
+        if value and all(isinstance(v, (int, float)) for v in value):
+            yield len(value), all(isinstance(v, int) for v in value)
+    elif getattr(value, "ndim", None) == 1:
+        dtype = str(value.dtype)
+        yield len(value), "int" in dtype
+
+
+def _is_plain(sample: Mapping[str, Any]) -> bool:
+    """Whether a sample has nothing but sequences and numbers, so that any window of its tokens is as good as another."""
+    return all(getattr(v, "ndim", 0) <= 1 for v in sample.values())
+
+
+def _cropped(sample: Sample, k: int, n: int) -> Sample:
+    """Sample n of micro-batch k, shorter: to a few tokens if it is plain, else by a few tokens at its end.
+
+    Placeholders of images and sounds mostly come first, and must stay. The window of a plain sample holds a label that counts.
+    """
+    size = length(sample)
+    if size < 2:
+        return sample
+    if not _is_plain(sample):
+        return _window(sample, 0, max(size - k - n % 3, 1 + size // 2))
+    wanted = max((CROPS[k] if size > max(CROPS) + len(CROPS) else size - k) - n % 5, 2)
+    return _window(sample, max(min(_first_label(sample) - 2, size - wanted), 0), wanted)
+
+
+def _first_label(sample: Sample) -> int:
+    labels = sample.get("labels")
+    if labels is None or "labels" not in _sequences(sample):
+        return 0
+    return next((i for i, label in enumerate(labels) if int(label) != -100), 0)
+
+
+def _window(sample: Sample, start: int, size: int) -> Sample:
+    """`size` entries of the token sequence and of what runs beside it, from `start` on, over again where it ends."""
+    keys = _sequences(sample)
+    index = [(start + i) % length(sample) for i in range(size)]
+    cut = {key: [sample[key][i] for i in index] if isinstance(sample[key], (list, tuple)) else sample[key][index] for key in keys}
+    return {key: cut.get(key, value) for key, value in sample.items()}
+
+
+def _evened(samples: list[Sample], resize: bool) -> list[Sample]:
+    """Samples of the first one's length: plain ones resized if that is allowed, in place of others of another length the first again."""
+    size = length(samples[0])
+
+    def fit(sample: Sample) -> Sample:
+        if length(sample) == size:
+            return sample
+        return _window(sample, 0, size) if resize and size and length(sample) and _is_plain(sample) else samples[0]
+
+    return [fit(s) for s in samples]
+
+
+def _pick(groups: list[list[Sample]], count: int, k: int) -> list[Sample]:
+    """`count` samples, from each group in turn; group lists start at another place for each k, so that micro-batches differ."""
+    picked: list[Sample] = []
+    for i in range(count):
+        group = groups[i % len(groups)]
+        start = k * len(group) // len(COUNTS)
+        tail = group[start:]
+        picked.append(tail[(i // len(groups)) % len(tail)])
+    return picked
+
+
+def _by_length(samples: Sequence[Sample]) -> list[Sample]:
+    return sorted(samples, key=length, reverse=True)
+
+
+def _shapes(batch: Mapping[str, Any]) -> Shapes:
+    return {key: tuple(value.shape) if isinstance(value, torch.Tensor) else () for key, value in batch.items()}
