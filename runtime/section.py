@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,12 +34,45 @@ class Case:
     terms: tuple[str, ...] = ()
 
 
+class Constants:
+    """Tensors that the user's forward makes from Python data, from `constants.pt` beside the section modules."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / "constants.pt"
+        self._loaded: dict[tuple[str, torch.device], torch.Tensor] = {}
+
+    def __call__(self, name: str, device: torch.device) -> torch.Tensor:
+        """The constant of that name on a device, read once."""
+        if (name, device) not in self._loaded:
+            self._loaded[name, device] = torch.load(self._path, weights_only=True)[name].to(device)
+        return self._loaded[name, device]
+
+
 class Section(nn.Module):
     """A part of the user's model that runs on one rank: the user's own modules, called in the order the user calls them."""
 
     name: str = ""
     cases: tuple[Case, ...] = ()
     optional: frozenset[str] = frozenset()  # the keys that tell this section's cases apart
+
+    def __init__(self, model: nn.Module) -> None:
+        """`model` is the user's model: a generated section takes from it the modules that it calls and the parameters that it reads."""
+        super().__init__()
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        # In a list, so that the model's other modules do not become modules of this section.
+        self._model = [model]
+        self.constants = Constants(Path(inspect.getfile(type(self))).parent)
+
+    @property
+    def device(self) -> torch.device:
+        """Where this section computes: the device of the model's first parameter that is here."""
+        return next((p.device for p in self._model[0].parameters() if not p.is_meta), torch.device("cpu"))
+
+    def value(self, path: str) -> torch.Tensor:
+        """The parameter or buffer of the user's model by its name; read at each use, since weights may be replaced."""
+        return operator.attrgetter(path)(self._model[0])
 
     def case(self, batch: Batch) -> Case:
         """The case of a micro-batch. Raises UserError if no capture took this way (naming pattern and guards)."""

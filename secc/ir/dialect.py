@@ -162,17 +162,18 @@ class CaseOp(LineOp):
 class BodyOp(LineOp):
     """One section's part of one or more cases, after `lower`: receives, the section's ops, sends and terms. Codegen prints it as a method.
 
-    `section` is @terms for the bodies that compute leaves and coefficients of the loss.
+    `section` is @terms for the bodies that compute leaves and coefficients of the loss. `also` lists further patterns (their keys joined by
+    spaces) for which the same body holds.
     """
 
     name = "sec.body"
     sym = prop_def(StringAttr)
     section = prop_def(SymbolRefAttr)
-    when = prop_def(ArrayAttr[StringAttr])
+    when, also = prop_def(ArrayAttr[StringAttr]), opt_prop_def(ArrayAttr[StringAttr])
     body = region_def("single_block")
     traits = traits_def(NoTerminator())
     HEADLINE: ClassVar[str | None] = "sym"
-    KEYWORDS: ClassVar[Keywords] = (_IN, ("when", "when", TEXTS))
+    KEYWORDS: ClassVar[Keywords] = (_IN, ("when", "when", TEXTS), ("also", "also", TEXTS))
 
 
 class _Source(LineOp):

@@ -1,0 +1,168 @@
+"""Prints the ops of a `sec.body` as the lines of a Python method: the user's blocks called in order, glue spelt out.
+
+An op is one line. Lines under `no_grad` or autocast are grouped below one `with`. Every symbol that a line uses is read from the
+batch's shapes at the top. A comment gives the user's file:line where it changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from xdsl.dialects.builtin import StringAttr
+from xdsl.ir import Operation, SSAValue
+
+from secc.codegen.names import Scope
+from secc.ir import expr, template
+from secc.ir.dialect import (
+    CallOp,
+    Computation,
+    ConstOp,
+    GlueOp,
+    GraphOp,
+    GuardOp,
+    InputOp,
+    LeafOp,
+    ParamOp,
+    ReceiveOp,
+    SendOp,
+    SizeOp,
+    TermOp,
+    strings,
+)
+from secc.ir.template import Ref
+from secc.ir.verify import where
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of code with the context managers it runs under and the place it comes from."""
+
+    text: str
+    context: str = ""
+    place: str = ""
+
+
+@dataclass
+class BodyPrinter:
+    """Prints one method or function. `attributes` maps block paths to the section's attributes.
+
+    In a section, values come from `self`; in terms.py (`terms=True`) the function stands alone, receives are leaves and symbols are those
+    of the global batch.
+    """
+
+    graph: GraphOp
+    attributes: dict[str, str]
+    scope: Scope = field(default_factory=Scope)
+    names: dict[SSAValue, str] = field(default_factory=dict[SSAValue, str])
+    terms: bool = False
+    whole_batch: bool = False
+
+    def lines(self, ops: Sequence[Operation]) -> list[str]:
+        """The method's lines, indented from column 0, without its return."""
+        code = [line for op in ops for line in self._op(op)]
+        symbols = self._symbols(ops)
+        return [f"{name} = {self._symbol(name)}" for name in symbols] + _layout(code)
+
+    def value(self, value: SSAValue) -> str:
+        return self.names[value]
+
+    def _symbols(self, ops: Iterable[Operation]) -> list[str]:
+        """The symbols that arguments use, in the graph's order."""
+        used: set[str] = set()
+        for op in ops:
+            if isinstance(op, Computation):
+                leaves = op.arguments.leaves()
+                used |= set[str]().union(*(expr.symbols(leaf) for leaf in leaves if isinstance(leaf, expr.Expr)))
+            elif isinstance(op, SizeOp):
+                used |= expr.symbols(expr.parse(op.value.data))
+        return [name for name in self.graph.symbols if name in used]
+
+    def _symbol(self, name: str) -> str:
+        declared = self.graph.symbols[name]
+        if self.whole_batch:
+            return f'size["{name}"]'
+        return f'batch["{declared.key.data}"].shape[{declared.dim.data}]'
+
+    def _bind(self, value: SSAValue, wish: str) -> str:
+        self.names[value] = self.scope.name(value.name_hint or wish)
+        return self.names[value]
+
+    def _op(self, op: Operation) -> list[Line]:
+        match op:
+            case InputOp():
+                return [Line(f"{self._bind(op.result, op.key.data)} = {batch_item(op.key.data)}")]
+            case ParamOp():
+                return [Line(f'{self._bind(op.result, op.path.data.split(".")[-1])} = self.value("{op.path.data}")')]
+            case ConstOp():
+                owner = "" if self.terms else "self."
+                return [Line(f'{self._bind(op.result, op.key.data)} = {owner}constants("{op.key.data}", {owner}device)')]
+            case ReceiveOp():
+                source = f'scalar(leaves["{op.edge.data}"])' if self.terms else f'edges["{op.edge.data}"]'
+                return [Line(f"{self._bind(op.result, op.edge.data)} = {source}")]
+            case SizeOp():
+                return [Line(f"{self._bind(op.result, 'size_of_batch')} = scalar({op.value.data})")]
+            case CallOp():
+                return self._call(op)
+            case GlueOp():
+                return [self._glue(op)]
+            case SendOp() | TermOp() | GuardOp() | LeafOp():
+                return []
+            case _:
+                raise ValueError(f"codegen cannot print {op.name}")
+
+    def _arguments(self, op: Computation) -> str:
+        def name(ref: Ref) -> str:
+            return self.names[op.operands[ref.index]]
+
+        device = template.Name("device" if self.terms else "self.device")
+        arguments = op.arguments.map(lambda leaf: device if leaf == template.Name("device") else leaf)
+        return template.format(arguments, name)
+
+    def _call(self, op: CallOp) -> list[Line]:
+        place, context = where(op), _context(op)
+        attribute = self.attributes[op.target.data]
+        called = f"self.{attribute}({self._arguments(op)})"
+        outs = strings(op.outs)
+        if outs == ("",):
+            return [Line(f"{self._bind(op.results[0], attribute)} = {called}", context, place)]
+        out = self.scope.name(f"{attribute}_out")
+        results = [(self._bind(r, attribute), path) for r, path in zip(op.results, outs, strict=True)]
+        return [Line(f"{out} = {called}", context, place)] + [Line(f"{name} = {out}{path}", context, place) for name, path in results]
+
+    def _glue(self, op: GlueOp) -> Line:
+        namespace, _, rest = op.target.data.partition(".")
+        function = op.target.data if namespace == "aten" else f"torch.ops.{namespace}.{rest}"
+        names = [self._bind(r, rest.split(".")[0].strip("_")) for r in op.results]
+        return Line(f"{', '.join(names)} = {function}({self._arguments(op)})", _context(op), where(op))
+
+
+def batch_item(key: str) -> str:
+    """`images[0]` -> `batch["images"][0]`."""
+    name, bracket, rest = key.partition("[")
+    return f'batch["{name}"]{bracket}{rest}'
+
+
+def _context(op: Computation) -> str:
+    """The context managers of an op as the text behind `with`."""
+    parts = ["torch.no_grad()"] if op.no_grad is not None else []
+    autocast = op.autocast
+    if isinstance(autocast, StringAttr):
+        parts.append(f"torch.autocast({autocast.data})")
+    return ", ".join(parts)
+
+
+def _layout(code: Sequence[Line]) -> list[str]:
+    """Group lines under their contexts and note the place where it changes."""
+    out: list[str] = []
+    last = ""
+    for context, group in groupby(code, key=lambda line: line.context):
+        indent = "    " if context else ""
+        if context:
+            out.append(f"with {context}:")
+        for line in group:
+            note = f"  # {line.place}" if line.place and line.place != last else ""
+            last = line.place or last
+            out.append(f"{indent}{line.text}{note}")
+    return out

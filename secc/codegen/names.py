@@ -1,0 +1,51 @@
+"""Python names for SSA values, modules and classes: readable, unique in their scope, never a keyword or a name the templates use."""
+
+from __future__ import annotations
+
+import builtins
+import keyword
+import re
+
+_TAKEN = {"self", "batch", "edges", "torch", "aten", "device", "leaves", "size", "pattern"}
+
+
+class Scope:
+    """Hands out unique identifiers near the ones that are wished for."""
+
+    def __init__(self, taken: set[str] | None = None) -> None:
+        self._taken = _TAKEN | set(dir(builtins)) | (taken or set())
+
+    def name(self, wish: str) -> str:
+        """`wish` as an identifier, with a number behind it if it is taken."""
+        base = identifier(wish)
+        found, number = base, 1
+        while found in self._taken:
+            number += 1
+            found = f"{base}_{number}"
+        self._taken.add(found)
+        return found
+
+
+def identifier(text: str) -> str:
+    """The nearest Python identifier to a text."""
+    name = re.sub(r"\W+", "_", text).strip("_") or "value"
+    if name[0].isdigit() or keyword.iskeyword(name):
+        name = f"_{name}" if not name[0].isdigit() else f"v{name}"
+    return name
+
+
+def class_name(section: str) -> str:
+    """`vision_tower` -> `VisionTower`."""
+    return "".join(part[:1].upper() + part[1:] for part in identifier(section).split("_") if part)
+
+
+def attribute_names(paths: list[str]) -> dict[str, str]:
+    """Attribute names for module paths: the shortest tails that tell them apart."""
+    names: dict[str, str] = {}
+    for path in paths:
+        parts = path.split(".")
+        tails = ["_".join(parts[-n:]) for n in range(1, len(parts) + 1)]
+        others = [p.split(".") for p in paths if p != path]
+        unique = (t for n, t in enumerate(tails, 1) if not any("_".join(o[-n:]) == t for o in others) and not t[0].isdigit())
+        names[path] = identifier(next(unique, "_".join(parts)))
+    return names

@@ -1,0 +1,48 @@
+"""Jinja2 as codegen and reports use it: templates of `secc.templates`, strict about missing names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+
+import jinja2
+
+_TEMPLATES = Path(__file__).parent.parent / "templates"
+
+
+@lru_cache(maxsize=None)
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=jinja2.select_autoescape(["html.j2"]),
+    )
+    environment.filters |= {"quoted": quoted, "frozenset": frozenset_text, "tuple": tuple_text}
+    return environment
+
+
+def quoted(text: str) -> str:
+    """A Python string literal in double quotes."""
+    return json.dumps(text)
+
+
+def tuple_text(names: Iterable[str]) -> str:
+    """A Python tuple of strings."""
+    items = [quoted(n) for n in names]
+    return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
+
+
+def frozenset_text(names: Iterable[str]) -> str:
+    """A Python frozenset of strings."""
+    items = [quoted(n) for n in names]
+    return f"frozenset({{{', '.join(items)}}})" if items else "frozenset()"
+
+
+def render(template: str, **values: object) -> str:
+    """The text of a template with its values."""
+    return _environment().get_template(template).render(**values)
