@@ -22,6 +22,7 @@ from secc.ir.types import TensorType
 
 _IN = ("section", "in", SECTION)
 _AT = ("where", "at", TEXT)
+_EDGE = (("src", "from", SECTION), ("dst", "to", SECTION), ("dim", "dim", NUMBER), ("rows", "rows", TEXT), ("extents", "extents", TEXTS))
 
 
 def texts(values: Iterable[str]) -> ArrayAttr[StringAttr]:
@@ -60,6 +61,10 @@ class GraphOp(LineOp):
     def blocks(self) -> dict[str, BlockOp]:
         """Declared blocks by module path."""
         return {op.path.data: op for op in self.body.block.ops if isinstance(op, BlockOp)}
+
+    @property
+    def edges(self) -> list[EdgeOp]:
+        return [op for op in self.body.block.ops if isinstance(op, EdgeOp)]
 
     @property
     def patterns(self) -> list[PatternOp]:
@@ -341,7 +346,21 @@ class TransferOp(LineOp):
     dim, rows = prop_def(IntAttr), prop_def(StringAttr)
     extents = opt_prop_def(ArrayAttr[StringAttr])
     HEADLINE: ClassVar[str | None] = "sym"
-    KEYWORDS: ClassVar[Keywords] = (("src", "from", SECTION), ("dst", "to", SECTION), ("dim", "dim", NUMBER), ("rows", "rows", TEXT), ("extents", "extents", TEXTS))
+    KEYWORDS: ClassVar[Keywords] = _EDGE
+
+
+@irdl_op_definition
+class EdgeOp(LineOp):
+    """Declares an edge after `lower`, when transfers have become sends and receives; the result type is the tensor's."""
+
+    name = "sec.edge"
+    sym = prop_def(StringAttr)
+    result = result_def(TensorType)
+    src, dst = prop_def(SymbolRefAttr), prop_def(SymbolRefAttr)
+    dim, rows = prop_def(IntAttr), prop_def(StringAttr)
+    extents = opt_prop_def(ArrayAttr[StringAttr])
+    HEADLINE: ClassVar[str | None] = "sym"
+    KEYWORDS: ClassVar[Keywords] = _EDGE
 
 
 @irdl_op_definition
@@ -378,7 +397,7 @@ Sec = Dialect(
     "sec",
     [
         GraphOp, SymbolOp, PatternOp, KeyOp, BlockOp, TieOp, SectionOp, CaseOp, BodyOp, InputOp, ParamOp, ConstOp, SizeOp, CallOp, GlueOp, GuardOp,
-        LeafOp, TermOp, TransferOp, ReceiveOp, SendOp, ReturnOp,
+        LeafOp, TermOp, TransferOp, EdgeOp, ReceiveOp, SendOp, ReturnOp,
     ],
     [TensorType],
 )  # fmt: skip
