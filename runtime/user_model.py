@@ -125,17 +125,19 @@ class UserModel:
         """Sample i's rows and lengths without loading it, or None if the file has no `sizes`."""
         return dict(self.call("sizes", i)) if self.has("sizes") else None
 
-    def check_keys(self, keys: Iterable[str]) -> None:
-        """Refuse a batch key that forward does not take."""
+    def check_keys(self, keys: Iterable[str], required: Iterable[str]) -> None:
+        """Refuse a key of a batch that forward does not take, and an argument that forward needs but is not in every (`required`) batch."""
+        source, place = ("collate()", self.place("collate")) if self.has("collate") else ("a sample", self._item_place())
         known = self.forward_keys
         unknown = [] if known is None else sorted(set(keys) - known)
         if unknown:
-            source, place = ("collate()", self.place("collate")) if self.has("collate") else ("a sample", self._item_place())
-            raise UserError(
-                f"{source} has the key {unknown[0]!r}, which forward does not take",
-                place or self.forward_place,
-                f"forward takes {', '.join(sorted(known or ()))}: rename the key, leave it out, or add the argument to forward",
-            )
+            remedy = f"forward takes {', '.join(sorted(known or ()))}: rename the key, leave it out, or add the argument to forward"
+            raise UserError(f"{source} has the key {unknown[0]!r}, which forward does not take", place, remedy)
+        needed = {n for n, p in self._signature().items() if p.kind not in _VARIADIC and p.default is p.empty}
+        lacking = sorted(needed - set(required))
+        if lacking:
+            remedy = "add the key to every sample, or give the argument a default"
+            raise UserError(f"forward needs the argument {lacking[0]!r}, which {source} lacks", self.forward_place or place, remedy)
 
     def _checked_dataset(self, dataset: Any) -> Any:
         place = self.place("dataset")

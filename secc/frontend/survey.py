@@ -145,8 +145,8 @@ def survey(user: UserModel, count: int = 64, seed: int = 0) -> Survey:
         user.fit_collate(list(samples.values()))
         shapes = {i: _shapes(user.collate([s])) for i, s in samples.items()}
     every = frozenset[str]().union(*shapes.values())
-    user.check_keys(every)
     required = frozenset(shapes[indices[0]]).intersection(*shapes.values())
+    user.check_keys(every, required)
     drawn = (Drawn(i, shapes[i], frozenset(shapes[i]) - required, samples[i] if i in kept else None) for i in indices)
     return Survey(tuple(drawn), required, every - required)
 
@@ -232,10 +232,19 @@ def _pick(groups: list[list[Sample]], count: int, k: int) -> list[Sample]:
     picked: list[Sample] = []
     for i in range(count):
         group = groups[i % len(groups)]
-        start = k * len(group) // len(COUNTS)
-        tail = group[start:]
+        tail = _unlike_first(group[k * len(group) // len(COUNTS) :])
         picked.append(tail[(i // len(groups)) % len(tail)])
     return picked
+
+
+def _unlike_first(samples: list[Sample]) -> list[Sample]:
+    """The same samples, one of each length before the second of any: two samples of one length would leave nothing to pad."""
+    seen: Counter[int] = Counter()
+    ranked: list[tuple[int, int]] = []
+    for n, sample in enumerate(samples):
+        ranked.append((seen[length(sample)], n))
+        seen[length(sample)] += 1
+    return [samples[n] for _, n in sorted(ranked)]
 
 
 def _by_length(samples: Sequence[Sample]) -> list[Sample]:
