@@ -12,8 +12,9 @@ import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
-from secc.runtime.expr import function
+from secc.runtime.expr import evaluate
 from secc.runtime.plan import Plan, Section
 from secc.runtime.program import MicroBatch, SampleMeta, active, owes_backward, replica_ranks, returns_gradient
 from secc.runtime.sizes import combine
@@ -37,8 +38,8 @@ class Costs:
         sizes = self._sizes[positions[0]]
         if len(positions) > 1:
             sizes = combine([self._sizes[p] for p in positions], self._symbols) | self._widths
-        backward = function(section.cost.backward_ns)(sizes) if owes_backward(section) else 0
-        return function(section.cost.forward_ns)(sizes), backward
+        backward = evaluate(section.cost.backward_ns, sizes) if owes_backward(section) else 0
+        return evaluate(section.cost.forward_ns, sizes), backward
 
 
 @dataclass
@@ -190,11 +191,11 @@ class Composer:
             for group in groups.values():
                 count = -(-len(group) // section.micro_batch)
                 bounds = [i * len(group) // count for i in range(count + 1)]
-                cut += [(r, tuple(group[a:b])) for a, b in zip(bounds, bounds[1:], strict=False)]
+                cut += [(r, tuple(group[a:b])) for a, b in pairwise(bounds)]
         return cut
 
     def _turns(self, cut: Cut) -> dict[int, int]:
-        """Each sample's place in the critical section's order: every replica's first micro-batch that needs upstream, then the second, ..."""
+        """Each sample's place in the critical section's order: first the first micro-batch of every replica that needs upstream, ..."""
         critical, queues = self.critical, defaultdict(list)
         for replica, positions in cut:
             u = self.urgency(critical, positions, dict.fromkeys(positions, 0))

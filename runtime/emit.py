@@ -1,9 +1,10 @@
 """The programs of all ranks, from one global order of forwards and backwards: where sends, receives and reductions go.
 
-A SEND stands directly after the job that made its data. Receives on a channel (an edge, a direction and a pair of ranks) stand in the order of
-the sends, because not every backend can match messages out of order; so before a job its rank receives what it needs and what was
-sent before that on the same channel. Those were sent even earlier, so nothing waits longer for it. Gradients are reduced after the last
-backward of the rank, sections in one order on all ranks: a rank that waits in a reduction then owes nobody anything.
+A SEND stands directly after the job that made its data. Receives on a channel (an edge, a direction and a pair of ranks) stand in
+the order of the sends, because not every backend can match messages out of order; so before a job its rank receives what it needs
+and what was sent before that on the same channel. Those were sent even earlier, so nothing waits longer for it. Gradients are
+reduced after the last backward of the rank, sections in one order on all ranks: a rank that waits in a reduction then owes nobody
+anything.
 """
 
 from __future__ import annotations

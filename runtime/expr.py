@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import cache
 
 Sizes = Mapping[str, int]
 
@@ -27,13 +27,13 @@ _CALLS: dict[str, Callable[..., int]] = {"min": min, "max": max}
 def evaluate(text: str | int, sizes: Sizes) -> int:
     """The value of expression `text` where each symbol has its size. Raises ValueError for anything outside the grammar."""
     try:
-        return function(str(text))(sizes)
+        return _function(str(text))(sizes)
     except KeyError as unknown:
         raise ValueError(f"not a size expression over {sorted(sizes)}: {unknown.args[0]!r} in {text}") from None
 
 
-@lru_cache(maxsize=None)
-def function(text: str) -> Callable[[Sizes], int]:
+@cache
+def _function(text: str) -> Callable[[Sizes], int]:
     """Expression `text` as a function of the symbols' sizes. Raises ValueError outside the grammar; the function KeyError for a name."""
     try:
         return _closure(ast.parse(text, mode="eval").body)

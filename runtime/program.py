@@ -129,27 +129,28 @@ def parse_instruction(text: str) -> Instruction:
     """The instruction that prints as `text`. Raises ValueError where it is none."""
     match text.split():
         case [("F" | "B" | "W") as kind, section, micro, *rest]:
-            return Instruction(kind, section, micro=int(micro), **_suffix(rest, text))
+            replica, stage = _suffix(rest, text)
+            return Instruction(kind, section, replica, stage, int(micro))
         case [("SEND" | "RECV") as kind, edge, ("fwd" | "bwd") as direction, flow, ("to" | "from") as word, peer, *rest]:
             if word != ("to" if kind == "SEND" else "from"):
                 raise ValueError(f"a {kind} cannot be `{word}` a rank: {text!r}")
             first, second = (int(n) for n in flow.split(">"))
             src, dst = (first, second) if direction == "fwd" else (second, first)
-            return Instruction(
-                kind, edge=edge, direction=direction, peer=int(peer), src_micro=src, dst_micro=dst, **_suffix(rest, text)
-            )
+            replica, stage = _suffix(rest, text)
+            return Instruction(kind, "", replica, stage, -1, edge, direction, int(peer), src, dst)
         case ["REDUCE", section, *rest]:
-            return Instruction("REDUCE", section, **_suffix(rest, text))
+            return Instruction("REDUCE", section, *_suffix(rest, text))
         case ["STEP"]:
             return Instruction("STEP")
     raise ValueError(f"not an instruction: {text!r}")
 
 
-def _suffix(words: list[str], text: str) -> dict[str, int]:
+def _suffix(words: list[str], text: str) -> tuple[int, int]:
+    """Replica and stage from the words that follow them."""
     found = dict(zip(words[::2], words[1::2], strict=False))
     if len(words) % 2 or len(found) * 2 != len(words) or not found.keys() <= {"replica", "stage"}:
         raise ValueError(f"not an instruction: {text!r}")
-    return {name: int(n) for name, n in found.items()}
+    return int(found.get("replica", 0)), int(found.get("stage", 0))
 
 
 def print_schedule(schedule: Schedule) -> str:

@@ -12,7 +12,10 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """F or B of a section's micro-batch on a rank, of `duration` ns. Lower `priority` goes first, then lower `index`; `successors` wait for it."""
+    """F or B of a section's micro-batch on a rank, for `duration` ns. Lower `priority` goes first, then lower `index`.
+
+    `successors` wait for this job; it waits for `waits_for` others.
+    """
 
     index: int
     kind: str

@@ -1,12 +1,13 @@
 """The wavefront order: in which order the samples of one global batch pass through the sections' replicas.
 
 The aim is a critical section that never waits: it starts with samples that need no upstream section while the encoders fill, follows
-readiness, prefers what owes an upstream backward, and so ends with samples that owe none while the encoders drain. Sections upstream of it
-run all forwards first, then backwards, largest first; the others run a backward as soon as they can, which frees memory soonest.
+readiness, prefers what owes an upstream backward, and so ends with samples that owe none while the encoders drain. Sections
+upstream of it run all forwards first, then backwards, largest first; the others run a backward as soon as they can, which frees
+memory soonest.
 
-The order comes from running the step in virtual time (`runtime/timeline.py`): every rank takes the most urgent job that is ready. The programs of all
-ranks follow that one global order, which is why they cannot deadlock: each job waits only for jobs that come before it. Everything is
-integers and plain Python, so all ranks and the simulator compute the same `Schedule`.
+The order comes from running the step in virtual time (`runtime/timeline.py`): every rank takes the most urgent job that is ready.
+The programs of all ranks follow that one global order, which is why they cannot deadlock: each job waits only for jobs that come
+before it. Everything is integers and plain Python, so all ranks and the simulator compute the same `Schedule`.
 """
 
 from __future__ import annotations
@@ -76,7 +77,9 @@ def _runs_ahead(plan: Plan, graph: Graph, composition: Composition, section: Sec
 
 
 def _priorities(u: Urgency, ahead: bool, in_turn: bool, depth: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of a forward and its backward. On a rank, backwards precede forwards and downstream sections upstream ones, but for sections ahead."""
+    """Of a forward and its backward. On a rank, backwards come before forwards and downstream sections before upstream ones,
+    except where a section runs ahead.
+    """
     size = u.forward_ns + u.backward_ns
     if ahead:
         return (0, 0, u.turn, -size), (1, 0, -u.upstream_ns - u.backward_ns)

@@ -1,0 +1,62 @@
+"""Small plans and random ones, for tests of the order and of its check."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from secc.runtime.plan import Cost, Edge, Mesh, ModelRef, Plan, Section, Symbol
+from secc.runtime.program import SampleMeta, owes_backward
+
+SYMBOLS = (Symbol("B", "rows", "ids", 0), Symbol("S", "width", "ids", 1), Symbol("I", "rows", "images", 0))
+KEYS = ("images", "audio")
+
+
+def section(name, ranks, *, when=(), mode="train", micro_batch=1, forward="100*B", backward="200*B"):
+    mesh = Mesh(tuple(ranks), len(ranks))
+    return Section(name, "", mode, tuple(when), (), (), mesh, micro_batch, cost=Cost(forward, backward))
+
+
+def edge(src, dst, *, grad=True, name=""):
+    return Edge(name or f"{src}_to_{dst}", src, dst, "float32", ("B", "8"), 0, "1", grad)
+
+
+def plan(sections, edges, world_size, widths="own"):
+    return Plan(1, "", ModelRef("", ""), world_size, 0, widths, SYMBOLS, (), tuple(sections), tuple(edges), (), (), {}, {}, {})
+
+
+def sample(i, *keys, images=1, length=10):
+    return SampleMeta(i, frozenset(keys), {"B": 1, "S": length, "I": images if "images" in keys else 0})
+
+
+costs = st.sampled_from(["0", "7*B", "B*S", "5*I + 3*S", "max(B*S, 40)"])
+
+
+@st.composite
+def plans(draw):
+    """Any acyclic graph of sections with any meshes, modes, predicates, micro-batch sizes and costs."""
+    world = draw(st.integers(1, 5))
+    meshes = st.lists(st.integers(0, world - 1), min_size=1, unique=True)
+    sections = [
+        section(
+            f"s{i}",
+            draw(meshes),
+            when=draw(st.sampled_from([(), ("images",), ("audio",), KEYS])),
+            mode=draw(st.sampled_from(["train", "dgrad", "forward"])),
+            micro_batch=draw(st.integers(1, 3)),
+            forward=draw(costs),
+            backward=draw(costs),
+        )
+        for i in range(draw(st.integers(1, 4)))
+    ]
+    between = [(a, b) for i, a in enumerate(sections) for b in sections[i + 1 :]]
+    chosen = draw(st.lists(st.sampled_from(between), max_size=5)) if between else []
+    edges = [
+        edge(a.name, b.name, grad=owes_backward(a) and owes_backward(b) and draw(st.booleans()), name=f"e{i}")
+        for i, (a, b) in enumerate(chosen)
+    ]
+    return plan(draw(st.permutations(sections)), edges, world, draw(st.sampled_from(["own", "global"])))
+
+
+batches = st.lists(
+    st.tuples(st.sets(st.sampled_from(KEYS)), st.integers(1, 3), st.integers(1, 30)), max_size=9
+).map(lambda rows: [sample(i, *keys, images=n, length=length) for i, (keys, n, length) in enumerate(rows)])
