@@ -110,16 +110,18 @@ class KeyOp(LineOp):
 class BlockOp(LineOp):
     """One of the user's modules that is called whole: its class, numbers of parameters (entries), and the component it belongs to.
 
-    The component is the largest module around the block that holds no other stack of layers; `coarsen` groups by it.
+    The component is the largest module around the block that holds no other stack of layers; `coarsen` groups by it. `layers` is
+    the number of layers in the component's stack, 0 for a component without one (a projector, a head).
     """
 
     name = "sec.block"
     path, cls = prop_def(StringAttr), prop_def(StringAttr)
-    params, trainable = prop_def(IntAttr), prop_def(IntAttr)
+    params, trainable, layers = prop_def(IntAttr), prop_def(IntAttr), opt_prop_def(IntAttr)
     component, where = opt_prop_def(StringAttr), opt_prop_def(StringAttr)
     HEADLINE: ClassVar[str | None] = "path"
     KEYWORDS: ClassVar[Keywords] = (
-        ("cls", "class", TEXT), ("params", "params", NUMBER), ("trainable", "trainable", NUMBER), ("component", "component", TEXT), _AT,
+        ("cls", "class", TEXT), ("params", "params", NUMBER), ("trainable", "trainable", NUMBER), ("component", "component", TEXT),
+        ("layers", "layers", NUMBER), _AT,
     )  # fmt: skip
 
 

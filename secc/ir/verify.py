@@ -11,7 +11,7 @@ from xdsl.dialects.builtin import ModuleOp, StringAttr
 from xdsl.ir import Operation
 
 from secc.ir import expr, template
-from secc.ir.dialect import CallOp, CaseOp, Computation, GlueOp, GraphOp, ReturnOp, TermOp, TransferOp, section_of, strings
+from secc.ir.dialect import CallOp, CaseOp, Computation, EdgeOp, GlueOp, GraphOp, ReturnOp, TermOp, TransferOp, section_of, strings
 from secc.ir.types import TensorType, tensor
 
 Problem = tuple[Operation, str]
@@ -93,14 +93,14 @@ def term(graph: GraphOp, op: Operation) -> Iterator[Problem]:
 
 def transfer(graph: GraphOp, op: Operation) -> Iterator[Problem]:
     """An edge joins two declared sections along a dim that the tensor has."""
-    if not isinstance(op, TransferOp):
+    if not isinstance(op, (TransferOp, EdgeOp)):
         return
     names = {s.sym.data for s in graph.sections}
     for end in (op.src, op.dst):
         if end.root_reference.data not in names:
             yield op, f"section @{end.root_reference.data} is not declared"
-    if not 0 <= op.dim.data < len(tensor(op.value).dims):
-        yield op, f"dim {op.dim.data} of a tensor with {len(tensor(op.value).dims)} dims"
+    if not 0 <= op.dim.data < len(tensor(op.result).dims):
+        yield op, f"dim {op.dim.data} of a tensor with {len(tensor(op.result).dims)} dims"
 
 
 def where(op: Operation) -> str:
