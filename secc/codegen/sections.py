@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from xdsl.dialects.builtin import StringAttr
 from xdsl.ir import Operation, OpResult, SSAValue
 
 from secc.codegen.body import BodyPrinter
@@ -119,7 +120,7 @@ def _guard(graph: GraphOp, body: BodyOp, name: str, op: GuardOp) -> Guard:
     return Guard(name, lines, printer.value(op.value), op.equals.data)
 
 
-def terms_module(graph: GraphOp, constant: str) -> str:
+def terms_module(graph: GraphOp) -> str:
     """The text of `sections/terms.py`."""
     leaves: dict[str, Method] = {}
     coefficients: list[tuple[tuple[str, ...], Method]] = []
@@ -135,10 +136,16 @@ def terms_module(graph: GraphOp, constant: str) -> str:
             method = Method(scope.name(body.sym.data), lines, {}, terms, ())
             coefficients += [(when, method) for when in patterns(body)]
     methods = list({id(m): m for _, m in coefficients}.values())
-    return render("terms.py.j2", leaves=leaves, coefficients=coefficients, methods=methods, constant=constant, optional=sorted({key for when, _ in coefficients for key in when}))
+    return render("terms.py.j2", leaves=leaves, coefficients=coefficients, methods=methods, constant=_constant(graph), optional=sorted({key for when, _ in coefficients for key in when}))
 
 
 def _leaf(graph: GraphOp, ops: Sequence[Operation], leaf: LeafOp) -> Method:
     printer = BodyPrinter(graph, {}, terms=True)
     lines = printer.lines(slice_of(ops, [leaf.value]))
     return Method(identifier(f"leaf_{leaf.sym.data}"), lines, {}, {leaf.sym.data: printer.value(leaf.value)}, ())
+
+
+def _constant(graph: GraphOp) -> str:
+    """What the terms leave over of the loss, counted once for a global batch."""
+    found = graph.attributes.get("constant")
+    return found.data if isinstance(found, StringAttr) else "0.0"

@@ -1,0 +1,130 @@
+"""Shows a plan exact: its own sections, schedule and engine on one rank, against the eager model, for every activation pattern.
+
+The plan's meshes are folded onto one rank and its micro-batches made small, so that a global batch of a few samples passes through
+every section in several micro-batches. What is compared is what training uses: the loss and every parameter's gradient.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from secc.codegen.names import class_name
+from secc.compiler import Compiled
+from secc.errors import UserError
+from secc.frontend.reference import Difference, Result, compare, eager, gradients
+from secc.runtime.comm import Transport
+from secc.runtime.engine import Engine, StepInput
+from secc.runtime.plan import Mesh, Plan
+from secc.runtime.program import MicroBatch, SampleMeta
+from secc.runtime.section import Section
+from secc.runtime.sizes import combine, pad_batch, sizes_of
+from secc.runtime.trace import Trace
+from secc.runtime.user_model import UserModel
+from secc.runtime.wavefront import schedule
+
+MICRO_BATCH = 2
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class PatternCheck:
+    """One pattern's comparison; differences are in units of the tolerances."""
+
+    pattern: tuple[str, ...]
+    samples: int
+    difference: Difference
+
+    def as_dict(self) -> dict[str, object]:
+        d = self.difference
+        return {
+            "pattern": list(self.pattern), "samples": self.samples, "exact": d.exact, "loss_error": d.loss, "gradient_error": d.gradient,
+            "worst_gradient": d.worst,
+        }  # fmt: skip
+
+
+def check(compiled: Compiled) -> list[PatternCheck]:
+    """Compare plan and eager model for every pattern of the survey. Raises UserError if the model is too large to be built here."""
+    if compiled.model is None:
+        raise UserError(
+            "the model is too large to be shown exact here", str(compiled.user.path), "define small_model(): the same architecture, small"
+        )
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name) / "plan"
+        compiled.write_sections(directory)
+        rank = OneRank(compiled.plan, directory, compiled.user, compiled.model)
+        return [_check_pattern(compiled, rank, pattern) for pattern in compiled.survey.unions()]
+
+
+def _check_pattern(compiled: Compiled, rank: OneRank, pattern: frozenset[str]) -> PatternCheck:
+    """The largest micro-batch of the survey, which holds samples of several lengths and, where there are some, of smaller patterns."""
+    samples = compiled.survey.batches(pattern)[-1]
+    assert compiled.model is not None
+    reference = eager(compiled.model, compiled.user.collate(samples))
+    return PatternCheck(tuple(sorted(pattern)), len(samples), compare(rank.step(samples), reference))
+
+
+class OneRank:
+    """A plan folded onto one rank, in this process."""
+
+    def __init__(self, plan: Plan, directory: Path, user: UserModel, model: nn.Module) -> None:
+        mesh = Mesh((0,))
+        folded = tuple(dataclasses.replace(s, mesh=mesh, micro_batch=min(s.micro_batch, MICRO_BATCH)) for s in plan.sections)
+        self.plan = dataclasses.replace(plan, world_size=1, sections=folded)
+        self.user, self.model = user, model
+        self.sections: dict[str, Section] = {
+            s.name: getattr(_module(directory / s.module), class_name(s.name))(model) for s in plan.sections
+        }
+        self.terms: Any = _module(directory / "sections" / "terms.py")
+
+    def step(self, samples: Sequence[Mapping[str, Any]]) -> Result:
+        """Loss and gradients of one global batch."""
+        singles = [self.user.collate([s]) for s in samples]
+        optional = {i.key for i in self.plan.inputs if i.optional}
+        metas = [SampleMeta(i, frozenset(optional & b.keys()), sizes_of(b, self.plan.symbols)) for i, b in enumerate(singles)]
+        total = combine([m.sizes for m in metas], self.plan.symbols)
+        pattern = frozenset[str]().union(*(m.pattern for m in metas))
+        coefficients = self.terms.coefficients(self._leaves(singles), total, pattern)
+
+        def batch_of(micro: MicroBatch) -> dict[str, Any]:
+            batch = self.user.collate([samples[i] for i in micro.samples])
+            widths = {s.name: total[s.name] for s in self.plan.symbols if s.kind == "width"}
+            return pad_batch(batch, self.plan.inputs, widths) if self.plan.widths == "global" else batch
+
+        self.model.zero_grad(set_to_none=True)
+        engine = Engine(self.plan, self.sections, Transport(self.plan, 0, CPU), lambda _: None, Trace(None, 0, CPU))
+        loss = engine.run(StepInput(schedule(self.plan, metas), metas, batch_of, coefficients, seed=0))
+        found = Result(float(loss) + self.terms.CONSTANT, gradients(self.model))
+        self.model.zero_grad(set_to_none=True)
+        return found
+
+    def _leaves(self, singles: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        return {name: sum(_leaf(function, batch) for batch in singles) for name, function in self.terms.LEAVES.items()}
+
+
+def _leaf(function: Any, batch: Mapping[str, Any]) -> float:
+    """A sample's share of a leaf; 0 if it lacks a key that the leaf is made of."""
+    try:
+        return float(function(batch))
+    except KeyError:
+        return 0.0
+
+
+def _module(path: Path) -> ModuleType:
+    name = f"secc_plan_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module

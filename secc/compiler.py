@@ -1,0 +1,164 @@
+"""The way from `model.py` to a plan: one function that reads as the list of its steps.
+
+The command line, the checks and the tests all compile through here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from xdsl.dialects.builtin import ModuleOp, StringAttr
+
+from secc import __version__, pipeline
+from secc.codegen import plan as plan_codegen
+from secc.codegen.directory import plan_files, section_files
+from secc.codegen.write import write
+from secc.cost.measure import measure
+from secc.errors import UserError
+from secc.frontend import import_ir, widths
+from secc.frontend.capture import capture
+from secc.frontend.inputs import Inputs, describe
+from secc.frontend.meta import meta_model
+from secc.frontend.survey import Survey, survey
+from secc.ir.dialect import graph_of
+from secc.ir.text import print_module
+from secc.runtime import plan as plan_schema
+from secc.runtime.plan import Plan
+from secc.runtime.user_model import UserModel, load
+from secc.runtime.weights import parameter_table
+
+FITS_BYTES = 2 << 30  # a model up to this size is built here to show its plan exact
+PASSES = (
+    "canonicalize,dce,normalize-loss,dce,annotate-patterns,infer-modes,coarsen{coarsen},annotate-costs{costs},"
+    "sink-boundaries,allocate{allocate},insert-transfers,lower"
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user may decide about a plan; the fields are the options of `secc compile`."""
+
+    cluster: str = "local"
+    global_batch: int = 32
+    objective: str = "time"
+    strategy: str = "auto"
+    set: tuple[str, ...] = ()
+    sections: tuple[str, ...] = ()
+    max_sections: int | None = None
+    stats_samples: int = 64
+    widths: str = "auto"
+    small: bool = False
+
+
+@dataclass
+class Compiled:
+    """A plan in memory and how it came about: the lowered IR, the dumps between passes, what was surveyed, the model if it fits here."""
+
+    plan: Plan
+    module: ModuleOp
+    dumps: list[tuple[str, str]]
+    constants: dict[str, torch.Tensor]
+    user: UserModel
+    survey: Survey
+    inputs: Inputs
+    model: nn.Module | None
+    seconds: dict[str, float]
+
+    def write(self, directory: Path, report: str) -> None:
+        """Write the plan directory; a plan that is there is replaced."""
+        write(directory, plan_files(self.plan, self.module, self.dumps, self.constants, self.user.path.read_text(), report))
+
+    def write_sections(self, directory: Path) -> None:
+        """Write only what the check needs: plan.json and sections/."""
+        write(directory, {"plan.json": plan_schema.to_json(self.plan)} | section_files(self.plan, self.module, self.constants))
+
+
+class _Clock:
+    """Tells the user which step is running, and keeps how long each took."""
+
+    def __init__(self, progress: Callable[[str], None] | None) -> None:
+        self.progress, self.seconds = progress or (lambda _: None), dict[str, float]()
+
+    @contextlib.contextmanager
+    def step(self, name: str):
+        self.progress(name)
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+def compile_model(path: str | Path, options: Options, progress: Callable[[str], None] | None = None) -> Compiled:
+    """Compile a model file. Raises UserError for everything that is wrong with the model or the options."""
+    clock = _Clock(progress)
+    with clock.step("read the model file"):
+        user = load(path)
+    with clock.step("draw samples"):
+        drawn = survey(user, options.stats_samples)
+        inputs = describe(user, drawn)
+    with clock.step("build the model on the meta device"):
+        meta = meta_model(user, small=options.small)
+    with clock.step("build the model here"):
+        model = _real_model(user, meta, options.small)
+    with clock.step("compare widths"):
+        width = options.widths if options.widths != "auto" else widths.choose(user, drawn, inputs, model)
+    with clock.step("capture"):
+        captured = capture(user, meta, drawn, inputs)
+        module = import_ir.to_ir(captured)
+        graph_of(module).properties["widths"] = StringAttr(width)
+    with clock.step("measure blocks"):
+        measure(module, meta)
+    start = print_module(module)
+    with clock.step("passes"):
+        run = pipeline.run(module, pipeline.parse(pipeline_text(options)), dump=True, progress=clock.progress)
+    made = plan_codegen.build(module, model_ref(user, meta), {"secc": __version__, "torch": torch.__version__.split("+")[0]})
+    return Compiled(made, module, [("capture", start), *run.dumps], captured.constants, user, drawn, inputs, model, clock.seconds)
+
+
+def pipeline_text(options: Options) -> str:
+    """The pipeline string that these options ask for."""
+    coarsen = {"max-sections": options.max_sections, "sections": options.sections}
+    allocate = {
+        "cluster": options.cluster, "global-batch": options.global_batch, "objective": options.objective, "strategy": options.strategy,
+        "set": options.set,
+    }  # fmt: skip
+    text = PASSES.replace("{coarsen}", _spec(coarsen)).replace("{allocate}", _spec(allocate))
+    return text.replace("{costs}", _spec({"cluster": options.cluster}))
+
+
+def _spec(options: dict[str, object]) -> str:
+    """`{a=1 b="x","y"}`; options that are None or empty keep the pass's default."""
+
+    def text(value: object) -> str:
+        if isinstance(value, tuple):
+            return ",".join(text(v) for v in value)  # pyright: ignore[reportUnknownVariableType]
+        return f'"{value}"' if isinstance(value, str) else str(value)
+
+    parts = [f"{name}={text(value)}" for name, value in options.items() if value is not None and value != ()]
+    return f"{{{' '.join(parts)}}}" if parts else ""
+
+
+def model_ref(user: UserModel, meta: nn.Module) -> plan_schema.ModelRef:
+    """What ties a plan to its model: the file, its hash, and the parameters with shapes and whether they train."""
+    return plan_schema.ModelRef(str(user.path.resolve()), user.sha256, parameter_table(meta))
+
+
+def _real_model(user: UserModel, meta: nn.Module, small: bool) -> nn.Module | None:
+    """The model with random weights in float32, or None if it is too large to build here."""
+    size = sum(p.numel() * 4 for p in meta.parameters())
+    if size > FITS_BYTES:
+        return None
+    torch.manual_seed(0)
+    with contextlib.redirect_stdout(io.StringIO()):
+        model = user.small_model() if small else user.model()
+    if model is None:
+        raise UserError("the model file has no small_model()", str(user.path), "define small_model() or check without --small")
+    return model.float()
+
+

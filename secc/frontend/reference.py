@@ -1,0 +1,77 @@
+"""The eager model as the reference: what plain PyTorch computes with a whole batch in one process.
+
+Everything that claims exactness is compared with this, under the tolerances that are written down here once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from secc.runtime.user_model import loss_of
+
+LOSS_TOLERANCE = 1e-6  # relative
+GRADIENT_TOLERANCE = 1e-5  # of the parameter's own gradient norm, plus
+GRADIENT_FLOOR = 1e-8  # of the norm of all gradients: some gradients, such as a key bias, are rounding noise
+
+Gradients = dict[str, torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class Result:
+    """The loss and every trainable parameter's gradient (None where the loss does not reach it), tied names once."""
+
+    loss: float
+    gradients: Gradients
+
+
+def eager(model: nn.Module, batch: Mapping[str, Any]) -> Result:
+    """One forward and backward of the model. Gradients that the model has are dropped first and left cleared."""
+    model.zero_grad(set_to_none=True)
+    loss = loss_of(model(**batch))
+    loss.backward()
+    found = Result(float(loss.detach().double()), gradients(model))
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def gradients(model: nn.Module) -> Gradients:
+    """A copy of every trainable parameter's gradient."""
+    return {n: None if p.grad is None else p.grad.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a result is from the reference: 1 is the tolerance. `worst` names the parameter, or what else differs."""
+
+    loss: float
+    gradient: float
+    worst: str
+
+    @property
+    def exact(self) -> bool:
+        return self.loss <= 1 and self.gradient <= 1
+
+
+def compare(found: Result, reference: Result) -> Difference:
+    """The differences in units of the tolerances. A gradient that is None on one side only is infinitely far."""
+    loss = abs(found.loss - reference.loss) / (LOSS_TOLERANCE * max(abs(reference.loss), 1e-12))
+    total = sum(float(g.double().square().sum()) for g in reference.gradients.values() if g is not None) ** 0.5
+    worst, gradient = "", 0.0
+    for name, expected in reference.gradients.items():
+        distance = _distance(found.gradients.get(name), expected, total)
+        if distance > gradient or not worst:
+            worst, gradient = name, distance
+    return Difference(loss, gradient, worst)
+
+
+def _distance(found: torch.Tensor | None, expected: torch.Tensor | None, total: float) -> float:
+    if found is None or expected is None:
+        return 0.0 if found is expected else float("inf")
+    allowed = GRADIENT_TOLERANCE * float(expected.double().norm()) + GRADIENT_FLOOR * total
+    error = float((found.double() - expected.double()).norm())
+    return error / allowed if allowed else (0.0 if error == 0 else float("inf"))

@@ -1,0 +1,43 @@
+"""Whether micro-batches may have their own widths: only where padded positions cannot reach the loss, shown numerically.
+
+A global batch is padded to its longest sample, and that padding belongs to the semantics of the user's model where it reaches the
+loss (a mean over padded positions, attention without a mask). The probe pads batches further than their own width; if loss or
+any gradient moves, every micro-batch must have the global batch's width.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from secc.frontend.inputs import Inputs
+from secc.frontend.reference import compare, eager
+from secc.frontend.survey import Survey
+from secc.runtime.errors import UserError
+from secc.runtime.sizes import combine, pad_batch, sizes_of
+from secc.runtime.user_model import UserModel
+
+_WIDER = 3  # positions of extra padding, odd so that it shows in patch and pooling sizes
+
+
+def choose(user: UserModel, survey: Survey, inputs: Inputs, model: nn.Module | None) -> str:
+    """"own" if padding provably does not reach the loss in any pattern, else "global".
+
+    Without a model that fits here nothing can be shown, so the answer is "global" unless no input has a padded width.
+    """
+    if all(s.kind == "rows" for s in inputs.symbols):
+        return "own"
+    if model is None:
+        return "global"
+    shown = all(_indifferent(user, inputs, model, batch) for pattern in survey.unions() for batch in survey.batches(pattern)[:2])
+    return "own" if shown else "global"
+
+
+def _indifferent(user: UserModel, inputs: Inputs, model: nn.Module, samples: list[dict[str, object]]) -> bool:
+    batch = user.collate(samples)
+    sizes = combine([sizes_of(batch, inputs.symbols)], inputs.symbols)
+    wider = {s.name: sizes[s.name] + _WIDER for s in inputs.symbols if s.kind == "width" and sizes[s.name]}
+    try:
+        padded = pad_batch(batch, inputs.inputs, wider)
+        return compare(eager(model, padded), eager(model, batch)).exact
+    except (UserError, RuntimeError, ValueError, IndexError):
+        return False  # the model or collate refuses other widths
