@@ -1,0 +1,208 @@
+"""Checkpoints by torch.distributed.checkpoint, keyed by the user's names and independent of the plan that wrote them.
+
+    DIR/step_00000005/   model/NAME, optimizer/NAME/KEY, groups/RANK, scheduler   (torch.distributed.checkpoint)
+                         checkpoint.json: step, seed, shuffle, global batch, the state dict's names and which of them are tied
+    DIR/latest           the name of the newest complete one
+
+Every tensor is written once, by the first rank that holds it. A checkpoint is written under another name and renamed when it is
+complete. Random numbers need no state here: data and micro-batches are seeded by seed, step and sample.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from secc.runtime.errors import UserError
+from secc.runtime.weights import canonical_names
+
+LATEST = "latest"
+_REMEDY = "give a directory that a run with --save has written"
+MANIFEST = "checkpoint.json"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint knows beside its tensors.
+
+    `names` are the state dict's, in its order; `tied` maps some of them to the one that is stored.
+    """
+
+    step: int
+    seed: int
+    shuffle: bool
+    global_batch: int
+    names: tuple[str, ...]
+    tied: dict[str, str]
+
+
+def manifest(model: nn.Module, step: int, seed: int, shuffle: bool, global_batch: int) -> Manifest:
+    """The manifest of `model` after `step` steps."""
+    canonical = canonical_names(model)
+    names = tuple(model.state_dict())
+    stored = {n: next(m for m in names if canonical.get(m, m) == canonical.get(n, n)) for n in names}
+    return Manifest(step, seed, shuffle, global_batch, names, {n: s for n, s in stored.items() if n != s})
+
+
+def save(directory: Path, state: Mapping[str, Any], about: Manifest) -> Path:
+    """Write this rank's part of `state` as `directory/step_XXXXXXXX`. Collective. Returns the finished checkpoint's path."""
+    final = directory / f"step_{about.step:08d}"
+    scratch = directory / f".{final.name}.tmp"
+    if _rank() == 0:
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+    _barrier()
+    writer = dcp.FileSystemWriter(scratch)
+    dcp.save(dict(state), storage_writer=writer, planner=dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False))
+    if _rank() == 0:
+        (scratch / MANIFEST).write_text(json.dumps(asdict(about)))
+        shutil.rmtree(final, ignore_errors=True)
+        os.rename(scratch, final)
+        pointer = directory / f".{LATEST}.tmp"
+        pointer.write_text(final.name + "\n")
+        os.replace(pointer, directory / LATEST)
+    _barrier()
+    return final
+
+
+def find(directory: Path) -> Path:
+    """The checkpoint that `directory` is, or the latest one in it. Raises UserError if there is none."""
+    if (directory / MANIFEST).exists():
+        return directory
+    try:
+        found = directory / (directory / LATEST).read_text().strip()
+        if (found / MANIFEST).exists():
+            return found
+    except OSError:
+        pass
+    raise UserError("there is no checkpoint", str(directory), _REMEDY)
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """The manifest of a checkpoint. Raises UserError if it cannot be read."""
+    try:
+        data = json.loads((checkpoint / MANIFEST).read_text())
+        return Manifest(**data | {"names": tuple(data["names"])})
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"not a checkpoint: {error}", str(checkpoint), _REMEDY) from None
+
+
+def model_state(model: nn.Module) -> dict[str, Any]:
+    """What this rank holds of the model's state dict, under `model/NAME`; the tensors share the model's memory."""
+    tied = manifest(model, 0, 0, False, 0).tied
+    return {f"model/{n}": v for n, v in model.state_dict().items() if n not in tied and not (isinstance(v, torch.Tensor) and v.is_meta)}
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], owned: Iterable[str], rank: int) -> dict[str, Any]:
+    """The state of the parameters `owned`, and their groups' options, by the user's names."""
+    wanted, packed = set(owned), optimizer.state_dict()
+    state: dict[str, Any] = {}
+    options: list[tuple[list[str], dict[str, Any]]] = []
+    for group, indices in zip(optimizer.param_groups, packed["param_groups"], strict=True):
+        members = [names[p] for p in group["params"]]
+        options.append(([n for n in members if n in wanted], {k: v for k, v in indices.items() if k not in ("params", "param_names")}))
+        for name, index in zip(members, indices["params"], strict=True):
+            if name in wanted:
+                state |= {f"optimizer/{name}/{key}": value for key, value in packed["state"].get(index, {}).items()}
+    return state | {f"groups/{rank}": options}
+
+
+def load_model(checkpoint: Path, model: nn.Module) -> None:
+    """Read into `model` what this rank holds of it. Collective. Raises UserError if the checkpoint is of another model."""
+    target, stored = model_state(model), _stored(checkpoint)
+    for key, value in target.items():
+        entry = stored.get(key)
+        shape = entry.size if isinstance(entry, TensorStorageMetadata) else None
+        if entry is None or (isinstance(value, torch.Tensor) and shape != value.shape):
+            found = "lacks it" if entry is None else f"has it with shape {list(shape or ())}, not {list(value.shape)}"
+            where = "resume with the model that wrote the checkpoint"
+            raise UserError(f"the checkpoint does not fit the model: {key.removeprefix('model/')}: it {found}", str(checkpoint), where)
+    _load(checkpoint, target)
+    objects = {k.removeprefix("model/"): v for k, v in target.items() if not isinstance(v, torch.Tensor)}
+    if objects:
+        model.load_state_dict(objects, strict=False)
+
+
+def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer | None, scheduler: Any, names: Mapping[nn.Parameter, str]) -> None:
+    """Read the state of this rank's parameters, their groups' options and the scheduler's state. Collective."""
+    stored = _stored(checkpoint)
+    mine = set(names.values()) if optimizer is not None else set()
+    target: dict[str, Any] = {}
+    for key, entry in stored.items():
+        kind, _, rest = key.partition("/")
+        if kind == "optimizer" and rest.rpartition("/")[0] in mine:
+            tensor = isinstance(entry, TensorStorageMetadata)
+            target[key] = torch.empty(entry.size, dtype=entry.properties.dtype) if tensor else None
+        elif kind == "groups" or (kind == "scheduler" and scheduler is not None):
+            target[key] = None
+    _load(checkpoint, target)
+    if optimizer is not None:
+        optimizer.load_state_dict(_packed(optimizer, target, names))
+    if scheduler is not None and "scheduler" in target:
+        scheduler.load_state_dict(target["scheduler"])
+
+
+def load_full(directory: str | Path) -> dict[str, torch.Tensor]:
+    """The user's whole state dict from a checkpoint (or the latest one in `directory`), in one process, on the CPU.
+
+    Frozen parameters and buffers are in it; tied parameters are one tensor under each of their names. Raises UserError if there is none.
+    """
+    checkpoint = find(Path(directory))
+    about = read_manifest(checkpoint)
+    entries = {k: v for k, v in _stored(checkpoint).items() if k.startswith("model/")}
+    target: dict[str, Any] = {
+        k: torch.empty(v.size, dtype=v.properties.dtype) if isinstance(v, TensorStorageMetadata) else None for k, v in entries.items()
+    }
+    _load(checkpoint, target, alone=True)
+    return {name: target[f"model/{about.tied.get(name, name)}"] for name in about.names}
+
+
+def _packed(optimizer: torch.optim.Optimizer, stored: Mapping[str, Any], names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
+    """An optimizer's state dict, with its indices, from what is stored under names."""
+    packed = optimizer.state_dict()
+    options = {n: o for key, parts in stored.items() if key.startswith("groups/") for members, o in parts for n in members}
+    values: dict[str, dict[str, Any]] = {}
+    for key, value in stored.items():
+        if key.startswith("optimizer/"):
+            name, _, entry = key.removeprefix("optimizer/").rpartition("/")
+            values.setdefault(name, {})[entry] = value
+    state: dict[int, Any] = {}
+    for group, indices in zip(optimizer.param_groups, packed["param_groups"], strict=True):
+        members = [names[p] for p in group["params"]]
+        known = next((options[n] for n in members if n in options), {})
+        indices.update(known)
+        state |= {index: values[name] for name, index in zip(members, indices["params"], strict=True) if name in values}
+    return {"state": state, "param_groups": packed["param_groups"]}
+
+
+def _stored(checkpoint: Path) -> dict[str, Any]:
+    """The keys of a checkpoint, with sizes and dtypes of tensors."""
+    try:
+        return dict(dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata)
+    except OSError as error:
+        raise UserError(f"not a checkpoint: {error.strerror}", str(checkpoint), _REMEDY) from None
+
+
+def _load(checkpoint: Path, target: dict[str, Any], alone: bool = False) -> None:
+    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    dcp.load(target, storage_reader=dcp.FileSystemReader(checkpoint), planner=planner, no_dist=alone or not dist.is_initialized())
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()

@@ -1,0 +1,190 @@
+"""Messages between ranks: a process group for each directed edge, sends that never block, receives posted ahead.
+
+Facts of gloo decide the shape. A blocking send waits for its receive at any size and completion cannot be polled, so a send has its own
+buffer and its handle is kept until the step ends. Two receives posted one at a time cost milliseconds each, so receives are posted a
+window ahead, in program order. A receive that is too small aborts the process and equal shapes in the wrong order corrupt silently, so
+messages are tagged with their pair, and `debug` sends a header before each one that the receiver checks before it takes the values.
+On NCCL tags are ignored and messages between two ranks follow their order in the program, which the check before the step has proved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from secc.runtime.edges import EdgeLayout, Pair
+from secc.runtime.plan import Plan
+from secc.runtime.program import Instruction, replica_ranks, returns_gradient
+
+WINDOW = 16  # receives that are posted ahead of the program
+
+
+@dataclass(frozen=True)
+class Message:
+    """The rows of one edge that a producer's and a consumer's micro-batch share ("fwd"), or their gradient ("bwd")."""
+
+    edge: str
+    direction: str
+    pair: Pair
+
+    def numel(self, layout: EdgeLayout) -> int:
+        """The entries sent: a gradient is led by one that says whether there is a gradient at all."""
+        return layout.numel(self.pair) + (self.direction == "bwd")
+
+
+def message_of(i: Instruction) -> Message:
+    """The message of a SEND or RECV."""
+    return Message(i.edge, i.direction, (i.src_micro, i.dst_micro))
+
+
+@dataclass
+class _Receive:
+    buffer: torch.Tensor
+    work: dist.Work | None = None
+
+
+@dataclass
+class _Step:
+    """What is under way in one step."""
+
+    layouts: Mapping[str, EdgeLayout]
+    receives: list[tuple[Message, int]]  # message and peer, in program order
+    posted: int = 0
+    passed: int = 0
+    arriving: dict[Message, _Receive] = field(default_factory=dict)
+    sent: list[tuple[dist.Work, torch.Tensor]] = field(default_factory=list)
+
+
+class Transport:
+    """The point-to-point messages of one rank. Made on all ranks in the same order, because making groups is collective."""
+
+    def __init__(self, plan: Plan, rank: int, device: torch.device, debug: bool = False) -> None:
+        self.rank, self.device, self.debug = rank, device, debug
+        self._edges = {e.name: i for i, e in enumerate(plan.edges)}
+        self._groups = {key: dist.new_group(ranks) for key, ranks in channels(plan).items()}
+        self._step = _Step({}, [])
+
+    def begin(self, layouts: Mapping[str, EdgeLayout], program: Iterable[Instruction]) -> None:
+        """Start a step: the first receives of the program are posted."""
+        self._step = _Step(layouts, [(message_of(i), i.peer) for i in program if i.kind == "RECV"])
+        self._post_ahead()
+
+    def send(self, message: Message, peer: int, values: torch.Tensor) -> None:
+        """Start to send `values`, which must be a flat buffer of its own."""
+        if values.numel() == 0:
+            return
+        group, tag = self._channel(message, self.rank, peer), self._tag(message)
+        if self.debug:
+            header = self._header(message, values.numel(), values.dtype)
+            self._step.sent.append((_started(dist.isend(header, peer, group, tag=tag)), header))
+        wire = _wire(values)
+        self._step.sent.append((_started(dist.isend(wire, peer, group, tag=tag + 1)), wire))
+
+    def receive(self, message: Message, peer: int) -> None:
+        """The program has come to this RECV: post the receives that follow it. With headers, take and check this one."""
+        if self.debug:
+            self._step.arriving[message] = self._checked(message, peer)
+            return
+        self._step.passed += 1
+        self._post_ahead()
+
+    def take(self, message: Message) -> torch.Tensor:
+        """The values of a message, waited for. Each message is taken once."""
+        receive = self._step.arriving.pop(message)
+        if receive.work is not None:
+            receive.work.wait()
+        return receive.buffer
+
+    def finish(self) -> None:
+        """End a step: wait until all that was sent has been received."""
+        for work, _ in self._step.sent:
+            work.wait()
+        self._step.sent.clear()
+
+    def _post_ahead(self) -> None:
+        step = self._step
+        while not self.debug and step.posted < min(step.passed + WINDOW, len(step.receives)):
+            message, peer = step.receives[step.posted]
+            step.arriving[message] = self._post(message, peer)
+            step.posted += 1
+
+    def _post(self, message: Message, peer: int) -> _Receive:
+        layout = self._step.layouts[message.edge]
+        buffer = torch.empty(message.numel(layout), dtype=layout.dtype, device=self.device)
+        if buffer.numel() == 0:
+            return _Receive(buffer)
+        group = self._channel(message, peer, self.rank)
+        return _Receive(buffer, _started(dist.irecv(_wire(buffer), peer, group, tag=self._tag(message) + 1)))
+
+    def _checked(self, message: Message, peer: int) -> _Receive:
+        """The header first; only if it is the expected one, the values."""
+        layout = self._step.layouts[message.edge]
+        numel = message.numel(layout)
+        if numel > 0:
+            expected = self._header(message, numel, layout.dtype)
+            found = torch.empty_like(expected)
+            _started(dist.irecv(found, peer, self._channel(message, peer, self.rank), tag=self._tag(message))).wait()
+            _compare(message, peer, found, expected)
+        receive = self._post(message, peer)
+        if receive.work is not None:
+            receive.work.wait()
+        return _Receive(receive.buffer)
+
+    def _header(self, message: Message, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        samples = self._step.layouts[message.edge].pairs[message.pair]
+        words = (2 * self._edges[message.edge] + (message.direction == "bwd"), _hash(samples), numel, _hash(dtype))
+        return torch.tensor(words, dtype=torch.int64, device=self.device)
+
+    def _tag(self, message: Message) -> int:
+        """An even number; the header has it, the values the next one."""
+        return 2 * self._step.layouts[message.edge].tag(message.pair)
+
+    def _channel(self, message: Message, src: int, dst: int) -> dist.ProcessGroup:
+        group = self._groups[message.edge, message.direction, src < dst]
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
+
+def channels(plan: Plan) -> dict[tuple[str, str, bool], list[int]]:
+    """The process groups that edges need: (edge, direction, whether it leads to higher ranks) -> ranks.
+
+    Two ranks that send to each other on one communicator could wait for each other, so each way has its own.
+    """
+    groups: dict[tuple[str, str, bool], list[int]] = {}
+    sections = {s.name: s for s in plan.sections}
+    for edge in plan.edges:
+        ends = list(itertools.product(replica_ranks(sections[edge.src]), replica_ranks(sections[edge.dst])))
+        for direction in ("fwd", "bwd") if returns_gradient(edge, sections) else ("fwd",):
+            for upward in (True, False):
+                way = [(a, b) if direction == "fwd" else (b, a) for a, b in ends]
+                ranks = sorted({r for a, b in way if a != b and (a < b) == upward for r in (a, b)})
+                if ranks:
+                    groups[edge.name, direction, upward] = ranks
+    return groups
+
+
+def _compare(message: Message, peer: int, found: torch.Tensor, expected: torch.Tensor) -> None:
+    names = ("edge and direction", "samples", "number of entries", "dtype")
+    wrong = [n for n, a, b in zip(names, found.tolist(), expected.tolist(), strict=True) if a != b]
+    if wrong:
+        raise RuntimeError(f"the header of {message} from rank {peer} differs in {', '.join(wrong)}")
+
+
+def _wire(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory in a dtype that every backend sends."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    if work is None:
+        raise RuntimeError("this rank is not a member of the process group of the message")
+    return work
+
+
+def _hash(value: object) -> int:
+    return int.from_bytes(hashlib.blake2b(str(value).encode(), digest_size=7).digest(), "little")

@@ -1,0 +1,289 @@
+"""Executes one rank's program for one global batch: forward and backward of micro-batches, and the tensors between sections.
+
+A forward turns the received edges into leaves, runs the section, and keeps its graph until the backward, which is one call for all of
+a micro-batch's roots: the edges' tensors with the gradients that came back, and the loss terms with their coefficients. What a rank's
+own sections hand to each other takes the same cuts as a message but is never sent. The program's order is taken as it is: the check
+before the step has proved it complete and free of deadlock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from secc.runtime.comm import Message, Transport, message_of
+from secc.runtime.edges import EdgeLayout, Pair
+from secc.runtime.plan import Edge, Plan
+from secc.runtime.program import Instruction, MicroBatch, SampleMeta, Schedule, owes_backward, replica_ranks, returns_gradient
+from secc.runtime.section import Batch, Section, Tensors
+from secc.runtime.sizes import combine
+from secc.runtime.trace import Trace
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """All that a rank needs for one global batch.
+
+    `samples` are those of the whole global batch; `batch_of` gives the collated batch of one of this rank's micro-batches on the
+    device; `coefficients` holds each loss term's factor; `seed` names the random stream of the step.
+    """
+
+    schedule: Schedule
+    samples: Sequence[SampleMeta]
+    batch_of: Callable[[MicroBatch], Batch]
+    coefficients: Mapping[str, float]
+    seed: int
+
+
+@dataclass
+class _Live:
+    """A micro-batch between its forward and the moment when nothing needs it any more."""
+
+    backward_owed: bool
+    leaves: Tensors = field(default_factory=dict)  # of the edges whose gradient goes back
+    outs: Tensors = field(default_factory=dict)
+    terms: Tensors = field(default_factory=dict)
+    waiting: int = 0  # messages and same-rank consumers that have not taken their part of `outs` (before B) or of the gradients (after)
+
+
+class _Arrive(torch.autograd.Function):
+    """Makes a received tensor an inner node of the graph, so that a block may write to it in place as it may in the user's model."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor, values: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.mark_dirty(values)
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient, None
+
+
+class Engine:
+    """Runs step programs on one rank. `on_reduce(section)` is called where the program has REDUCE."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        sections: Mapping[str, Section],
+        transport: Transport,
+        on_reduce: Callable[[str], None],
+        trace: Trace,
+    ) -> None:
+        self.plan, self.sections, self.transport, self.on_reduce, self.trace = plan, sections, transport, on_reduce, trace
+        self.rank, self.device = transport.rank, transport.device
+        planned = {s.name: s for s in plan.sections}
+        self.backward_owed = {name: owes_backward(s) for name, s in planned.items()}
+        self.ranks = {name: replica_ranks(s) for name, s in planned.items()}
+        self.returns_grad = {e.name: returns_gradient(e, planned) for e in plan.edges}
+        self.into = {name: [e for e in plan.edges if e.dst == name] for name in planned}
+        self.out_of = {name: [e for e in plan.edges if e.src == name] for name in planned}
+        self.edges = {e.name: e for e in plan.edges}
+
+    def run(self, step: StepInput) -> torch.Tensor:
+        """Execute this rank's program; gradients add to the parameters' `.grad`. Returns this rank's share of the loss (float64, 0-dim)."""
+        return _Execution(self, step).run()
+
+
+class _Execution:
+    """One step of one rank."""
+
+    def __init__(self, engine: Engine, step: StepInput) -> None:
+        self.engine, self.step = engine, step
+        plan = engine.plan
+        total = combine([s.sizes for s in step.samples], plan.symbols)
+        widths = {s.name: total[s.name] for s in plan.symbols if s.kind == "width"} if plan.widths == "global" else {}
+        self.layouts = {e.name: EdgeLayout(e, plan, step.schedule, step.samples, widths) for e in plan.edges}
+        self.live: dict[tuple[str, int], _Live] = {}
+        self.loss = torch.zeros((), dtype=torch.float64, device=engine.device)
+
+    def run(self) -> torch.Tensor:
+        program = self.step.schedule.programs[self.engine.rank]
+        transport = self.engine.transport
+        transport.begin(self.layouts, program)
+        for i in program:
+            match i.kind:
+                case "F":
+                    self.forward(i)
+                case "B":
+                    self.backward(i)
+                case "SEND":
+                    self.send(i)
+                case "RECV":
+                    transport.receive(message_of(i), i.peer)
+                case "REDUCE":
+                    self.engine.on_reduce(i.section)
+                case "STEP":
+                    break
+                case _:
+                    raise RuntimeError(f"rank {self.engine.rank} cannot execute `{i}`")
+        transport.finish()
+        if self.live:
+            raise RuntimeError(f"rank {self.engine.rank}: the program ended before {sorted(self.live)} were done")
+        return self.loss
+
+    # -- compute ------------------------------------------------------------------------------------------------------------------
+
+    def forward(self, i: Instruction) -> None:
+        engine, micro = self.engine, self.micro(i.section, i.micro)
+        section, with_grad = engine.sections[i.section], engine.backward_owed[i.section]
+        batch = self.step.batch_of(micro)
+        live = _Live(backward_owed=with_grad)
+        edges = self.receive_edges(i.section, i.micro, live)
+        case = section.case(batch)
+        if set(case.receives) != edges.keys():
+            raise RuntimeError(f"`{i}`: case {case.method} takes edges {sorted(case.receives)}, but {sorted(edges)} have come")
+        torch.manual_seed(stream(self.step.seed, i.section, micro.samples))
+        with self.compute_event(i, micro), torch.set_grad_enabled(with_grad):
+            live.outs, live.terms = section(case, batch, edges)
+        self.add_loss(live.terms)
+        for edge in engine.out_of[i.section]:
+            self.check_shape(i, edge, live.outs)
+            live.waiting += len(self.layouts[edge.name].of("src", i.micro))
+        if with_grad or live.waiting:
+            self.live[i.section, i.micro] = live
+
+    def backward(self, i: Instruction) -> None:
+        live = self.live[i.section, i.micro]
+        gradients = self.receive_gradients(i.section, i.micro, live.outs)
+        roots = [(live.outs[name], g) for name, g in gradients.items()]
+        roots += [(t, torch.full_like(t, self.step.coefficients[name])) for name, t in live.terms.items() if t.requires_grad]
+        with self.compute_event(i, self.micro(i.section, i.micro)):
+            if roots:
+                torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
+        live.outs, live.terms, live.backward_owed = {}, {}, False
+        live.waiting = sum(len(self.layouts[name].of("dst", i.micro)) for name in live.leaves)
+        if live.waiting == 0:
+            del self.live[i.section, i.micro]
+
+    def add_loss(self, terms: Tensors) -> None:
+        for name, numerator in terms.items():
+            self.loss += numerator.detach().double() * self.step.coefficients[name]
+
+    # -- edges --------------------------------------------------------------------------------------------------------------------
+
+    def receive_edges(self, section: str, micro: int, live: _Live) -> Tensors:
+        """The edges that come into a micro-batch; those from which it has no samples are absent. Their leaves are kept in `live`."""
+        edges: Tensors = {}
+        for edge in self.engine.into[section]:
+            layout = self.layouts[edge.name]
+            incoming = layout.of("dst", micro)
+            if not incoming:
+                continue
+            tensor = torch.zeros(layout.shape("dst", micro), dtype=layout.dtype, device=self.engine.device)
+            for pair in incoming:
+                layout.unpack(self.forward_message(edge, pair), tensor, "dst", pair)
+            if self.engine.returns_grad[edge.name]:
+                leaf = live.leaves[edge.name] = tensor.new_empty(()).expand(tensor.shape).requires_grad_()
+                tensor = _Arrive.apply(leaf, tensor)
+            edges[edge.name] = tensor
+        return edges
+
+    def forward_message(self, edge: Edge, pair: Pair) -> torch.Tensor:
+        """The values of the rows of `pair`, from another rank or from a section of this one."""
+        peer = self.rank_of(edge.src, pair[0])
+        if peer != self.engine.rank:
+            return self.take(Message(edge.name, "fwd", pair), peer)
+        message = self.layouts[edge.name].pack(self.live[edge.src, pair[0]].outs[edge.name].detach(), "src", pair)
+        self.release(edge.src, pair[0])
+        return message
+
+    def receive_gradients(self, section: str, micro: int, outs: Tensors) -> Tensors:
+        """The gradient of each outgoing edge that some sample's loss depends on, in the shape of the edge's tensor."""
+        gradients: Tensors = {}
+        for edge in self.engine.out_of[section]:
+            if not self.engine.returns_grad[edge.name]:
+                continue
+            layout = self.layouts[edge.name]
+            for pair in layout.of("src", micro):
+                message, out = self.backward_message(edge, pair), outs[edge.name]
+                if message is not None and out.requires_grad:
+                    gradient = gradients.setdefault(edge.name, torch.zeros_like(out, memory_format=torch.contiguous_format))
+                    layout.unpack(message, gradient, "src", pair)
+        return gradients
+
+    def backward_message(self, edge: Edge, pair: Pair) -> torch.Tensor | None:
+        """The gradient of the rows of `pair`, None where the loss does not depend on them."""
+        peer = self.rank_of(edge.dst, pair[1])
+        if peer == self.engine.rank:
+            message = self.gradient_of(edge, pair)
+            self.release(edge.dst, pair[1])
+            return message
+        message = self.take(Message(edge.name, "bwd", pair), peer)
+        return message[1:] if bool(message[0]) else None
+
+    def gradient_of(self, edge: Edge, pair: Pair) -> torch.Tensor | None:
+        gradient = self.live[edge.dst, pair[1]].leaves[edge.name].grad
+        return None if gradient is None else self.layouts[edge.name].pack(gradient, "dst", pair)
+
+    def send(self, i: Instruction) -> None:
+        edge, message = self.engine.edges[i.edge], message_of(i)
+        layout = self.layouts[edge.name]
+        with self.transfer_event("SEND", message, self.engine.rank, i.peer):
+            if message.direction == "fwd":
+                values = layout.pack(self.live[edge.src, i.src_micro].outs[edge.name].detach(), "src", message.pair)
+                self.release(edge.src, i.src_micro)
+            else:
+                values = with_flag(self.gradient_of(edge, message.pair), layout, message.pair, self.engine.device)
+                self.release(edge.dst, i.dst_micro)
+            self.engine.transport.send(message, i.peer, values)
+
+    def take(self, message: Message, peer: int) -> torch.Tensor:
+        with self.transfer_event("RECV", message, peer, self.engine.rank):
+            return self.engine.transport.take(message)
+
+    def release(self, section: str, micro: int) -> None:
+        """One of those who wait for a micro-batch's tensors has taken its part; the last one frees them, unless a backward is owed."""
+        live = self.live[section, micro]
+        live.waiting -= 1
+        if live.waiting == 0 and not live.backward_owed:
+            del self.live[section, micro]
+
+    # -- helpers ------------------------------------------------------------------------------------------------------------------
+
+    def micro(self, section: str, index: int) -> MicroBatch:
+        return self.step.schedule.micro_batches[section][index]
+
+    def rank_of(self, section: str, index: int) -> int:
+        return self.engine.ranks[section][self.micro(section, index).replica]
+
+    def check_shape(self, i: Instruction, edge: Edge, outs: Tensors) -> None:
+        """A tensor of another shape than the consumer expects would be cut wrongly without an error."""
+        layout = self.layouts[edge.name]
+        if not layout.of("src", i.micro):
+            return
+        tensor, shape = outs[edge.name], layout.shape("src", i.micro)
+        if tuple(tensor.shape) != shape or tensor.dtype != layout.dtype:
+            found = f"{tensor.dtype}{list(tensor.shape)}"
+            raise RuntimeError(f"`{i}`: edge {edge.name} is {found}, but the plan has {layout.dtype}{list(shape)}")
+
+    def ids(self, samples: Sequence[int]) -> list[int]:
+        return [self.step.samples[s].id for s in samples]
+
+    def compute_event(self, i: Instruction, micro: MicroBatch) -> AbstractContextManager[None]:
+        args = {"kind": i.kind, "section": i.section, "replica": i.replica, "stage": i.stage, "microbatch": i.micro}
+        return self.engine.trace.event(f"{i.kind} {i.section} {i.micro}", **args, samples=self.ids(micro.samples))
+
+    def transfer_event(self, kind: str, message: Message, src: int, dst: int) -> AbstractContextManager[None]:
+        layout = self.layouts[message.edge]
+        args = {"kind": kind, "edge": message.edge, "direction": message.direction, "src": src, "dst": dst}
+        size = message.numel(layout) * layout.dtype.itemsize
+        return self.engine.trace.event(f"{kind} {message.edge}", **args, samples=self.ids(layout.pairs[message.pair]), bytes=size)
+
+
+def with_flag(gradient: torch.Tensor | None, layout: EdgeLayout, pair: Pair, device: torch.device) -> torch.Tensor:
+    """A gradient message: a leading 1 and the values, or zeros where there is no gradient, which is not the same as a zero one."""
+    if gradient is None:
+        return torch.zeros(layout.numel(pair) + 1, dtype=layout.dtype, device=device)
+    return torch.cat([gradient.new_ones(1), gradient])
+
+
+def stream(seed: int, section: str, samples: Sequence[int]) -> int:
+    """The seed of a micro-batch's random numbers: they depend on the step, the section and the samples, not on what ran before."""
+    text = f"{seed},{section},{','.join(map(str, samples))}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

@@ -1,0 +1,80 @@
+"""The options of a run: those of `run.py` in a plan, which `secc run` passes on."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from secc.runtime.errors import UserError
+from secc.runtime.wavefront import ORDERS
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asks of a run. `seed` and `init` are None where they are not given (0, or the checkpoint's; weights from the seed)."""
+
+    steps: int = 100
+    log_dir: Path | None = None
+    seed: int | None = None
+    init: Path | None = None
+    clip: float | None = None
+    save: Path | None = None
+    save_every: int | None = None
+    resume: Path | None = None
+    trace: Path | None = None
+    debug_comm: bool = False
+    shuffle: bool = False
+    workers: int = 1
+    order: str = "wavefront"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message, remedy="see `secc run --help`")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of run.py; it raises UserError instead of printing its usage."""
+    p = _Parser(prog="run.py", description="Train the plan's model; start it with torchrun, or by `secc run PLAN/`.", allow_abbrev=False)
+    p.add_argument("--steps", type=_at_least(1), default=100, help="the number of the last step (default 100)")
+    p.add_argument("--log-dir", type=Path, metavar="D", help="where metrics.jsonl is appended to (default: PLAN/logs)")
+    p.add_argument("--seed", type=_at_least(0), metavar="S", help="seed of weights, data and random ops (default 0, or the checkpoint's)")
+    p.add_argument("--init", default="seed", metavar="seed|DIR", help="weights: as model() makes them, or safetensors files in DIR")
+    p.add_argument("--clip", type=_positive, metavar="X", help="clip the gradients' global norm to X")
+    p.add_argument("--save", type=Path, metavar="DIR", help="write checkpoints there, the last step's included")
+    p.add_argument("--save-every", type=_at_least(1), metavar="K", help="write one after every K steps")
+    p.add_argument("--resume", type=Path, metavar="DIR", help="go on from a checkpoint, or from the latest one in DIR")
+    p.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace of all ranks")
+    p.add_argument("--debug-comm", action="store_true", help="send and check a header with every message between sections")
+    p.add_argument("--shuffle", action="store_true", help="shuffle the dataset in every epoch")
+    p.add_argument("--workers", type=_at_least(0), default=1, metavar="N", help="loader processes of a rank (default 1)")
+    p.add_argument("--order", choices=ORDERS, default="wavefront", help="the order of a global batch's samples (default wavefront)")
+    return p
+
+
+def parse(arguments: Sequence[str]) -> Options:
+    """The options in run.py's arguments. Raises UserError for what is not one."""
+    values = vars(parser().parse_args(list(arguments)))
+    init = values.pop("init")
+    options = Options(**values, init=None if init == "seed" else Path(init))
+    if options.save_every is not None and options.save is None:
+        raise UserError("--save-every needs --save DIR", remedy="say where the checkpoints go")
+    return options
+
+
+def _at_least(low: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if int(text) < low:
+            raise argparse.ArgumentTypeError(f"must be at least {low}")
+        return int(text)
+
+    return number
+
+
+def _positive(text: str) -> float:
+    if not float(text) > 0:
+        raise argparse.ArgumentTypeError("must be greater than 0")
+    return float(text)

@@ -1,0 +1,119 @@
+"""One rank of a run: its place among the ranks, its device, the plan, the user's model file, and what all of that must satisfy.
+
+`Run` is the first thing that a rank makes. It refuses what cannot work before any process waits for another: the wrong number of
+ranks, a model that has changed, a directory that cannot be written.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from secc.runtime import checkpoint, plan
+from secc.runtime.errors import UserError
+from secc.runtime.options import Options
+from secc.runtime.plan import Plan
+from secc.runtime.program import replica_ranks
+from secc.runtime.trace import Trace
+from secc.runtime.weights import build_model, load_user_model
+
+
+class Run(ExitStack):
+    """This rank's part of a run; a context that joins the process group and leaves it. Raises UserError for what cannot be run."""
+
+    def __init__(self, directory: Path, options: Options) -> None:
+        super().__init__()
+        self.directory, self.options = directory, options
+        self.rank, self.world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        self.plan = plan.load(directory)
+        check_world(self.plan, self.world_size)
+        self.device = _device()
+        self.user = load_user_model(self.plan, directory)
+        self.log_dir = options.log_dir or directory / "logs"
+        self.resume = checkpoint.find(options.resume) if options.resume else None
+        self.about = checkpoint.read_manifest(self.resume) if self.resume else None
+        if self.about is not None:
+            _check_resume(self.plan, self.about, options)
+        self.seed = options.seed if options.seed is not None else self.about.seed if self.about else 0
+        self.shuffle = options.shuffle or bool(self.about and self.about.shuffle)
+        self.trace = Trace(options.trace, self.rank, self.device)
+        if self.rank == 0:
+            _check_outputs(self.log_dir, options)
+
+    def __enter__(self) -> Run:
+        super().__enter__()
+        if self.device.type == "cpu":
+            torch.set_num_threads(1)
+            dist.init_process_group("gloo")
+        else:
+            torch.cuda.set_device(self.device)
+            dist.init_process_group("cpu:gloo,cuda:nccl", device_id=self.device)
+        self.callback(dist.destroy_process_group)
+        self.trace.begin(", ".join(s.name for s in self.plan.sections if self.rank in s.mesh.ranks))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool | None:
+        if kind is not None:
+            return None  # the process ends at once: leaving in order would wait for ranks that are gone
+        self.trace.close()
+        return super().__exit__(None, None, None)
+
+    def model(self) -> nn.Module:
+        """The user's model with this rank's weights; what only other ranks need is on the meta device."""
+        model = build_model(self.plan, self.user, self.rank, self.device, self.seed, self.options.init)
+        if self.resume is not None:
+            checkpoint.load_model(self.resume, model)
+        return model
+
+
+def check_world(plan: Plan, world_size: int) -> None:
+    """Refuse more or fewer ranks than the plan is made for, and meshes that step programs do not express."""
+    if world_size != plan.world_size:
+        raise UserError(
+            f"the plan is made for {plan.world_size} ranks, but {world_size} were started",
+            remedy=f"start it with `torchrun --nproc-per-node {plan.world_size} run.py`, or compile for another cluster",
+        )
+    try:
+        for section in plan.sections:
+            replica_ranks(section)
+    except ValueError as error:
+        raise UserError(f"the plan cannot be run: {error}", remedy="compile with tp=1 and pp=1") from None
+
+
+def _device() -> torch.device:
+    """A GPU of its own for each rank of this machine, or the CPU for all of them."""
+    local, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return torch.device("cuda", local) if torch.cuda.is_available() and torch.cuda.device_count() >= ranks else torch.device("cpu")
+
+
+def _check_resume(plan: Plan, about: checkpoint.Manifest, options: Options) -> None:
+    if about.global_batch != plan.global_batch:
+        message = f"the checkpoint was made with global batches of {about.global_batch} samples, the plan has {plan.global_batch}"
+        raise UserError(message, str(options.resume), f"compile with --global-batch {about.global_batch}")
+    if about.step >= options.steps:
+        message = f"the checkpoint is of step {about.step}, so --steps {options.steps} leaves nothing to do"
+        raise UserError(message, str(options.resume), "give the number of the last step, counted from the start of training")
+
+
+def _check_outputs(log_dir: Path, options: Options) -> None:
+    """Fail now rather than after the first step."""
+    wanted = [("--log-dir", log_dir), ("--save", options.save), ("--trace", options.trace and options.trace.parent)]
+    for option, directory in wanted:
+        if directory is None:
+            continue
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=directory):
+                pass
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise UserError(f"cannot write to the directory: {reason}", str(directory), f"give another {option}") from None
+    if options.trace is not None and options.trace.is_dir():
+        raise UserError("the trace file is a directory", str(options.trace), "give another --trace")
