@@ -53,12 +53,41 @@ class PatternCheck:
         }  # fmt: skip
 
 
-def check(compiled: Compiled) -> list[PatternCheck]:
-    """Compare plan and eager model for every pattern of the survey. Raises UserError if the model is too large to be built here."""
+def checked(compiled: Compiled, required: bool = False) -> Compiled:
+    """The plan with what the comparison showed, every pattern exact.
+
+    Raises UserError if a pattern is not exact; if `required`, also where the model is too large to be built here.
+    """
     if compiled.model is None:
-        raise UserError(
-            "the model is too large to be shown exact here", str(compiled.user.path), "define small_model(): the same architecture, small"
-        )
+        if required:
+            remedy = "define small_model(), the same architecture but small, and check with --small"
+            raise UserError("the model is too large to be shown exact here", str(compiled.user.path), remedy)
+        return _with_checks(compiled, {"reason": "not compared with the eager model, which is too large to be built here"})
+    patterns = check(compiled)
+    for found in patterns:
+        if not found.difference.exact:
+            raise _inexact(compiled, found)
+    return _with_checks(compiled, {"patterns": [p.as_dict() for p in patterns]})
+
+
+def _with_checks(compiled: Compiled, checks: dict[str, object]) -> Compiled:
+    plan = dataclasses.replace(compiled.plan, checks=compiled.plan.checks | checks)
+    return dataclasses.replace(compiled, plan=plan)
+
+
+def _inexact(compiled: Compiled, found: PatternCheck) -> UserError:
+    d = found.difference
+    pattern = ", ".join(found.pattern) or "no optional inputs"
+    message = (
+        f"the plan does not compute what plain PyTorch computes for samples with {pattern}: the loss is off by {d.loss:.3g} and the gradient of "
+        f"{d.worst} by {d.gradient:.3g} tolerances"
+    )
+    remedy = "the model joins samples in a way secc did not see; train it with --max-sections 1 on one rank, and report the model"
+    return UserError(message, str(compiled.user.path), remedy)
+
+
+def check(compiled: Compiled) -> list[PatternCheck]:
+    """Compare plan and eager model for every pattern of the survey; the model must have been built."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name) / "plan"
         compiled.write_sections(directory)

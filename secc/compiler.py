@@ -6,7 +6,9 @@ The command line, the checks and the tests all compile through here.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -71,9 +73,12 @@ class Compiled:
     model: nn.Module | None
     seconds: dict[str, float]
 
-    def write(self, directory: Path, report: str) -> None:
-        """Write the plan directory; a plan that is there is replaced."""
-        write(directory, plan_files(self.plan, self.module, self.dumps, self.constants, self.user.path.read_text(), report))
+    def write(self, directory: Path, page: Callable[[Plan], str]) -> None:
+        """Write the plan directory, with `page(plan)` as its report; a plan that is there is replaced."""
+        # Relative, so that a plan and its model may move together and equal inputs give equal plans.
+        model = dataclasses.replace(self.plan.model, path=os.path.relpath(self.user.path.resolve(), directory.resolve()))
+        plan = dataclasses.replace(self.plan, model=model)
+        write(directory, plan_files(plan, self.module, self.dumps, self.constants, self.user.path.read_text(), page(plan)))
 
     def write_sections(self, directory: Path) -> None:
         """Write only what the check needs: plan.json and sections/."""

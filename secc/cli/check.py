@@ -1,0 +1,36 @@
+"""`secc check MODEL.py`: shows the exactness contract on small random weights before any GPU is used."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from secc.cli.compile import JSON, MODEL
+from secc.cli.console import out, print_json, print_table, progress
+
+
+def command(
+    model: MODEL,
+    ranks: Annotated[int, typer.Option(help="plan for so many CPU processes")] = 2,
+    small: Annotated[bool, typer.Option(help="check small_model() in place of model()")] = False,
+    stats_samples: Annotated[int, typer.Option(help="samples of dataset() to draw")] = 64,
+    json: JSON = False,
+) -> None:
+    """Check that a model can be compiled and that its plan computes what plain PyTorch computes."""
+    from secc.check import checked
+    from secc.compiler import Options, compile_model
+    from secc.report.facts import tables
+
+    with progress(quiet=json) as show:
+        options = Options(cluster=f"local:{ranks}", global_batch=8 * ranks, stats_samples=stats_samples, small=small)
+        compiled = compile_model(model, options, show)
+        show("compare with the eager model")
+        plan = checked(compiled, required=True).plan
+    if json:
+        print_json({"exact": True, "sections": [s.name for s in plan.sections], "widths": plan.widths, **plan.checks})
+        return
+    for table in tables(plan):
+        if table.title in {"Sections", "Loss", "Checks"}:
+            print_table(table)
+    out.print("[green]exact[/]: loss and every gradient are those of plain PyTorch")

@@ -1,0 +1,61 @@
+"""`secc compile MODEL.py -o PLAN/`: the heart of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from secc.cli.console import out, print_json, progress
+
+MODEL = Annotated[Path, typer.Argument(help="the model file: plain PyTorch with model() and dataset()", metavar="MODEL.py")]
+JSON = Annotated[bool, typer.Option("--json", help="print the result as JSON, and no progress")]
+
+
+def command(
+    model: MODEL,
+    output: Annotated[Path, typer.Option("-o", "--output", help="the plan directory to write", metavar="PLAN/")],
+    cluster: Annotated[str, typer.Option(help="local, local:N (CPU processes), 4x8xH100 (nodes x devices x kind), or a file")] = "local",
+    global_batch: Annotated[int, typer.Option(help="samples in an optimizer step")] = 32,
+    objective: Annotated[str, typer.Option(help="time: the fastest step on these devices")] = "time",
+    strategy: Annotated[str, typer.Option(help="auto, apart (own devices), colocate (all sections on all ranks), uniform")] = "auto",
+    set_: Annotated[list[str] | None, typer.Option("--set", help="pin a choice: SECTION.KEY=VALUE", metavar="S.K=V")] = None,
+    section: Annotated[list[str] | None, typer.Option(help="your own section: NAME=module.path+module.path", metavar="N=PATHS")] = None,
+    max_sections: Annotated[int | None, typer.Option(help="at most so many sections")] = None,
+    stats_samples: Annotated[int, typer.Option(help="samples of dataset() to draw for statistics and patterns")] = 64,
+    widths: Annotated[str, typer.Option(help="auto, own or global: the padded width of micro-batches")] = "auto",
+    check: Annotated[bool, typer.Option(help="compare the plan with the eager model, if it fits here")] = True,
+    json: JSON = False,
+) -> None:
+    """Compile a model into a plan that torchrun executes."""
+    from secc.codegen.write import check_output
+    from secc.compiler import Options, compile_model
+
+    check_output(output)
+    options = Options(
+        cluster, global_batch, objective, strategy, tuple(set_ or ()), tuple(section or ()), max_sections, stats_samples, widths
+    )
+    with progress(quiet=json) as show:
+        compiled = compile_model(model, options, show)
+        if check:
+            from secc.check import checked
+
+            show("compare with the eager model")
+            compiled = checked(compiled)
+        from secc.report.page import page
+
+        compiled.write(output, page)
+    if json:
+        print_json(dataclasses.asdict(compiled.plan))
+        return
+    out.print(f"[bold]{output}[/]: {len(compiled.plan.sections)} sections on {compiled.plan.world_size} ranks, {_checked_text(compiled.plan.checks)}")
+    out.print(f"  report   {output / 'report.html'}\n  explain  secc explain {output}\n  run      secc run {output} --steps 100")
+
+
+def _checked_text(checks: dict[str, object]) -> str:
+    patterns = checks.get("patterns")
+    if isinstance(patterns, tuple | list) and patterns:
+        return f"shown exact for {len(patterns)} pattern{'s' if len(patterns) > 1 else ''}"
+    return str(checks.get("reason", "not compared with the eager model"))

@@ -1,0 +1,29 @@
+"""`secc explain PLAN/`: what a plan decides, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from secc.cli.compile import JSON
+from secc.cli.console import out, print_json, print_table
+
+PLAN = Annotated[Path, typer.Argument(help="a plan directory made by secc compile", metavar="PLAN/")]
+
+
+def command(plan: PLAN, json: JSON = False) -> None:
+    """Explain a plan: its sections, what travels between them, how the loss is put together."""
+    from secc.report.facts import summary, tables
+    from secc.runtime.plan import load
+
+    loaded = load(plan)
+    if json:
+        print_json({"summary": dict(summary(loaded)), "tables": [dataclasses.asdict(t) for t in tables(loaded)]})
+        return
+    for name, value in summary(loaded):
+        out.print(f"{name:>16}  {value}")
+    for table in tables(loaded):
+        print_table(table)

@@ -1,0 +1,128 @@
+"""What there is to say about a plan, as tables of text: one source for the terminal and for the page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from secc.runtime.plan import Edge, Plan, Section
+
+WHAT_MODES_OWE = {
+    "train": "forward, and backward to weights and inputs",
+    "dgrad": "forward, and backward to inputs only: frozen weights, trainable part upstream",
+    "forward": "forward only: nothing trainable in it or upstream",
+}
+
+
+@dataclass(frozen=True)
+class Table:
+    """A titled table; `note` says what its columns rest on."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+
+
+def tables(plan: Plan) -> list[Table]:
+    """All that a plan decides and predicts, with the reason where there is one."""
+    found = [_sections(plan), _work(plan), _edges(plan), _terms(plan), _checks(plan), _notes(plan)]
+    return [t for t in found if t.rows]
+
+
+def summary(plan: Plan) -> list[tuple[str, str]]:
+    """The headline facts."""
+    step = plan.prediction.get("step_time_s")
+    status, gap = plan.solver.get("status", "unknown"), plan.solver.get("gap")
+    facts = [
+        ("model", plan.model.path),
+        ("ranks", f"{plan.world_size} on {plan.cluster.get('text') or plan.cluster.get('name') or plan.cluster.get('kind', 'this machine')}"),
+        ("global batch", f"{plan.global_batch} samples"),
+        ("predicted step", f"{float(step):.4g} s" if step is not None else "not predicted"),
+        ("allocation", f"{status}" + (f", gap {float(gap):.2%}" if gap is not None else "")),
+        ("widths", _widths(plan)),
+        ("hash", plan.hash[:16]),
+    ]
+    return facts
+
+
+def _widths(plan: Plan) -> str:
+    if plan.widths == "own":
+        return "each micro-batch has its own: padding was shown not to reach the loss"
+    return "every micro-batch is padded to the global batch's: padding reaches the loss, or could not be shown not to"
+
+
+def _sections(plan: Plan) -> Table:
+    def row(s: Section) -> tuple[str, ...]:
+        active = "samples with " + " or ".join(s.when) if s.when else "every sample"
+        layout = f"dp {s.mesh.dp}, pp {s.mesh.pp}, tp {s.mesh.tp}"
+        return (s.name, s.mode, active, _ranks(s.mesh.ranks), layout, str(s.micro_batch), s.recompute, s.sharding, ", ".join(s.blocks))
+
+    columns = ("section", "mode", "active for", "ranks", "layout", "micro-batch", "recompute", "sharding", "blocks")
+    return Table("Sections", columns, tuple(row(s) for s in plan.sections), "Sections on the same ranks share their time and memory.")
+
+
+def _work(plan: Plan) -> Table:
+    shares: dict[str, Any] = plan.prediction.get("sections", {})
+
+    def row(s: Section) -> tuple[str, ...]:
+        busy = shares.get(s.name, {}).get("busy")
+        return (
+            s.name, WHAT_MODES_OWE.get(s.mode, s.mode), f"{len(s.params)}", f"{s.memory_gib:.3g}",
+            f"{float(busy):.0%}" if busy is not None else "", s.cost.label,
+        )  # fmt: skip
+
+    columns = ("section", "owes", "parameters", "GiB a rank", "busy", "costs are")
+    return Table("Work and memory", columns, tuple(row(s) for s in plan.sections), "Predictions rest on costs of the kind in the last column.")
+
+
+def _edges(plan: Plan) -> Table:
+    def row(e: Edge) -> tuple[str, ...]:
+        shape = f"{e.dtype}[{', '.join(e.dims)}]"
+        return (e.name, f"{e.src} → {e.dst}", shape, f"{e.rows} rows a sample", _bytes(e.bytes_per_sample), "both ways" if e.grad else "forward")
+
+    columns = ("edge", "from → to", "tensor of a micro-batch", "carried as", "bytes a sample", "direction")
+    return Table("Edges", columns, tuple(row(e) for e in plan.edges), "What travels between sections, in the mean over the dataset's patterns.")
+
+
+def _terms(plan: Plan) -> Table:
+    rows = tuple((t.name, t.section, t.coefficient, t.where) for t in plan.terms)
+    note = "The loss is the sum of coefficient × numerator; numerators add up over samples, coefficients belong to the whole global batch."
+    return Table("Loss", ("term", "section", "coefficient", "at"), rows, note)
+
+
+def _checks(plan: Plan) -> Table:
+    rows = tuple(
+        (
+            ", ".join(c["pattern"]) or "no optional inputs", str(c["samples"]), "exact" if c["exact"] else "NOT EXACT",
+            f"{float(c['loss_error']):.2g}", f"{float(c['gradient_error']):.2g}", str(c["worst_gradient"]),
+        )
+        for c in plan.checks.get("patterns", ())
+    )  # fmt: skip
+    note = "Against the eager model; errors in units of the tolerance (1 is the limit)."
+    return Table("Checks", ("pattern", "samples", "result", "loss error", "gradient error", "worst gradient"), rows, note)
+
+
+def _notes(plan: Plan) -> Table:
+    notes: Sequence[str] = plan.checks.get("notes", ())
+    return Table("Notes", ("why",), tuple((n,) for n in notes))
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """`0-2, 5` for (0, 1, 2, 5)."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    raise AssertionError
