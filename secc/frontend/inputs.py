@@ -63,8 +63,9 @@ def describe(user: UserModel, survey: Survey) -> Inputs:
 
 def _labels_key(inputs: Sequence[plan.Input]) -> str:
     """`labels`, else the first key that collate pads with the index that losses ignore."""
-    padded = [i.key for i in inputs if any(value == IGNORED for _, _, value in i.pads)]
-    return next((key for key in [*(i.key for i in inputs if i.key == LABELS), *padded]), "")
+    if any(i.key == LABELS for i in inputs):
+        return LABELS
+    return next((i.key for i in inputs if any(value == IGNORED for _, _, value in i.pads)), "")
 
 
 class _Values:

@@ -1,0 +1,115 @@
+"""The default collate: what is stacked, padded and concatenated; and the sizes of batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from secc.runtime.collate import DefaultCollate, default_collate
+from secc.runtime.errors import UserError
+from secc.runtime.plan import Input, Symbol
+from secc.runtime.sizes import check_batch, combine, pad_batch, sizes_of
+
+TEXT = [{"input_ids": torch.arange(n), "labels": torch.arange(n)} for n in (2, 5, 3)]
+
+
+def test_sequences_are_padded_and_masked():
+    batch = default_collate(TEXT, ["input_ids", "attention_mask"])
+    assert batch["input_ids"].tolist() == [[0, 1, 0, 0, 0], [0, 1, 2, 3, 4], [0, 1, 2, 0, 0]]
+    assert batch["labels"][0].tolist() == [0, 1, -100, -100, -100]
+    assert batch["attention_mask"].sum(1).tolist() == [2, 5, 3]
+
+
+def test_a_mask_is_made_without_padding_too_but_only_where_forward_takes_one_and_samples_have_none():
+    assert "attention_mask" in default_collate(TEXT[:1], ["attention_mask"])
+    assert "attention_mask" not in default_collate(TEXT, ["input_ids"])
+    own = [{**s, "attention_mask": torch.full_like(s["labels"], 7)} for s in TEXT]
+    assert default_collate(own, ["attention_mask"])["attention_mask"].unique().tolist() == [0, 7]
+
+
+def test_images_are_stacked_or_concatenated_by_what_all_samples_show():
+    ragged = [{"x": torch.zeros(n, 3, 4, 4)} for n in (1, 2, 1)]
+    collate = DefaultCollate.fit(ragged, [])
+    assert collate(ragged)["x"].shape == (4, 3, 4, 4)
+    assert collate(ragged[:1] * 2)["x"].shape == (2, 3, 4, 4)  # equal by chance: as in the whole set
+    assert default_collate([{"x": torch.zeros(3, 4, 4)}] * 2, [])["x"].shape == (2, 3, 4, 4)
+    assert default_collate([{"x": torch.zeros(3, 4, 4)}, {}], [])["x"].shape == (1, 3, 4, 4)
+    assert default_collate([{"x": torch.zeros(1, 3, 4, 4)}, {}], [])["x"].shape == (1, 3, 4, 4)
+
+
+def test_a_plan_carries_the_rules_of_the_samples_it_was_made_from():
+    samples = [{"input_ids": [1, 2], "x": torch.ones(1, 3, 2, 2), "y": 0.5}, {"input_ids": [3]}, {"input_ids": [4]}]
+    fitted = DefaultCollate.fit(samples, ["attention_mask"])
+    shapes = {"input_ids": ("B", "S"), "x": ("n_x", "3", "2", "2"), "y": ("n_y",), "attention_mask": ("B", "S")}
+    planned = DefaultCollate.from_inputs([Input(k, "", dims) for k, dims in shapes.items()])
+    assert {k: v.tolist() for k, v in fitted(samples[:1]).items()} == {k: v.tolist() for k, v in planned(samples[:1]).items()}
+
+
+def test_numbers_arrays_and_texts():
+    numpy = pytest.importorskip("numpy")
+    samples = [{"i": 1, "f": 0.5, "a": numpy.arange(2), "t": "one", "e": []}, {"i": 2, "f": 1, "a": [5], "t": "two", "e": [3]}]
+    batch = default_collate(samples, [])
+    assert batch["i"].tolist() == [1, 2] and batch["f"].tolist() == [0.5, 1.0] and batch["t"] == ["one", "two"]
+    assert batch["a"].tolist() == [[0, 1], [5, 0]]
+    assert batch["e"].tolist() == [[0], [3]] and batch["e"].dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("samples", "message"),
+    [
+        ([{"x": torch.zeros(2, 3)}, {"x": torch.zeros(2, 4)}], r"'x' of shapes \[2, 3\], \[2, 4\]"),
+        ([{"x": torch.zeros(2)}, {"x": torch.zeros(2, 4)}], "can be neither stacked nor concatenated"),
+        ([{"x": object()}], "of type object"),
+        ([{"x": None}], "of type NoneType"),
+        ([{"x": [[1], [2, 3]]}], "cannot be made a tensor"),
+    ],
+)
+def test_samples_without_a_rule_are_refused(samples: list[dict[str, object]], message: str):
+    with pytest.raises(UserError, match=message) as caught:
+        default_collate(samples, [])
+    assert caught.value.remedy
+
+
+
+SYMBOLS = (
+    Symbol("B", "rows", "input_ids", 0),
+    Symbol("S", "width", "input_ids", 1),
+    Symbol("n_x", "rows", "x", 0),
+)
+INPUTS = (
+    Input("input_ids", "int64", ("B", "S"), pads=((1, "left", 0.0),)),
+    Input("mask", "bool", ("B", "1", "S", "S + 1"), pads=((2, "right", 1.0), (3, "right", 0.0))),
+)
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 2)), min_size=1, max_size=6), st.data())
+def test_sizes_of_a_batch_are_those_of_its_samples_combined(sizes: list[tuple[int, int]], data: st.DataObject):
+    samples = [{"input_ids": torch.ones(s)} | ({"x": torch.zeros(n, 2)} if n else {}) for s, n in sizes]
+    collate = DefaultCollate({"input_ids": 2, "x": 2}, mask=False)
+    parts = [sizes_of(collate([s]), SYMBOLS) for s in samples]
+    cut = data.draw(st.integers(0, len(parts)))
+    halves = [combine(parts[:cut], SYMBOLS), combine(parts[cut:], SYMBOLS)]
+    assert combine(parts, SYMBOLS) == sizes_of(collate(samples), SYMBOLS) == combine(halves, SYMBOLS)
+
+
+def test_a_symbol_without_a_key_is_the_number_of_samples():
+    assert sizes_of({}, (Symbol("B", "rows", "", 0),)) == {"B": 1}
+
+
+def test_a_batch_is_padded_to_given_widths():
+    batch = {"input_ids": torch.tensor([[1, 2]]), "mask": torch.zeros(1, 1, 2, 3, dtype=torch.bool), "other": 3}
+    padded = pad_batch(batch, INPUTS, {"S": 4})
+    assert padded["input_ids"].tolist() == [[0, 0, 1, 2]] and padded["other"] == 3
+    assert padded["mask"].shape == (1, 1, 4, 5)
+    assert padded["mask"][0, 0].int().tolist() == [[0] * 5, [0] * 5, [1, 1, 1, 0, 0], [1, 1, 1, 0, 0]]
+    check_batch(padded, INPUTS, {"B": 1, "S": 4})
+
+
+def test_padding_without_a_value_and_unplanned_shapes_are_refused():
+    inputs = (Input("positions", "int64", ("B", "S")),)
+    with pytest.raises(UserError, match="'positions' has to be padded along dim 1"):
+        pad_batch({"positions": torch.tensor([[0, 1]])}, inputs, {"S": 3})
+    with pytest.raises(UserError, match=r"shape \[1, 2\], but the plan was made for \[B, S\] = \[1, 3\]"):
+        check_batch({"positions": torch.tensor([[0, 1]])}, inputs, {"B": 1, "S": 3})

@@ -1,0 +1,198 @@
+"""Symbols, dims and pads of inputs, from batches alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from secc.errors import UserError
+from secc.frontend.inputs import Inputs, describe
+from secc.frontend.survey import survey
+from secc.runtime.plan import Symbol
+from secc.runtime.sizes import check_batch, combine, pad_batch, sizes_of
+from secc.runtime.user_model import UserModel, load
+
+Sample = dict[str, Any]
+UserOf = Callable[..., UserModel]
+
+TEXTS = [{"input_ids": torch.arange(1, 4 + i % 7), "labels": torch.arange(1, 4 + i % 7)} for i in range(30)]
+IMAGES = [t | ({"x": torch.randn(1 + i % 3, 3, 4, 4)} if i % 2 else {}) for i, t in enumerate(TEXTS)]
+
+
+def described(user: UserModel) -> Inputs:
+    return describe(user, survey(user))
+
+
+def dims(found: Inputs) -> dict[str, tuple[str, ...]]:
+    return {i.key: i.dims for i in found.inputs}
+
+
+def pads(found: Inputs) -> dict[str, tuple[tuple[int, str, float], ...]]:
+    return {i.key: i.pads for i in found.inputs}
+
+
+def test_text_alone(user_of: UserOf):
+    found = described(user_of(TEXTS))
+    assert found.symbols == (Symbol("B", "rows", "input_ids", 0), Symbol("S", "width", "input_ids", 1))
+    assert dims(found) == {"input_ids": ("B", "S"), "labels": ("B", "S")}
+    assert pads(found) == {"input_ids": ((1, "right", 0.0),), "labels": ((1, "right", -100.0),)}
+    assert found.labels_key == "labels"
+    assert found.sizes[0] == {"B": 1, "S": 3}
+
+
+def test_ragged_optional_images(user_of: UserOf):
+    found = described(user_of(IMAGES))
+    assert dims(found)["x"] == ("n_x", "3", "4", "4")
+    assert [i.optional for i in found.inputs] == [False, False, True]
+    assert [s["n_x"] for s in found.sizes[:4]] == [0, 2, 0, 1]
+    assert found.patterns[1] == frozenset("x")
+
+
+def test_one_image_in_some_samples_is_not_the_number_of_samples(user_of: UserOf):
+    found = described(user_of([t | ({"x": torch.zeros(1, 3, 4, 4)} if i % 2 else {}) for i, t in enumerate(TEXTS)]))
+    assert dims(found)["x"][0] == "n_x"
+
+
+def test_rows_in_proportion_share_the_smaller_symbol(user_of: UserOf):
+    def grids(i: int) -> Sample:
+        n = 1 + i % 3
+        return {"patches": torch.randn(16 * n, 5), "grid": torch.ones(n, 3, dtype=torch.long), "pair": torch.zeros(2, 3, 4, 4)}
+
+    found = described(user_of([t | (grids(i) if i % 2 else {}) for i, t in enumerate(TEXTS)]))
+    assert dims(found)["patches"] == ("16*n_grid", "5") and dims(found)["grid"] == ("n_grid", "3")
+    assert dims(found)["pair"] == ("n_pair", "3", "4", "4")
+
+
+def test_left_padding_by_the_user(user_of: UserOf):
+    def collate(samples: list[Sample]) -> Sample:
+        def left(key: str, value: int) -> torch.Tensor:
+            return pad_sequence([s[key] for s in samples], batch_first=True, padding_value=value, padding_side="left")
+
+        ids = left("input_ids", 9)
+        mask = pad_sequence([torch.ones_like(s["input_ids"]) for s in samples], batch_first=True, padding_side="left").bool()
+        return {"input_ids": ids, "mask": mask, "square": (mask[:, None, :, None] & mask[:, None, None, :])}
+
+    found = described(user_of(TEXTS, collate=collate))
+    assert dims(found)["square"] == ("B", "1", "S", "S")
+    left = {"input_ids": ((1, "left", 9.0),), "mask": ((1, "left", 0.0),), "square": ((2, "left", 0.0), (3, "left", 0.0))}
+    assert pads(found) == left
+
+
+def test_a_padded_batch_is_what_collate_gives_in_wider_company(user_of: UserOf):
+    user = user_of(TEXTS)
+    found = described(user)
+    alone, together = user.collate(TEXTS[:1]), user.collate([TEXTS[0], TEXTS[6]])
+    padded = pad_batch(alone, found.inputs, {"S": 9})
+    assert all(torch.equal(padded[key][0], together[key][0]) for key in padded)
+
+
+def test_sides_that_a_keys_content_leaves_open_follow_another_key(user_of: UserOf):
+    def collate(samples: list[Sample]) -> Sample:
+        sides = {"constant": torch.ones_like, "input_ids": torch.Tensor.clone}
+        make = lambda f: pad_sequence([f(s["input_ids"]) for s in samples], batch_first=True, padding_value=1, padding_side="left")  # noqa: E731
+        return {key: make(f) for key, f in sides.items()}
+
+    assert pads(described(user_of(TEXTS, collate=collate)))["constant"] == ((1, "left", 1.0),)
+
+
+def test_padding_that_is_not_one_value_is_not_a_pad(user_of: UserOf):
+    def collate(samples: list[Sample]) -> Sample:
+        ids = pad_sequence([s["input_ids"] for s in samples], batch_first=True)
+        return {"input_ids": ids, "position_ids": torch.arange(ids.shape[1]).expand_as(ids).contiguous()}
+
+    found = described(user_of(TEXTS, collate=collate))
+    assert dims(found)["position_ids"] == ("B", "S") and pads(found)["position_ids"] == ()
+
+
+def test_two_widths_and_one_that_is_longer_by_one(user_of: UserOf):
+    samples = [
+        {"audio": torch.randn(3 + i * 5 % 11), "input_ids": torch.arange(2 + i % 5), "labels": torch.arange(3 + i % 5)} for i in range(40)
+    ]
+    found = described(user_of(samples))
+    assert dims(found) == {"audio": ("B", "S_audio"), "input_ids": ("B", "S"), "labels": ("B", "S + 1")}
+    assert pads(found)["labels"] == ((1, "right", -100.0),)
+
+
+def test_a_packed_batch_has_rows_along_dim_1(user_of: UserOf):
+    def collate(samples: list[Sample]) -> Sample:
+        ends = torch.tensor([0] + [len(s["input_ids"]) for s in samples]).cumsum(0)
+        return {"input_ids": torch.cat([s["input_ids"] for s in samples])[None], "ends": ends}
+
+    found = described(user_of(TEXTS, collate=collate))
+    assert found.symbols[0] == Symbol("B", "rows", "", 0)
+    assert dims(found) == {"input_ids": ("1", "n_input_ids"), "ends": ("B + 1",)}
+    assert found.sizes[0] == {"B": 1, "n_input_ids": 3}
+
+
+def test_a_width_of_an_optional_key_is_its_own(user_of: UserOf):
+    samples = [t | ({"mask": torch.ones(len(t["input_ids"]))} if i % 2 else {}) for i, t in enumerate(TEXTS)]
+    assert dims(described(user_of(samples)))["mask"] == ("n_mask", "S_mask")
+
+
+def test_an_optional_key_padded_like_the_text_follows_it(user_of: UserOf):
+    def collate(samples: list[Sample]) -> Sample:
+        batch = {"input_ids": pad_sequence([s["input_ids"] for s in samples], batch_first=True)}
+        if kept := [len(s["input_ids"]) for s in samples if "x" in s]:
+            width = batch["input_ids"].shape[1]
+            batch["where"] = torch.stack([(torch.arange(width) < n).long() for n in kept])
+        return batch
+
+    short = [{"input_ids": torch.arange(1, 4 + i % 5), "x": 1} if i % 2 else {"input_ids": torch.arange(1, 9 + i % 3)} for i in range(30)]
+    found = described(user_of(short, collate=collate))
+    assert dims(found)["where"] == ("n_where", "S")
+
+
+def test_constant_lengths_are_a_width_while_samples_may_be_cropped(user_of: UserOf):
+    user = user_of([{"input_ids": torch.arange(3000), "labels": torch.arange(3000)} for _ in range(6)])
+    found = survey(user)
+    assert dims(describe(user, found))["labels"] == ("B", "S") and describe(user, found).sizes[0]["S"] == 3000
+    assert dims(describe(user, found.without_crops()))["labels"] == ("B", "3000")
+
+
+@pytest.mark.parametrize("name", ["llava_tiny", "internvl_tiny", "voxtral_tiny", "two_modalities", "whisper_tiny"])
+def test_every_batch_of_a_model_has_the_described_dims(models: Path, name: str):
+    user = load(models / f"{name}.py")
+    found = described(user)
+    samples = [user.sample(i) for i in range(12)]
+    sizes = [sizes_of(user.collate([s]), found.symbols) for s in samples]
+    for start, end in [(0, 1), (0, 3), (2, 7), (0, 12)]:
+        check_batch(user.collate(samples[start:end]), found.inputs, combine(sizes[start:end], found.symbols))
+
+
+def test_labels_are_known_by_their_padding(models: Path):
+    assert described(load(models / "two_modalities.py")).labels_key == "targets"
+
+
+# -- what cannot be split -----------------------------------------------------------------------------------------------------------
+
+
+def stacked(samples: list[Sample]) -> torch.Tensor:
+    return pad_sequence([s["input_ids"] for s in samples], batch_first=True)
+
+
+@pytest.mark.parametrize(
+    ("collate", "message"),
+    [
+        (lambda samples: {"input_ids": stacked(samples[::-1])}, "'input_ids' of other rows than of each sample alone"),
+        (lambda samples: {"input_ids": stacked(samples) + torch.randint(9, ())}, "'input_ids' of other rows"),
+        (lambda samples: {"x": torch.zeros(len(samples) ** 2, 3)}, "dim 0 of 'x' is neither constant nor additive nor a maximum"),
+        (lambda samples: {"x": torch.zeros([1] * min(len(samples), 3))}, "'x' has . dims in one batch and . in another"),
+        (lambda samples: {"x": stacked(samples), "n": len(samples)}, "'n' changes and is no tensor"),
+        (lambda samples: {"x": stacked(samples).to(torch.int if len(samples) > 3 else torch.long)}, "'x' is int64 in one batch and int32"),
+        (lambda samples: {"x": stacked(samples)} | ({"y": stacked(samples)} if len(samples) > 1 else {}), "gives 'y' for a set of samples"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(user_of: UserOf, collate: Callable[[list[Sample]], Sample], message: str):
+    with pytest.raises(UserError, match=message) as caught:
+        described(user_of(TEXTS, collate=collate))
+    assert caught.value.remedy and caught.value.where.startswith(str(Path(__file__)))
+
+
+def test_values_that_never_change_are_no_inputs(user_of: UserOf):
+    found = described(user_of(TEXTS, collate=lambda samples: {"x": stacked(samples), "use_cache": False}))
+    assert dims(found) == {"x": ("B", "S")}

@@ -1,0 +1,137 @@
+"""Patterns and micro-batches of a dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from secc.errors import UserError
+from secc.frontend.survey import COUNTS, KEPT, Survey, length, survey
+from secc.runtime.user_model import UserModel, load
+
+Sample = dict[str, Any]
+UserOf = Callable[..., UserModel]
+
+
+def text(n: int, **more: Any) -> Sample:
+    return {"input_ids": torch.arange(1, n + 1), "labels": torch.arange(1, n + 1), **more}
+
+
+def image(n: int = 1) -> torch.Tensor:
+    return torch.randn(n, 3, 4, 4)
+
+
+MIXED = [text(5 + i % 7) | ({"x": image(1 + i % 3)} if i % 2 else {}) | ({"y": torch.randn(1, 8)} if i % 3 == 1 else {}) for i in range(60)]
+
+
+def pattern_of(found: Survey, batch: list[Sample]) -> frozenset[str]:
+    return frozenset(k for s in batch for k in s) & found.optional
+
+
+def test_keys_and_patterns_are_counted(user_of: UserOf):
+    found = survey(user_of(MIXED), count=64)
+    assert found.required == {"input_ids", "labels"} and found.optional == {"x", "y"}
+    assert found.patterns == {frozenset(): 20, frozenset("x"): 20, frozenset("xy"): 10, frozenset("y"): 10}
+    assert set(found.unions()[:2]) == {frozenset(), frozenset("x")}
+
+
+def test_patterns_that_only_micro_batches_have_follow_the_observed(user_of: UserOf):
+    found = survey(user_of([text(4, x=image()), text(5, y=image()), text(6)]))
+    assert found.unions()[3:] == [frozenset("xy")]
+    for batch in found.batches(frozenset("xy")):
+        assert pattern_of(found, batch) == frozenset("xy")
+
+
+def test_unions_are_bounded(user_of: UserOf):
+    samples = [text(4, **{f"k{i}": image()}) for i in range(12)]
+    assert len(survey(user_of(samples)).unions()) == 12 + 16
+
+
+@pytest.mark.parametrize("pattern", [frozenset(), frozenset("x"), frozenset("y"), frozenset("xy")])
+def test_micro_batches_have_their_pattern_and_move_in_every_size(user_of: UserOf, pattern: frozenset[str]):
+    found = survey(user_of(MIXED))
+    batches = found.batches(pattern)
+    assert tuple(len(b) for b in batches) == COUNTS
+    assert all(pattern_of(found, b) == pattern for b in batches)
+    assert len({max(length(s) for s in b) for b in batches}) >= 3
+    assert all(len({length(s) for s in b}) > 1 for b in batches)
+    for key in pattern:  # how many samples lack the key is no function of how many there are
+        assert len({len(b) - sum(key in s for s in b) for b in batches}) >= 3
+
+
+def test_even_micro_batches_need_no_padding(user_of: UserOf):
+    found = survey(user_of(MIXED))
+    for pattern in found.unions():
+        for batch in found.batches(pattern, even=True):
+            assert len({length(s) for s in batch}) == 1
+            assert pattern_of(found, batch) == pattern
+
+
+def test_long_texts_are_cropped_to_where_their_labels_are(user_of: UserOf):
+    labels = torch.cat([torch.full((2000,), -100), torch.arange(1000)])
+    found = survey(user_of([{"input_ids": torch.arange(3000), "labels": labels.clone(), "kind": 3} for _ in range(5)]))
+    assert found.cropped
+    widths = set()
+    for batch in found.batches(frozenset()):
+        widths.add(max(length(s) for s in batch))
+        for sample in batch:
+            assert len(sample["labels"]) == length(sample) < 50 and (sample["labels"] >= 0).any()
+            assert torch.equal(sample["labels"][-5:], sample["input_ids"][-5:] - 2000)
+    assert len(widths) == len(COUNTS)
+
+
+def test_a_text_with_an_image_loses_only_its_end(user_of: UserOf):
+    found = survey(user_of([text(200, x=image()) for _ in range(5)]))
+    batches = found.batches(frozenset())
+    assert {max(length(s) for s in b) for b in batches} == {200, 199, 198, 197, 196}
+    assert all(s["input_ids"][0] == 1 and s["x"].shape == (1, 3, 4, 4) for b in batches for s in b)
+
+
+def test_without_crops_only_the_datasets_own_samples_remain(user_of: UserOf):
+    found = survey(user_of([text(200) for _ in range(5)])).without_crops()
+    assert not found.cropped
+    assert all(length(s) == 200 for even in (False, True) for b in found.batches(frozenset(), even) for s in b)
+
+
+def test_lists_are_cropped_as_tensors_are(user_of: UserOf):
+    found = survey(user_of([{"input_ids": list(range(300)), "labels": list(range(300))} for _ in range(3)]))
+    sample = found.batches(frozenset())[0][0]
+    assert isinstance(sample["input_ids"], list) and sample["input_ids"] == sample["labels"] and len(sample["labels"]) < 50
+
+
+def test_the_pattern_is_that_of_the_batch_and_none_is_a_missing_key(user_of: UserOf):
+    def collate(samples: list[Sample]) -> Sample:
+        images = [s["picture"] for s in samples if s["picture"] is not None]
+        return {"ids": torch.stack([s["ids"] for s in samples]), "pixels": torch.cat(images) if images else None}
+
+    samples = [{"ids": torch.arange(3), "picture": image() if i % 2 else None} for i in range(40)]
+    found = survey(user_of(samples, collate=collate))
+    assert found.optional == {"pixels"} and found.patterns[frozenset({"pixels"})] == 20
+    assert len(found.samples(frozenset())) == KEPT
+
+
+def test_a_survey_holds_few_samples_in_memory(user_of: UserOf):
+    found = survey(user_of(MIXED))
+    assert all(1 <= len(found.samples(p)) <= KEPT for p in found.patterns)
+    assert all(d.shapes["input_ids"][1] == length(MIXED[d.index]) for d in found.drawn)
+
+
+def test_a_survey_is_deterministic_and_looks_beyond_the_first_samples(user_of: UserOf):
+    samples = [text(4)] * 900 + [text(5, x=image())] * 100
+    first, second = (survey(user_of(samples)) for _ in range(2))
+    assert [d.index for d in first.drawn] == [d.index for d in second.drawn]
+    assert first.optional == {"x"}
+
+
+def test_a_pattern_of_no_samples_is_a_defect(user_of: UserOf):
+    with pytest.raises(ValueError, match="no samples unite"):
+        survey(user_of(MIXED)).batches(frozenset({"nothing"}))
+
+
+def test_an_unknown_key_is_refused(models: Path):
+    with pytest.raises(UserError, match="forward does not take"):
+        survey(load(models / "unknown_key.py"))

@@ -1,0 +1,182 @@
+"""Loading model files, and every way in which they can be wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from secc.runtime.errors import UserError
+from secc.runtime.user_model import UserModel, load, loss_of
+
+Write = Callable[[str], Path]
+
+MODEL = """
+import torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(9, 4)
+    def forward(self, input_ids, labels=None, attention_mask=None):
+        return self.embed(input_ids).sum()
+def model():
+    return Net()
+"""
+DATA = """
+def dataset():
+    return [{"input_ids": torch.arange(2 + i)} for i in range(3)]
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def write(text: str) -> Path:
+        path = tmp_path / "model.py"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def line_of(path: Path, text: str) -> str:
+    """file:line of the first line that starts with `text`."""
+    number = next(n for n, line in enumerate(path.read_text().splitlines(), 1) if line.strip().startswith(text))
+    return f"{path}:{number}"
+
+
+def test_a_file_loads_twice_without_sharing_state(write: Write):
+    path = write(MODEL + DATA + "calls = []\n")
+    first, second = load(path), load(path)
+    first.module.calls.append(1)
+    assert second.module.calls == []
+    assert first.sha256 == second.sha256
+    assert [len(s["input_ids"]) for s in first.dataset()] == [2, 3, 4]
+
+
+def test_defaults_of_a_file_with_a_model_and_a_dataset_only(write: Write):
+    user = load(write(MODEL + DATA))
+    model = user.model()
+    optimizer = user.optimizer(list(model.named_parameters()))
+    assert isinstance(optimizer, torch.optim.AdamW) and optimizer.param_groups[0]["lr"] == 1e-4
+    assert optimizer.param_groups[0]["param_names"] == ["embed.weight"]
+    assert user.scheduler(optimizer) is None and user.sizes(0) is None and user.small_model() is None
+    assert user.forward_keys == {"input_ids", "labels", "attention_mask"}
+
+
+def test_forward_with_keyword_arguments_takes_any_key(write: Write):
+    user = load(write(MODEL.replace("attention_mask=None)", "attention_mask=None, **kwargs)") + DATA))
+    assert user.forward_keys is None and "attention_mask" in user.forward_names
+    user.check_keys(["input_ids", "anything"], ["input_ids"])
+
+
+def test_a_module_beside_the_model_file_is_imported_and_blamed(write: Write, tmp_path: Path):
+    (tmp_path / "beside_the_model.py").write_text("def broken():\n    raise ValueError('not today')\n")
+    user = load(write("import beside_the_model\ndef model():\n    beside_the_model.broken()\n"))
+    with pytest.raises(UserError, match="model\\(\\) raises ValueError: not today") as caught:
+        user.model()
+    assert caught.value.where == f"{tmp_path / 'beside_the_model.py'}:2"
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "place"),
+    [
+        ("def model(:\n", "importing the model file raises SyntaxError", "def model(:"),
+        ("import no_such_module_anywhere\n", "importing the model file raises ModuleNotFoundError", "import no_such"),
+        ("1 / 0\n", "importing the model file raises ZeroDivisionError", "1 / 0"),
+    ],
+)
+def test_a_file_that_cannot_be_imported(write: Write, text: str, message: str, place: str):
+    path = write(text)
+    with pytest.raises(UserError, match=message) as caught:
+        load(path)
+    assert caught.value.where == line_of(path, place)
+
+
+def test_a_missing_file(tmp_path: Path):
+    with pytest.raises(UserError, match="cannot read the model file: No such file"):
+        load(tmp_path / "missing.py")
+
+
+def everything(user: UserModel) -> None:
+    """What a compiler asks of a model file."""
+    model = user.model()
+    samples = [user.sample(i) for i in range(len(user.dataset()))]
+    batch = user.collate(samples)
+    user.check_keys(batch, batch)
+    user.optimizer(list(model.named_parameters()))
+    user.scheduler(torch.optim.SGD(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "place"),
+    [
+        (DATA, "the model file has no model\\(\\)", ""),
+        ("model = 3\n" + DATA, "model in the model file is an object of type int, not a function", ""),
+        (MODEL + "def model():\n    return 3\n" + DATA, "model\\(\\) returns an object of type int, not an nn.Module", "def model():"),
+        (MODEL, "the model file has no dataset\\(\\)", ""),
+        (MODEL + "def dataset():\n    return []\n", "dataset\\(\\) is empty", "def dataset"),
+        (MODEL + "def dataset():\n    return {'a': 1}\n", "not a map-style dataset", "def dataset"),
+        (MODEL + "def dataset():\n    return [(1, 2)]\n", r"dataset\(\)\[0\] is an object of type tuple, not a dict", "def dataset"),
+        (MODEL + "def dataset():\n    return [{'input_ids': [1], 'extra': 2}]\n", "has the key 'extra', which forward", "def data"),
+        (MODEL + "def dataset():\n    return [{'labels': [1]}]\n", "forward needs the argument 'input_ids'", "def forward"),
+        (MODEL + DATA + "def collate(samples):\n    return samples\n", "collate\\(\\) returns an object of type list", "def collate"),
+        (MODEL + DATA + "def collate(samples):\n    return samples[99]\n", "collate\\(\\) raises IndexError", "return samples[99]"),
+        (MODEL + DATA + "def optimizer(params):\n    return 1\n", "not a torch.optim.Optimizer", "def optimizer"),
+        (MODEL + DATA + "def scheduler(optimizer):\n    return 1\n", "has no step", "def scheduler"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_said_with_its_place(write: Write, text: str, message: str, place: str):
+    path = write("import torch\n" + text)
+    with pytest.raises(UserError, match=message) as caught:
+        everything(load(path))
+    lines = [n for n, line in enumerate(path.read_text().splitlines(), 1) if place and line.strip().startswith(place)]
+    assert caught.value.where in ([f"{path}:{n}" for n in lines] or [str(path)])
+    assert caught.value.remedy
+
+
+def test_an_iterable_dataset_is_refused(write: Write):
+    text = "class Stream(torch.utils.data.IterableDataset):\n    __iter__ = None\ndef dataset():\n    return Stream()\n"
+    with pytest.raises(UserError, match="IterableDataset"):
+        load(write(MODEL + text)).dataset()
+
+
+def test_an_optimizer_that_does_not_expect_names_is_told_what_it_gets(write: Write):
+    path = write(MODEL + "def optimizer(params):\n    return torch.optim.SGD([p for p in params if p.ndim > 1])\n")
+    with pytest.raises(UserError, match="AttributeError") as caught:
+        load(path).optimizer(list(torch.nn.Linear(2, 2).named_parameters()))
+    assert "(name, parameter) pairs" in caught.value.remedy
+    assert caught.value.where == line_of(path, "return torch.optim.SGD")
+
+
+def test_samples_are_functions_of_seed_epoch_and_number(write: Write):
+    user = load(write(MODEL + """
+import random, numpy
+class Noise:
+    def __len__(self): return 3
+    def __getitem__(self, i): return {"x": torch.tensor([random.random(), float(numpy.random.rand()), float(torch.rand(()))])}
+def dataset(): return Noise()
+"""))
+    draw = lambda *key: user.sample(*key)["x"].tolist()  # noqa: E731
+    before = torch.get_rng_state()
+    assert draw(0, 1, 0) == draw(0, 1, 0)
+    assert len({tuple(draw(*key)) for key in [(0, 1, 0), (1, 1, 0), (0, 2, 0), (0, 1, 1)]}) == 4
+    assert torch.equal(before, torch.get_rng_state())
+
+
+class Output:
+    loss = torch.tensor(2.0)
+
+
+@pytest.mark.parametrize("output", [torch.tensor(2.0), torch.tensor([2.0]), {"loss": torch.tensor(2.0)}, Output()])
+def test_the_loss_is_found(output: object):
+    assert loss_of(output).shape == () and loss_of(output).item() == 2.0
+
+
+@pytest.mark.parametrize("output", [None, torch.zeros(3), torch.tensor(1), {"logits": torch.zeros(1)}, (torch.tensor(2.0),), 2.0])
+def test_what_is_no_loss_is_refused(output: object):
+    with pytest.raises(UserError, match="forward returns no loss") as caught:
+        loss_of(output, "model.py:3")
+    assert caught.value.where == "model.py:3" and "labels" in caught.value.remedy
