@@ -12,7 +12,8 @@ import inspect
 import itertools
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -72,7 +73,7 @@ class UserModel:
     def _built(self, function: str, model: Any) -> nn.Module:
         if not isinstance(model, nn.Module):
             raise UserError(f"{function}() returns {_kind(model)}, not an nn.Module", self.place(function), "return the model itself")
-        if function == "model" and self._parameters is None:
+        if self._parameters is None:
             self._parameters = inspect.signature(model.forward).parameters
             self._forward_place = self._source(model.forward)
         return model
@@ -107,7 +108,8 @@ class UserModel:
             if self._default_collate is None:
                 self.fit_collate([self.sample(i) for i in survey_indices(len(self.dataset()))])
             assert self._default_collate is not None
-            return self._default_collate(samples)
+            with self._blaming_samples():
+                return self._default_collate(samples)
         batch = self.call("collate", list(samples))
         if not isinstance(batch, Mapping):
             raise UserError(f"collate() returns {_kind(batch)}, not a dict", self.place("collate"), "return forward's keyword arguments")
@@ -115,7 +117,8 @@ class UserModel:
 
     def fit_collate(self, samples: Sequence[Mapping[str, Any]]) -> None:
         """Fix the default rules from samples that stand for the dataset. Nothing to do if the file has its own `collate`."""
-        self._default_collate = DefaultCollate.fit(samples, self.forward_names)
+        with self._blaming_samples():
+            self._default_collate = DefaultCollate.fit(samples, self.forward_names)
 
     def use_inputs(self, inputs: Iterable[plan.Input]) -> None:
         """Fix the default rules to those that a plan was made with, without drawing samples."""
@@ -149,6 +152,14 @@ class UserModel:
         if self.guarded("len(dataset())", lambda: len(dataset)) == 0:
             raise UserError("dataset() is empty", place, "return a dataset with at least one sample")
         return dataset
+
+    @contextmanager
+    def _blaming_samples(self) -> Iterator[None]:
+        """UserErrors of the default collate, which knows no places, name the dataset's code."""
+        try:
+            yield
+        except UserError as error:
+            raise UserError(error.message, error.where or self._item_place(), error.remedy) from None
 
     def _item_place(self) -> str:
         return self._source(getattr(type(self.dataset()), "__getitem__", None)) or self.place("dataset")

@@ -122,6 +122,7 @@ def everything(user: UserModel) -> None:
         (MODEL + "def dataset():\n    return [(1, 2)]\n", r"dataset\(\)\[0\] is an object of type tuple, not a dict", "def dataset"),
         (MODEL + "def dataset():\n    return [{'input_ids': [1], 'extra': 2}]\n", "has the key 'extra', which forward", "def data"),
         (MODEL + "def dataset():\n    return [{'labels': [1]}]\n", "forward needs the argument 'input_ids'", "def forward"),
+        (MODEL + "def dataset():\n    return [{'input_ids': {1}}]\n", "'input_ids' is of type set", "def dataset"),
         (MODEL + DATA + "def collate(samples):\n    return samples\n", "collate\\(\\) returns an object of type list", "def collate"),
         (MODEL + DATA + "def collate(samples):\n    return samples[99]\n", "collate\\(\\) raises IndexError", "return samples[99]"),
         (MODEL + DATA + "def optimizer(params):\n    return 1\n", "not a torch.optim.Optimizer", "def optimizer"),
