@@ -1,0 +1,156 @@
+"""Blocks without weights: a copy of the model whose parameters are fake, and what a block's call would return.
+
+A block's result is learnt by calling the module of that copy with fake tensors where values depend on a block, and with the real
+tensors where they depend on inputs alone (vision blocks read `cu_seqlens.tolist()`). The answer is kept, so that sixty-four equal
+layers cost one.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from secc.runtime.errors import UserError
+from secc.runtime.recorder import structure
+from secc.runtime.recorder.places import class_place
+from secc.runtime.recorder.recording import Hazard
+
+
+def is_fake(tensor: object) -> bool:
+    """Whether a tensor has no values: it depends on a parameter or on a block's result."""
+    return isinstance(tensor, FakeTensor)
+
+
+def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """A copy of `model` with fake parameters on the CPU. Buffers keep their values; those on the meta device become fake.
+
+    Nothing of the user's model is shared but configurations. Raises UserError if the model cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    for p in model.parameters():
+        memo[id(p)] = nn.Parameter(_empty(mode, p), requires_grad=p.requires_grad)
+    for b in model.buffers():
+        memo[id(b)] = _empty(mode, b) if b.is_meta else b.detach().clone()
+    for m in model.modules():
+        if (config := getattr(m, "config", None)) is not None:
+            memo[id(config)] = config
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        remedy = "keep what cannot be copied (locks, files, generators, closures over tensors) out of the model's attributes"
+        raise UserError(f"the model cannot be copied: {type(error).__name__}: {error}", class_place(type(model)), remedy) from error
+
+
+def _empty(mode: FakeTensorMode, like: torch.Tensor) -> torch.Tensor:
+    with mode, torch.no_grad():
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
+
+
+class Leaf:
+    """A tensor in a block's result. `argument` is the number of the tensor argument that it is, or None.
+
+    No dataclass: those are containers here.
+    """
+
+    def __init__(self, path: str, tensor: torch.Tensor, argument: int | None = None) -> None:
+        self.path, self.argument = path, argument
+        self.shape, self.stride, self.dtype = tuple(tensor.shape), tensor.stride(), tensor.dtype
+        self.requires_grad = tensor.requires_grad
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a block's call returns: `skeleton` holds Leaf objects where tensors are; `hazards` name the block's path."""
+
+    skeleton: Any
+    hazards: tuple[Hazard, ...]
+
+    def build(self, mode: FakeTensorMode, arguments: list[torch.Tensor]) -> tuple[Any, list[tuple[Leaf, torch.Tensor]]]:
+        """A fresh result, and the new fake tensors in it with their leaves. A tensor met twice is one tensor."""
+        new: list[tuple[Leaf, torch.Tensor]] = []
+
+        def tensor(_: str, leaf: Any) -> Any:
+            if not isinstance(leaf, Leaf):
+                return leaf
+            if leaf.argument is not None:
+                return arguments[leaf.argument]
+            known = next((t for known, t in new if known is leaf), None)
+            if known is None:
+                known = fresh(mode, leaf.shape, leaf.stride, leaf.dtype, leaf.requires_grad)
+                new.append((leaf, known))
+            return known
+
+        return structure.replace(self.skeleton, tensor), new
+
+
+def fresh(mode: FakeTensorMode, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, requires_grad: bool = False) -> torch.Tensor:
+    """A new fake tensor; not a leaf of autograd, since glue may change a block's result in place."""
+    with mode, torch.enable_grad():
+        tensor = torch.empty_strided(shape, stride, dtype=dtype)
+        return tensor.requires_grad_().clone() if requires_grad and not torch.is_inference_mode_enabled() else tensor
+
+
+class Shapes:
+    """Results of blocks, learnt once: by class, parameters, arguments and, where the block read values, the values of real arguments."""
+
+    def __init__(self) -> None:
+        self._results: dict[Any, Result] = {}
+        self._reading: set[Any] = set()
+        self._signatures: dict[str, Any] = {}
+
+    def result(self, path: str, module: nn.Module, arguments: Any, run: Callable[[], tuple[Any, bool, tuple[Hazard, ...]]]) -> Result:
+        """The result of `module(*arguments)`; `run` calls it: (result, whether it read values of real tensors, hazards)."""
+        inputs = [t for _, t in structure.tensors(arguments)]
+        key = (self._signature(path, module), torch.is_grad_enabled(), torch.is_inference_mode_enabled(), _shape_key(arguments))
+        known = (key, _values(inputs)) if key in self._reading else key
+        if known in self._results:
+            return self._results[known]
+        out, reads, hazards = contextvars.Context().run(run)
+        found = Result(_skeleton(out, inputs), hazards)
+        if reads:
+            self._reading.add(key)
+        self._results[(key, _values(inputs)) if reads else key] = found
+        return found
+
+    def _signature(self, path: str, module: nn.Module) -> Any:
+        if path not in self._signatures:
+            self._signatures[path] = (type(module), module.training, str(module.extra_repr()), tuple(_parameters(module)))
+        return self._signatures[path]
+
+
+def _parameters(module: nn.Module) -> Iterator[Any]:
+    for name, t in (*module.named_parameters(), *module.named_buffers()):
+        yield name, tuple(t.shape), t.dtype, t.requires_grad
+
+
+def _shape_key(arguments: Any) -> str:
+    def describe(t: torch.Tensor) -> Any:
+        return f"{tuple(t.shape)} {t.stride()} {t.dtype} {t.requires_grad} {is_fake(t)}"
+
+    return repr(structure.arguments(arguments, describe))
+
+
+def _values(inputs: list[torch.Tensor]) -> tuple[bytes, ...]:
+    return tuple(t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for t in inputs if not is_fake(t))
+
+
+def _skeleton(out: Any, inputs: list[torch.Tensor]) -> Any:
+    """A block's result with Leaf objects for tensors; the same Leaf for the same tensor."""
+    leaves: dict[int, Leaf] = {}
+    position = {id(t): i for i, t in enumerate(inputs)}
+
+    def leaf(path: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) not in leaves:
+            leaves[id(value)] = Leaf(path, value, position.get(id(value)))
+        return leaves[id(value)]
+
+    return structure.replace(out, leaf)

@@ -1,0 +1,100 @@
+"""Makes a recorded graph functional: no op of the result writes into its arguments.
+
+Glue that writes into tensors (`x[mask] = y`, `h += p`) is right as a whole, but a section gets only a slice of it, and a slice loses the writes
+of the rest. PyTorch's functionalisation replays the graph above a second tape: writes become `index_put`, `select_scatter`,
+`add`, and views are taken anew from what was written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from secc.runtime.recorder.fakes import fresh
+from secc.runtime.recorder.glue import Executor, Fail, Glue
+from secc.runtime.recorder.modes import Ops
+from secc.runtime.recorder.recording import is_read, read_value
+from secc.runtime.recorder.structure import take
+from secc.runtime.recorder.tape import Meta, Tape
+
+
+def mutates(graph: fx.Graph) -> bool:
+    """Whether an op of the graph writes into an argument."""
+    return any(n.op == "call_function" and isinstance(n.target, torch._ops.OpOverload) and n.target._schema.is_mutable for n in graph.nodes)
+
+
+def functionalise(tape: Tape, values: Callable[[fx.Node], torch.Tensor], mode: FakeTensorMode, fail: Fail) -> Tape:
+    """A tape with the same glue and no writes. `values` gives a placeholder's or `get_attr` node's tensor, unchanged by the first run."""
+    return _Functional(tape, values, mode, fail).run()
+
+
+class _Functional:
+    """Interprets the graph on functional wrappers; the ops below them go to the new tape."""
+
+    paused = False
+
+    def __init__(self, old: Tape, values: Callable[[fx.Node], torch.Tensor], mode: FakeTensorMode, fail: Fail) -> None:
+        self._graph, self._values, self._mode = old.graph, values, mode
+        self._meta: Meta = {}
+        self._env: dict[fx.Node, Any] = {}
+        self.tape = old.successor(lambda: dict(self._meta))
+        self._glue = Glue(self.tape, Executor(mode, fail), fail)
+
+    def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return self._glue.run(func, args, kwargs)
+
+    watch = dispatch
+
+    def run(self) -> Tape:
+        torch._enable_functionalization(reapply_views=True)
+        try:
+            with torch.no_grad(), Ops(self):  # type: ignore[arg-type]
+                for node in self._graph.nodes:
+                    self._meta = {k: node.meta.get(k) for k in ("where", "grad", "autocast")}
+                    self._env[node] = self._node(node)
+        finally:
+            torch._disable_functionalization()
+        return self.tape
+
+    def _node(self, node: fx.Node) -> Any:
+        if node.op in ("placeholder", "get_attr"):
+            return self._head(node)
+        if node.op == "output":
+            return self.tape.graph.output(self._inner(node.args[0]))
+        args, kwargs = self._inner(node.args), self._inner(node.kwargs)
+        if node.op == "call_module":
+            return self.tape.call(node.target, args, kwargs)
+        if node.target is take:
+            return self._take(node)
+        if is_read(node):
+            first = 1 if node.target is read_value else 0
+            return self.tape.read(*node.meta["read"], list(args[first:]), node.target, kwargs)
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self._env[n])
+        return node.target(*args, **kwargs)
+
+    def _head(self, node: fx.Node) -> torch.Tensor:
+        tensor = self._values(node)
+        if node.op == "placeholder" or str(node.target).startswith("_constant"):
+            self.tape.bind(tensor, self.tape.head(node.op, node.target, tensor))
+        return torch._to_functional_tensor(tensor)
+
+    def _take(self, node: fx.Node) -> torch.Tensor:
+        call, path = node.args
+        tensor = fresh(self._mode, node.meta["shape"], node.meta["stride"], node.meta["dtype"])
+        self.tape.take(self._env[call], path, tensor, node.meta["requires_grad"])
+        return torch._to_functional_tensor(tensor)
+
+    def _inner(self, value: Any) -> Any:
+        """Nodes of the old graph as nodes of the new one."""
+        return fx.node.map_arg(value, self._new_node)
+
+    def _new_node(self, node: fx.Node) -> fx.Node:
+        value = self._env[node]
+        if not isinstance(value, torch.Tensor):
+            return value
+        torch._sync(value)
+        return self.tape.node(torch._from_functional_tensor(value))

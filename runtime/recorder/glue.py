@@ -1,0 +1,173 @@
+"""Running one op of the glue: for real on inputs, fake on what depends on blocks, and written to the tape.
+
+Two things need care. A real tensor that a block's values are written into (`buffer[mask] = features`) has no known values from then on, and neither
+has any view of it. And `fake[mask]` has no shape under fake tensors, but a mask made of inputs has values that give it one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils import _pytree as pytree
+
+from secc.runtime.recorder.fakes import is_fake
+from secc.runtime.recorder.recording import read_value
+from secc.runtime.recorder.tape import Tape
+
+aten = torch.ops.aten
+Fail = Callable[[str, str], NoReturn]  # message, remedy
+
+_VALUES = (aten._local_scalar_dense.default, aten.item.default, aten.equal.default, aten.is_nonzero.default, aten.allclose.default)
+_UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+_REMEDY = "compute it inside one of the model's modules, or from the inputs alone"
+
+
+def written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors that an op writes into."""
+    schema = func._schema
+    if not schema.is_mutable:
+        return []
+    given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | dict(kwargs)
+    marked = [given[a.name] for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write and a.name in given]
+    return [t for t in pytree.tree_leaves(marked) if isinstance(t, torch.Tensor)]
+
+
+class Executor:
+    """Executes ops on real and fake tensors. `fail(message, remedy)` raises for what depends on a block's values."""
+
+    def __init__(self, mode: FakeTensorMode, fail: Fail) -> None:
+        self._mode, self._fail = mode, fail
+        self._unknown: dict[int, torch.UntypedStorage] = {}  # storages whose values depend on blocks, by address of the handle
+
+    def unknown(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's values depend on blocks or parameters."""
+        return is_fake(tensor) or (bool(self._unknown) and tensor.untyped_storage()._cdata in self._unknown)
+
+    def fake(self, value: Any) -> Any:
+        """A tensor, fake if its values are unknown; anything else as it is."""
+        if isinstance(value, torch.Tensor) and not is_fake(value) and self.unknown(value):
+            return self._mode.from_tensor(value)
+        return value
+
+    def execute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an op."""
+        args, kwargs = pytree.tree_map(self.fake, (args, kwargs)) if self._unknown and not func._schema.is_mutable else (args, kwargs)
+        targets = written(func, args, kwargs)
+        if targets and any(self.unknown(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)):
+            return self._write(func, args, kwargs, targets)
+        try:
+            return self._indexed(func, args, kwargs)
+        except _UNKNOWN as error:
+            self._fail(f"{func} needs values that depend on a block's result ({type(error).__name__})", _REMEDY)
+
+    def _write(self, func: Any, args: Any, kwargs: Any, targets: list[torch.Tensor]) -> Any:
+        """Unknown values flow into `targets`: real ones become unknown and keep what they have."""
+        if all(is_fake(t) for t in targets):
+            return func(*args, **kwargs)
+        for t in targets:
+            storage = t.untyped_storage()
+            self._unknown[storage._cdata] = storage
+        returned = len(func._schema.returns)
+        return None if returned == 0 else targets[0] if returned == 1 else tuple(targets)
+
+    def _indexed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is aten.masked_select.default and is_fake(args[0]) and not is_fake(args[1]):
+            source, mask = torch.broadcast_tensors(args[0], args[1])
+            return aten.index.Tensor(source, list(mask.nonzero(as_tuple=True)))
+        if func is not aten.index.Tensor:
+            return func(*args, **kwargs)
+        if any(i is not None and i.dtype in (torch.bool, torch.uint8) and self.unknown(i) for i in args[1]):
+            self._fail("rows are chosen by a mask that depends on a block's result", _REMEDY)
+        if not is_fake(args[0]):
+            return func(*args, **kwargs)
+        return func(args[0], [i for mask in args[1] for i in _indices(mask)])
+
+
+def _indices(index: torch.Tensor | None) -> list[torch.Tensor | None]:
+    if index is None or index.dtype not in (torch.bool, torch.uint8):
+        return [index]
+    return list(index.nonzero(as_tuple=True))
+
+
+class Glue:
+    """Executes ops and writes them to a tape."""
+
+    def __init__(self, tape: Tape, executor: Executor, fail: Fail) -> None:
+        self.tape, self._executor, self._fail = tape, executor, fail
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """One op: executed, recorded, its result bound to its node."""
+        if func is aten.lift_fresh.default:
+            self.tape.node(args[0])
+            return args[0]
+        if func is aten.copy.default:
+            return self._copy(*args[:2])
+        if not _returns_tensors(func):
+            return self._value(func, args, kwargs) if func in _VALUES else func(*args, **kwargs)
+        for tensor in written(func, args, kwargs):
+            self._writable(tensor)
+        nodes = self.tape.nodes(args), self.tape.nodes(kwargs)
+        out = self._executor.execute(func, args, kwargs)
+        self.tape.emit(func, *nodes, out)
+        return out
+
+    def read(self, kind: str, tensor: torch.Tensor) -> None:
+        """Python looks at the values of a tensor."""
+        self._readable(kind, tensor)
+        node = self.tape.node(tensor)
+        self.tape.read(kind, read_value(kind, tensor.detach()), [node])
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        """`aten.copy` has no derivative; a cast and an expand have one."""
+        if source.dtype != target.dtype:
+            source = self.run(aten._to_copy.default, (source,), {"dtype": target.dtype})
+        return self.run(aten.expand.default, (source, list(target.shape)), {})
+
+    def _value(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An op whose result is a Python value: a read."""
+        kind = "item" if func is aten._local_scalar_dense.default else func._schema.name.removeprefix("aten::")
+        for t in pytree.tree_leaves((args, kwargs)):
+            if isinstance(t, torch.Tensor):
+                self._readable(kind, t)
+        out = func(*args, **kwargs)
+        self.tape.read(kind, out, list(self.tape.nodes(args)), func, self.tape.nodes(kwargs))
+        return out
+
+    def _readable(self, kind: str, tensor: torch.Tensor) -> None:
+        if self._executor.unknown(tensor):
+            source = origin(self.tape.node(tensor))
+            self._fail(f"Python reads a value ({kind}) that depends on {source}", f"{_REMEDY}; a block's values are not known when the plan is made")
+
+    def _writable(self, tensor: torch.Tensor) -> None:
+        name = self.tape.state_name(tensor)
+        if name is not None:
+            self._fail(f"forward changes {name} in place between its modules", "change it inside the module that owns it")
+
+
+def _returns_tensors(func: Any) -> bool:
+    returns = func._schema.returns
+    return not returns or any("Tensor" in str(r.type) for r in returns)
+
+
+def origin(node: fx.Node) -> str:
+    """What a node's value comes from, for messages: the nearest block or parameter."""
+    seen, queue = {node}, [node]
+    while queue:
+        n = queue.pop(0)
+        if n.op == "call_module":
+            return f"the result of {n.target}"
+        for parent in n.all_input_nodes:
+            if parent not in seen:
+                seen.add(parent)
+                queue.append(parent)
+    names = [n.target for n in seen if n.op == "get_attr" and not str(n.target).startswith("_constant")]
+    return f"the parameter {names[0]}" if names else "a block's result"

@@ -1,0 +1,55 @@
+"""What ops inside a block betray: values read from real tensors, batch norm in training mode, and random numbers.
+
+Batch norm couples the samples of a batch; random numbers inside a block come from one stream that no other order of samples repeats.
+Both end the exactness of a plan, so the compiler must know them by place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from secc.runtime.recorder.fakes import is_fake
+from secc.runtime.recorder.places import place
+from secc.runtime.recorder.recording import Hazard
+
+_NORMS = ("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm", "miopen_batch_norm", "_batch_norm_with_update")
+_PROBABILITY = ("p", "dropout_p", "dropout")
+_DYNAMIC = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+class Watch:
+    """Looks at the ops of one block's run. `reads`: a value of a real tensor decided something."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self.reads = False
+        self.hazards: dict[Hazard, None] = {}
+
+    def see(self, func: Any, args: Any, kwargs: Any) -> None:
+        """An op is about to run."""
+        if any(tag in func.tags for tag in _DYNAMIC) and not any(is_fake(a) for a in args):
+            self.reads = True
+        kind = hazard(func, args, kwargs)
+        if kind:
+            self.hazards[Hazard(self._path, kind, str(func), place())] = None
+
+
+def hazard(func: Any, args: Any, kwargs: Any) -> str:
+    """ "batch_norm", "random" or ""."""
+    name = func._schema.name.removeprefix("aten::")
+    if name.startswith(_NORMS):
+        couples = _argument(func, args, kwargs, ("training", "train"), True) and args[0].shape[0] > 1
+        return "batch_norm" if couples else ""
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return "random" if _argument(func, args, kwargs, _PROBABILITY, 1.0) else ""
+    return ""
+
+
+def _argument(func: Any, args: Any, kwargs: Any, names: tuple[str, ...], default: Any) -> Any:
+    """The first argument that has one of these names: given, by default of the schema, or else `default`."""
+    for i, a in enumerate(func._schema.arguments):
+        if a.name in names:
+            return args[i] if i < len(args) else kwargs.get(a.name, a.default_value)
+    return default

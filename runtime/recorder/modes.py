@@ -1,0 +1,143 @@
+"""How the recorder sees what the user's Python does: ops below the dispatcher, and calls that only torch's Python surface shows.
+
+`tolist`, `numpy` and `torch.tensor([tensors])` read values without dispatching an op that says so; `.data` drops the gradient without any op;
+hooks and `torch.autograd.grad` act when a gradient flows, which the recorded glue would not repeat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from secc.runtime.errors import UserError
+from secc.runtime.recorder import structure
+from secc.runtime.recorder.places import place
+
+_READERS: dict[Any, str] = {torch.Tensor.tolist: "tolist", torch.Tensor.numpy: "numpy", torch.Tensor.__array__: "numpy"}
+_MAKERS = {torch.tensor, torch.as_tensor, torch.Tensor.new_tensor}
+_TEXTS = {torch.Tensor.__format__, torch.Tensor.__repr__}
+_DATA = torch.Tensor.data.__get__
+_REFUSED: dict[Any, str] = {
+    torch.Tensor.register_hook: "a hook on a tensor",
+    torch.Tensor.register_post_accumulate_grad_hook: "a hook on a tensor",
+    torch.Tensor.backward: "backward()",
+    torch.Tensor.retain_grad: "retain_grad()",
+    torch.autograd.grad: "torch.autograd.grad",
+    torch.autograd.backward: "torch.autograd.backward",
+}
+
+
+class Listener(Protocol):
+    """What the modes tell: see `secc.runtime.recorder.record.Recorder`."""
+
+    paused: bool
+
+    def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An ATen op outside of blocks."""
+
+    def watch(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An ATen op inside a block."""
+
+    def read(self, kind: str, tensor: torch.Tensor) -> None:
+        """Python looks at the values of a tensor."""
+
+    def silence(self) -> Any:
+        """A context in which nothing is recorded."""
+
+
+class Ops(TorchDispatchMode):
+    """Every ATen op, below autograd."""
+
+    def __init__(self, listener: Listener) -> None:
+        super().__init__()
+        self._listener = listener
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        handle = self._listener.watch if self._listener.paused else self._listener.dispatch
+        return handle(func, args, kwargs or {})
+
+
+class Calls(TorchFunctionMode):
+    """The calls of torch's Python surface that ops do not show."""
+
+    def __init__(self, listener: Listener) -> None:
+        super().__init__()
+        self._listener = listener
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._listener.paused:
+            return func(*args, **kwargs)
+        if func in _REFUSED:
+            remedy = "move it into one of the model's modules, which is called as it is"
+            raise UserError(f"forward uses {_REFUSED[func]} between its modules, which cannot be recorded", place(), remedy)
+        if func == _DATA:
+            return args[0].detach()
+        if func in _TEXTS:
+            return f"tensor(shape={tuple(args[0].shape)})"
+        if func in _READERS:
+            return self._looked(_READERS[func], args[0], func, args, kwargs)
+        if func in _MAKERS:
+            return self._made(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _looked(self, kind: str, tensor: torch.Tensor, func: Any, args: Any, kwargs: Any) -> Any:
+        self._listener.read(kind, tensor)
+        with self._listener.silence():
+            return func(*args, **kwargs)
+
+    def _made(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A tensor made from Python data: what tensors the data holds is read."""
+        data = args[1] if func is torch.Tensor.new_tensor else args[0] if args else kwargs.get("data")
+        if isinstance(data, torch.Tensor):
+            return func(*args, **kwargs)
+        found = [t for _, t in structure.tensors(data)]
+        for t in found:
+            self._listener.read("tensor", t)
+        if not found:
+            return func(*args, **kwargs)
+        with self._listener.silence():
+            return func(*args, **kwargs)
+
+
+@contextmanager
+def autograd_functions(listener: Listener) -> Iterator[None]:
+    """Refuse a `torch.autograd.Function` between blocks: its own backward would be lost below autograd."""
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if listener.paused or not torch.is_grad_enabled():
+            return original.__func__(cls, *args, **kwargs)
+        if cls is torch.utils.checkpoint.CheckpointFunction:
+            return args[0](*args[2:])  # recomputation does not change what is computed
+        message = f"forward calls {cls.__name__}.apply between its modules; its backward would be lost in the recorded glue"
+        raise UserError(message, place(), f"call {cls.__name__}.apply inside an nn.Module of its own, which is called as it is")
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
+def intercept(root: nn.Module, handle: Callable[[str, nn.Module, Any, Any], Any]) -> None:
+    """Let `handle(path, module, args, kwargs)` take every call of a submodule of `root`, hooks included.
+
+    Only for a model of one's own: the submodules stay changed.
+    """
+    for path, module in root.named_modules():
+        if path:
+            module._compiled_call_impl = _handler(handle, path, module)  # type: ignore[assignment]
+
+
+def _handler(handle: Callable[[str, nn.Module, Any, Any], Any], path: str, module: nn.Module) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return handle(path, module, args, kwargs)
+
+    return call

@@ -1,0 +1,41 @@
+"""Which line of the user's code (or of a library that the user calls) caused an op: `file:line`, for nodes and for messages."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from pathlib import Path
+from types import CodeType
+
+import torch
+
+_INTERNAL = tuple(f"{folder}/" for folder in (Path(torch.__file__).parent, Path(__file__).parents[2], Path(__file__).resolve().parents[1]))
+
+
+@cache
+def is_internal(filename: str) -> bool:
+    return filename.startswith(_INTERNAL) or filename.startswith("<")
+
+
+def place() -> str:
+    """`file:line` of the innermost frame that belongs neither to torch nor to secc, "" if there is none."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if not is_internal(frame.f_code.co_filename):
+            return short_place(frame.f_code, frame.f_lineno)
+        frame = frame.f_back
+    return ""
+
+
+def class_place(cls: type) -> str:
+    """`file:line` of the forward method of a module's class, "" if it has no source."""
+    code = getattr(getattr(cls, "forward", None), "__code__", None)
+    wrapped = getattr(cls, "forward", None)
+    while (inner := getattr(wrapped, "__wrapped__", None)) is not None:
+        wrapped = inner
+        code = getattr(inner, "__code__", code)
+    return short_place(code, code.co_firstlineno) if isinstance(code, CodeType) else ""
+
+
+def short_place(code: CodeType, line: int) -> str:
+    return f"{Path(code.co_filename).name}:{line}"

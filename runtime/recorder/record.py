@@ -1,0 +1,219 @@
+"""The recorder: runs a user's forward with opaque blocks and writes down what happens between them.
+
+Blocks return fake tensors, which have a shape but no values; ops on inputs alone run for real. So weights and logits never exist, a branch on
+an input takes the way the user's data takes, and a branch on a block's result is an error instead of a wrong graph.
+"""
+
+from __future__ import annotations
+
+import copy
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from secc.runtime.errors import UserError
+from secc.runtime.recorder import structure
+from secc.runtime.recorder.fakes import Shapes, fake_copy
+from secc.runtime.recorder.finish import finish
+from secc.runtime.recorder.functional import functionalise, mutates
+from secc.runtime.recorder.glue import Executor, Glue
+from secc.runtime.recorder.hazards import Watch
+from secc.runtime.recorder.modes import Calls, Ops, autograd_functions, intercept
+from secc.runtime.recorder.places import class_place, is_internal, place, short_place
+from secc.runtime.recorder.recording import BlockError, Hazard, Recording
+from secc.runtime.recorder.tape import Tape, here
+from secc.runtime.user_model import loss_of
+
+_COLLECTORS = "transformers.utils.output_capturing"
+
+
+class Recorder:
+    """Records forwards of one model with one choice of blocks (module paths), many times.
+
+    The model may be on the meta device; it is copied and never changed. `entered(path, args, kwargs)` and `left(path, result)` are told of
+    every call of a module outside of blocks.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Collection[str]) -> None:
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._model = fake_copy(model, self._mode)
+        self._modules = dict(self._model.named_modules())
+        unknown = sorted(set(blocks) - self._modules.keys())
+        if unknown:
+            raise UserError(f"the model has no module {unknown[0]!r}", class_place(type(model)), "name modules as named_modules() does")
+        self.blocks = frozenset(blocks)
+        self._tensors = {n: t for n, t in (*self._model.named_parameters(), *self._model.named_buffers())}
+        self._state = {id(t): n for n, t in self._tensors.items()}
+        self._shapes, self._opaque = Shapes(), dict[str, bool]()
+        self.entered: Callable[[str, Any, Any], None] = lambda path, args, kwargs: None
+        self.left: Callable[[str, Any], None] = lambda path, result: None
+        intercept(self._model, self._call)
+
+    def record(self, batch: Mapping[str, Any]) -> Recording:
+        """Record `model(**batch)`. Raises UserError for what cannot be recorded, BlockError where other blocks may help."""
+        self.paused, self._open, self._hazards = False, [""], dict[Hazard, None]()
+        self._tape = Tape(self._state, here, {}, self._stray)
+        self._executor = Executor(self._mode, self._fail)
+        self._glue = Glue(self._tape, self._executor, self._fail)
+        inputs = _copies(batch)
+        for name, tensor in _named(inputs):
+            self._tape.bind(tensor, self._tape.head("placeholder", name, tensor))
+        with Calls(self), Ops(self), autograd_functions(self):
+            loss = self._forward(inputs)
+        self._tape.graph.output(self._tape.node(loss))
+        tape = self._functional(batch) if mutates(self._tape.graph) else self._tape
+        graph = finish(tape.graph)
+        used = {n.target for n in graph.nodes if n.op == "get_attr"}
+        placeholders = {str(n.target): n for n in graph.nodes if n.op == "placeholder"}
+        return Recording(graph, placeholders, {n: t for n, t in tape.constants.items() if n in used}, list(self._hazards))
+
+    def _forward(self, inputs: dict[str, Any]) -> torch.Tensor:
+        where = class_place(type(self._model))
+        try:
+            loss = loss_of(self._model(**inputs), where)
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(f"forward raises {type(error).__name__}: {error}", _raised_at(error) or where, "correct the model or its data") from error
+        if not self._executor.unknown(loss):
+            raise UserError("the loss depends on none of the model's parameters", where, "return the loss that is to be minimised")
+        return loss
+
+    def _functional(self, batch: Mapping[str, Any]) -> Tape:
+        inputs = dict(_named(_copies(batch)))
+
+        def value(node: fx.Node) -> torch.Tensor:
+            name = str(node.target)
+            if node.op == "placeholder":
+                return inputs[name]
+            return self._tape.constants[name].clone() if name in self._tape.constants else self._tensors[name]
+
+        return functionalise(self._tape, value, self._mode, self._fail)
+
+    # -- what the modes tell ------------------------------------------------------------------------------------------------------
+
+    def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An op between blocks."""
+        return self._glue.run(func, args, kwargs)
+
+    def watch(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An op inside a block, while its result's shape is learnt."""
+        self._watch.see(func, args, kwargs)
+        return self._executor.execute(func, args, kwargs)
+
+    def read(self, kind: str, tensor: torch.Tensor) -> None:
+        """Python looks at a tensor's values."""
+        with self.silence():
+            self._glue.read(kind, tensor)
+
+    @contextmanager
+    def silence(self) -> Iterator[None]:
+        """Nothing is recorded inside."""
+        before, self.paused = self.paused, True
+        watch, self._watch = getattr(self, "_watch", None), Watch("")
+        try:
+            yield
+        finally:
+            self.paused, self._watch = before, watch
+
+    def fail(self, message: str, remedy: str) -> NoReturn:
+        """Raise for something that the module running now cannot do in the open."""
+        path = self._open[-1]
+        raise BlockError(path, path or None, message, place(), remedy)
+
+    # -- blocks -------------------------------------------------------------------------------------------------------------------
+
+    def _call(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self.paused:
+            return module._call_impl(*args, **kwargs)
+        self.entered(path, args, kwargs)
+        if self._is_opaque(path, module):
+            result = self._block(path, module, args, kwargs)
+        else:
+            self._open.append(path)
+            result = module._call_impl(*args, **kwargs)
+            self._open.pop()
+        self.left(path, result)
+        return result
+
+    def _is_opaque(self, path: str, module: nn.Module) -> bool:
+        """A block, or a part of a block with weights of its own that is called while the block is not running."""
+        if path not in self._opaque:
+            inside = any(path.startswith(f"{b}.") for b in self.blocks)
+            has_state = any(True for _ in module.parameters()) or any(True for _ in module.buffers())
+            self._opaque[path] = path in self.blocks or (inside and has_state)
+        return self._opaque[path]
+
+    def _block(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Record the call of a block, and give its result without its values."""
+        with self.silence():
+            args, kwargs = structure.replace((args, kwargs), lambda _, leaf: self._executor.fake(leaf))
+            call = self._node(path, args, kwargs)
+            result = self._shapes.result(path, module, (args, kwargs), lambda: self._run(path, module, args, kwargs))
+            out, new = result.build(self._mode, [t for _, t in structure.tensors((args, kwargs))])
+            for leaf, tensor in new:
+                self._tape.take(call, leaf.path, tensor, leaf.requires_grad)
+            self._hazards |= {Hazard(path, h.kind, h.op, h.where): None for h in result.hazards}
+        for hook in module._forward_hooks.values():
+            if getattr(hook, "__module__", "") == _COLLECTORS:  # they gather results for a caller that is open here
+                hook(module, args, out)
+        return out
+
+    def _node(self, path: str, args: Any, kwargs: Any) -> fx.Node:
+        try:
+            arguments = structure.arguments((args, kwargs), self._tape.node)
+        except structure.NotLiteral as error:
+            message = f"block {path} is called with {error}, which cannot be written into a plan"
+            raise BlockError(path, _parent(path), message, place(), "take a larger module as the block") from None
+        return self._tape.call(path, *arguments)
+
+    def _run(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, bool, tuple[Hazard, ...]]:
+        self._watch = Watch(path)
+        try:
+            out = module._call_impl(*args, **kwargs)
+        except BlockError as error:
+            raise BlockError(path, _parent(path), f"in block {path}: {error.message}", error.where, error.remedy) from error
+        except Exception as error:
+            message = f"the shapes of block {path} cannot be found: {type(error).__name__}: {error}"
+            raise BlockError(path, _parent(path), message, _raised_at(error), "take a larger module as the block") from error
+        return out, self._watch.reads, tuple(self._watch.hazards)
+
+    def _fail(self, message: str, remedy: str) -> NoReturn:
+        self.fail(message, remedy)
+
+    def _stray(self, tensor: torch.Tensor) -> NoReturn:
+        self.fail("a tensor of a block's result travels inside an object that cannot be looked into", "return it in a tuple, dict or dataclass")
+
+
+def record(model: nn.Module, batch: Mapping[str, Any], blocks: Collection[str]) -> Recording:
+    """Record one forward of `model(**batch)` with the given blocks; see `Recorder`."""
+    return Recorder(model, blocks).record(batch)
+
+
+def _copies(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch with tensors of its own, so that forward may write into them and one tensor may be passed twice."""
+    return structure.replace(dict(batch), lambda _, leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else copy.copy(leaf))
+
+
+def _named(inputs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The batch's tensors: `input_ids`, and `images[0]` where the batch nests."""
+    for key, value in inputs.items():
+        for path, tensor in structure.tensors(value):
+            yield f"{key}{path}", tensor
+
+
+def _parent(path: str) -> str | None:
+    return path.rpartition(".")[0] or None
+
+
+def _raised_at(error: BaseException) -> str:
+    """`file:line` of the innermost frame of the user's or a library's code in a traceback."""
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        if not is_internal(frame.f_code.co_filename):
+            return short_place(frame.f_code, line)
+    return ""

@@ -1,0 +1,92 @@
+"""What a recording is: the glue of one forward as a graph, and what was noticed on the way.
+
+A recording's graph is a `torch.fx.Graph` of
+- placeholders, named by batch key, and `get_attr` nodes for parameters, buffers and recorded constants;
+- `call_module` nodes for blocks, with `take` nodes for the tensors that the glue uses of their results;
+- `call_function` nodes for ATen ops, none of which mutates;
+- reads: nodes marked `meta["read"]` that stand where Python looked at a value of a tensor.
+
+Every node's meta has `where` ("file:line"), `grad` (grad mode), `autocast` ("" or "cpu bfloat16"), and for tensors `shape`, `dtype`
+and `requires_grad`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from secc.runtime.errors import UserError
+
+_COMPARED = 1024  # entries; what is larger is compared by its hash
+
+
+class BlockError(UserError):
+    """Something that cannot be recorded with these blocks. `path` is the block or the open module that it happened in.
+
+    `coarser` is a module that would hide it if it were a block, None if there is none but the whole model.
+    """
+
+    def __init__(self, path: str, coarser: str | None, message: str, where: str = "", remedy: str = "") -> None:
+        super().__init__(message, where, remedy)
+        self.path, self.coarser = path, coarser
+
+
+@dataclass(frozen=True)
+class Read:
+    """A value of an input-only tensor that Python looked at: `kind` is `item`, `tolist`, `numpy`, `tensor` or the op's name."""
+
+    kind: str
+    value: Any
+    where: str
+    node: fx.Node
+
+
+@dataclass(frozen=True)
+class Hazard:
+    """An op inside a block that couples samples or draws random numbers: `kind` is "batch_norm" or "random"."""
+
+    path: str
+    kind: str
+    op: str
+    where: str
+
+
+@dataclass
+class Recording:
+    """The glue of one forward; see the module's text. `inputs` maps batch keys to their placeholders."""
+
+    graph: fx.Graph
+    inputs: dict[str, fx.Node]
+    constants: dict[str, torch.Tensor]
+    hazards: list[Hazard] = field(default_factory=list)
+
+    @property
+    def reads(self) -> list[Read]:
+        """The logged reads, in order."""
+        return [Read(*n.meta["read"], n.meta["where"], n) for n in self.graph.nodes if "read" in n.meta]
+
+    @property
+    def loss(self) -> fx.Node:
+        """The node of the loss."""
+        return self.graph.output_node().args[0]  # type: ignore[return-value]
+
+    @property
+    def calls(self) -> list[fx.Node]:
+        """The calls of blocks, in order."""
+        return [n for n in self.graph.nodes if n.op == "call_module"]
+
+
+def read_value(kind: str, tensor: torch.Tensor) -> Any:
+    """What Python looked at, in a form that can be compared. It is the target of read nodes that are no ATen ops."""
+    if tensor.numel() <= _COMPARED:
+        return tensor.tolist()
+    return hashlib.sha256(repr(tensor.tolist()).encode()).hexdigest()
+
+
+def is_read(node: fx.Node) -> bool:
+    """Whether a node stands for a look at a value."""
+    return "read" in node.meta

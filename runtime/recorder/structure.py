@@ -1,0 +1,122 @@
+"""Nested Python values that hold tensors: arguments of a block, and whatever its forward returns.
+
+torch's pytree knows only registered types; forwards return plain dataclasses, named tuples and mappings as well, and codegen needs
+each tensor's access path (`.last_hidden_state`, `["logits"]`, `[0]`) as the user would write it.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+
+_LITERALS = (bool, int, float, str, torch.dtype, torch.device, torch.memory_format, torch.layout, type(None), type(Ellipsis))
+_STEP = re.compile(r"\.(?P<name>\w+)|\[(?P<index>-?\d+)\]|\[(?P<key>'[^']*'|\"[^\"]*\")\]")
+
+
+class NotLiteral(Exception):
+    """A value that cannot be written as a Python literal; `value` is it."""
+
+    def __init__(self, value: object) -> None:
+        super().__init__(f"a value of type {type(value).__name__}")
+        self.value = value
+
+
+def children(value: Any) -> list[tuple[str, Any]] | None:
+    """(step, child) for each child of a container, None for a leaf."""
+    if isinstance(value, torch.Tensor):
+        return None
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(f".{f.name}", getattr(value, f.name)) for f in dataclasses.fields(value) if hasattr(value, f.name)]
+    if isinstance(value, Mapping):
+        return [(f"[{_quoted(k)}]", v) for k, v in value.items() if isinstance(k, (str, int))]
+    if isinstance(value, (list, tuple)):
+        return [(f"[{i}]", v) for i, v in enumerate(value)]
+    return None
+
+
+def tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor in a nested value with its access path, in order."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    for step, child in children(value) or ():
+        yield from tensors(child, path + step)
+
+
+def replace(value: Any, leaf: Callable[[str, Any], Any], path: str = "") -> Any:
+    """A copy of the containers in `value` with every leaf exchanged for `leaf(path, old)`. Objects of other types are leaves."""
+    found = children(value)
+    if found is None:
+        return leaf(path, value)
+    new = [(step, replace(child, leaf, path + step)) for step, child in found]
+    if isinstance(value, (list, tuple)):
+        items = [child for _, child in new]
+        return type(value)(*items) if hasattr(value, "_fields") else _sequence(value, items)
+    result = copy.copy(value)
+    for (step, child), (_, old) in zip(new, found, strict=True):
+        if child is not old:
+            _put(result, step, child)
+    return result
+
+
+def _sequence(value: Any, items: list[Any]) -> Any:
+    return tuple(items) if isinstance(value, torch.Size) else type(value)(items)
+
+
+def _put(container: Any, step: str, child: Any) -> None:
+    if not step.startswith("."):
+        container[_key(step)] = child
+    elif dataclasses.is_dataclass(container) and container.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        object.__setattr__(container, step[1:], child)
+    else:
+        setattr(container, step[1:], child)
+
+
+def _quoted(key: str | int) -> str:
+    return repr(key)
+
+
+def _key(step: str) -> str | int:
+    text = step[1:-1]
+    return text[1:-1] if text[0] in "'\"" else int(text)
+
+
+def take(value: Any, path: str) -> Any:
+    """The part of a block's result at an access path; "" is the result itself."""
+    for match in _STEP.finditer(path):
+        if match["name"] is not None:
+            value = getattr(value, match["name"])
+        else:
+            value = value[int(match["index"]) if match["index"] is not None else match["key"][1:-1]]
+    return value
+
+
+def literal(value: Any) -> Any:
+    """`value` as Python text could spell it: NumPy numbers as Python's. Raises NotLiteral."""
+    if isinstance(value, _LITERALS):
+        return value
+    if isinstance(value, slice):
+        return slice(literal(value.start), literal(value.stop), literal(value.step))
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
+    raise NotLiteral(value)
+
+
+def arguments(value: Any, tensor: Callable[[torch.Tensor], Any]) -> Any:
+    """Arguments of a call with tensors exchanged by `tensor`: tuples, lists and plain dicts of literals. Raises NotLiteral."""
+    if isinstance(value, torch.Tensor):
+        return tensor(value)
+    if type(value) is list:
+        return [arguments(v, tensor) for v in value]
+    if type(value) in (tuple, torch.Size):
+        return tuple(arguments(v, tensor) for v in value)
+    if isinstance(value, dict) and not dataclasses.is_dataclass(value) and all(isinstance(k, str) for k in value):
+        return {k: arguments(v, tensor) for k, v in value.items()}
+    return literal(value)
