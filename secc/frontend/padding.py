@@ -108,4 +108,4 @@ def _known_sides(extents: Extents, paddings: Iterable[Padding]) -> dict[str, str
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    return torch.allclose(a, b, rtol=1e-6, atol=1e-6, equal_nan=True) if a.is_floating_point() else torch.equal(a, b)
+    return torch.equal(a, b) or (a.is_floating_point() and torch.allclose(a, b, rtol=1e-6, atol=1e-6, equal_nan=True))
