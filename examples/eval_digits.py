@@ -43,7 +43,7 @@ def accuracy(net: nn.Module, show: int = 0) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("weights")
     parser.add_argument("--show", type=int, default=0, help="print the first N captions")
     arguments = parser.parse_args()

@@ -28,7 +28,7 @@ def held_out_loss(net: nn.Module) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("weights", nargs="+")
     for path in parser.parse_args().weights:
         student = {n.removeprefix("student."): t for n, t in load_file(path).items() if n.startswith("student.")}

@@ -1,0 +1,52 @@
+"""Fails if importing secc is heavy, or if its folders can be imported under their short names.
+
+    python tools/check_imports.py
+
+`import secc` is what editors, completion and `secc --help` wait for, so it brings neither torch nor the solver. A rank imports
+`secc.runtime` alone, where only torch may be installed. `passes` and `runtime` are folders of the checkout; importing them as
+top-level packages would make second copies of their classes.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+COMPILER_ONLY = ("jinja2", "ortools", "rich", "sympy", "typer", "xdsl")
+LIGHT: dict[str, tuple[str, ...]] = {
+    "secc": ("torch", *COMPILER_ONLY),
+    "secc.errors": ("torch", *COMPILER_ONLY),
+    "secc.cli": ("torch", "ortools", "sympy", "xdsl", "jinja2"),
+}
+REFUSED = ("passes", "runtime")
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    """Run `code` in a new interpreter in the repository's root."""
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def heavy(module: str, forbidden: tuple[str, ...]) -> str:
+    """A complaint if importing `module` brings one of `forbidden`, else ""."""
+    result = python(f"import sys, {module}; print(*[m for m in {forbidden!r} if m in sys.modules])")
+    if result.returncode:
+        return f"import {module} fails: {result.stderr.strip().splitlines()[-1]}"
+    return f"import {module} brings {result.stdout.strip()}" if result.stdout.strip() else ""
+
+
+def importable(name: str) -> str:
+    """A complaint if the folder `name` can be imported as a package of its own, else ""."""
+    return f"import {name} works, but must say that it is secc.{name}" if python(f"import {name}").returncode == 0 else ""
+
+
+def main() -> int:
+    complaints = [heavy(module, forbidden) for module, forbidden in LIGHT.items()] + [importable(name) for name in REFUSED]
+    complaints = [c for c in complaints if c]
+    print("\n".join(complaints) or "imports are light, and folders have one name")
+    return 1 if complaints else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
