@@ -125,8 +125,8 @@ def test_a_circle_of_waits_is_drawn_with_its_cells_marked():
     assert "rank 1 at `RECV vision_to_lm fwd 0>0 from 0` waits for `SEND vision_to_lm fwd 0>0 to 1` on rank 0" in text
     grid = [line.split() for line in text.splitlines()[1:]]
     assert grid[0] == ["rank", "0", "rank", "1"]
-    assert grid[1] == "0 F vision 0 > 0 RECV vision_to_lm fwd 0>0 from 0".split()
-    assert grid[2] == "> 1 RECV vision_to_lm bwd 0>0 from 1 1 F lm 0".split()
+    assert grid[1] == ["0", "F", "vision", "0", ">", "0", "RECV", "vision_to_lm", "fwd", "0>0", "from", "0"]
+    assert grid[2] == [">", "1", "RECV", "vision_to_lm", "bwd", "0>0", "from", "1", "1", "F", "lm", "0"]
 
 
 def test_reductions_in_different_orders_are_caught():

@@ -1,0 +1,247 @@
+"""The data plane: every rank knows the same of a global batch, and gets its own samples, whoever loads them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from secc.runtime.data import DataPlane, GlobalBatch
+from secc.runtime.errors import UserError
+from secc.runtime.plan import Input, ModelRef, Plan, Symbol
+from secc.runtime.user_model import load
+
+MODEL = """
+import random
+import torch
+
+LENGTH = 7
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return LENGTH
+
+    def __getitem__(self, i):
+        item = {"ids": torch.full((2 + i % 3,), i), "labels": torch.tensor([-100] + [i] * (1 + i % 3)), "noise": torch.rand(1)}
+        if i % 2:
+            item["pixels"] = torch.full((1 + i % 3, 2, 2, 2), random.random())
+        BREAK
+        return item
+
+def model():
+    class Model(torch.nn.Module):
+        def forward(self, ids, labels, noise, pixels=None):
+            return noise.sum()
+    return Model()
+
+def dataset():
+    return Data()
+"""
+SYMBOLS = (Symbol("B", "rows", "ids", 0), Symbol("S", "width", "ids", 1), Symbol("n", "rows", "pixels", 0))
+INPUTS = (
+    Input("ids", "int64", ("B", "S"), pads=((1, "right", 0),)),
+    Input("labels", "int64", ("B", "S"), pads=((1, "right", -100),)),
+    Input("noise", "float32", ("B", "1")),
+    Input("pixels", "float32", ("n", "2", "2", "2"), optional=True),
+)
+LEAVES = {"count": lambda batch: (batch["labels"] != -100).sum(), "light": lambda batch: batch["pixels"].double().sum() / 3}
+
+
+def plan_of(global_batch=4, widths="own", inputs=INPUTS, labels_key="labels"):
+    return Plan(1, "", ModelRef("", ""), 1, global_batch, widths, SYMBOLS, inputs, (), (), (), (), {}, {}, {}, labels_key=labels_key)
+
+
+@pytest.fixture
+def model_file(tmp_path: Path):
+    def write(broken: str = "") -> Path:
+        path = tmp_path / "model.py"
+        path.write_text(MODEL.replace("BREAK", broken))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def plane(model_file):
+    """Makes data planes of one rank, and ends their workers."""
+    made: list[DataPlane] = []
+
+    def make(plan=None, broken="", **options):
+        made.append(DataPlane(load(model_file(broken)), plan or plan_of(), 0, 1, leaves=LEAVES, **options))
+        return made[-1]
+
+    yield make
+    for p in made:
+        p.close()
+
+
+def equal(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_metadata_of_a_global_batch(plane, workers):
+    batch = plane(workers=workers).next()
+    assert [s.id for s in batch.samples] == [0, 1, 2, 3]
+    assert [sorted(s.pattern) for s in batch.samples] == [[], ["pixels"], [], ["pixels"]]
+    assert [dict(s.sizes) for s in batch.samples] == [
+        {"B": 1, "S": 2, "n": 0}, {"B": 1, "S": 3, "n": 2}, {"B": 1, "S": 4, "n": 0}, {"B": 1, "S": 2, "n": 1}
+    ]
+    assert batch.sizes == {"B": 4, "S": 4, "n": 3}
+    assert batch.tokens == 7 and batch.leaves["count"] == 7.0 and batch.leaves["light"] > 0
+
+
+def test_global_batches_wrap_by_epoch_with_new_random_numbers(plane):
+    p = plane()
+    first, second = p.next(), None
+    early = p.batch([0])
+    second = p.next()
+    assert [s.id for s in first.samples + second.samples] == [0, 1, 2, 3, 4, 5, 6, 0]
+    again = p.batch([3])
+    assert torch.equal(early["ids"], again["ids"]) and not torch.equal(early["noise"], again["noise"])
+
+
+def test_shuffle_is_a_permutation_of_each_epoch(plane):
+    p = plane(plan_of(global_batch=7), shuffle=True)
+    epochs = [[s.id for s in p.next().samples] for _ in range(3)]
+    assert all(sorted(ids) == list(range(7)) for ids in epochs)
+    assert len({tuple(ids) for ids in epochs}) == 3
+    assert [s.id for s in plane(plan_of(global_batch=7), shuffle=True, start=2).next().samples] == epochs[2]
+
+
+def test_a_resumed_run_sees_what_an_unbroken_one_sees(plane):
+    unbroken, resumed = plane(seed=3), plane(seed=3, start=2)
+    for _ in range(2):
+        unbroken.next()
+    assert unbroken.next() == resumed.next()
+    assert equal(unbroken.batch([1, 3]), resumed.batch([1, 3]))
+
+
+def test_a_worker_loads_the_same_as_the_process_itself(plane):
+    inline, worker = plane(), plane(workers=1)
+    for _ in range(3):
+        assert inline.next() == worker.next()
+        worker.prepare([(0, 2), (1,), (0, 2)])
+        for positions in ((0, 2), (1,), (0, 2), (3,)):
+            assert equal(inline.batch(positions), worker.batch(positions))
+
+
+def test_loading_leaves_the_random_streams_alone(plane):
+    p = plane()
+    torch.manual_seed(1)
+    random.seed(1)
+    expected = (torch.rand(1), random.random())
+    torch.manual_seed(1)
+    random.seed(1)
+    p.next()
+    p.batch([0, 1])
+    assert (torch.rand(1), random.random()) == expected
+
+
+def test_batches_are_padded_to_the_global_width_where_the_plan_says_so(plane):
+    own, padded = plane(), plane(plan_of(widths="global"))
+    own.next()
+    padded.next()
+    assert own.batch([0])["labels"].tolist() == [[-100, 0]]
+    assert padded.batch([0])["labels"].tolist() == [[-100, 0, -100, -100]]
+
+
+def test_tokens_without_labels_are_the_entries_of_the_first_input(plane):
+    assert plane(plan_of(labels_key="")).next().tokens == 2 + 3 + 4 + 2
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sample_that_does_not_load_is_named(plane, workers):
+    p = plane(broken="if i == 2: raise OSError('no such image')", workers=workers)
+    with pytest.raises(UserError, match=r"dataset\(\)\[2\].*no such image") as caught:
+        p.next()
+    assert "model.py:" in caught.value.where
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ("item['audio'] = torch.zeros(3)", r"dataset\(\)\[0\] has the input 'audio'"),
+        ("del item['noise']", r"dataset\(\)\[0\] lacks the input 'noise'"),
+        ("item['noise'] = item['noise'].double()", r"'noise' of dataset\(\)\[0\] is float64\[1, 1\], but the plan has float32\[B, 1\]"),
+        ("item['noise'] = torch.zeros(2)", r"is float32\[1, 2\], but the plan has float32\[B, 1\]"),
+        ("item['ids'] = 'text'", r"'ids' of dataset\(\)\[0\] is no tensor"),
+    ],
+)
+def test_samples_unlike_the_plans_are_refused(plane, broken, message):
+    with pytest.raises(UserError, match=message):
+        plane(broken=broken).next()
+
+
+def test_a_worker_that_dies_is_reported(plane):
+    p = plane(broken="if i == 1: __import__('os').kill(__import__('os').getpid(), 9)", workers=1)
+    with pytest.raises(UserError, match="was killed by SIGKILL"):
+        p.next()
+
+
+def _rank(rank: int, world: int, path: Path, plan: Plan, workers: int, results) -> None:
+    torch.set_num_threads(1)
+    p = DataPlane(load(path), plan, rank, world, leaves=LEAVES, workers=workers)
+    dist.init_process_group("gloo", init_method=f"file://{path.parent}/store{workers}", rank=rank, world_size=world)
+    for _ in range(2):
+        batch = p.next()
+        results.put((rank, batch, {k: v.tolist() for k, v in p.batch([0, 3]).items()}))
+    dist.barrier()
+    p.close()
+    dist.destroy_process_group()
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("workers", [0, 1])
+def test_all_ranks_know_what_one_rank_would(plane, model_file, workers):
+    """Three ranks load uneven shares; the sums of leaves are equal to the last bit."""
+    context = multiprocessing.get_context("fork")
+    results = context.SimpleQueue()
+    path, plan, single = model_file(), plan_of(global_batch=5), plane(plan_of(global_batch=5))
+    ranks = [context.Process(target=_rank, args=(r, 3, path, plan, workers, results)) for r in range(3)]
+    for process in ranks:
+        process.start()
+    found = [results.get() for _ in range(6)]
+    for process in ranks:
+        process.join(timeout=60)
+        assert process.exitcode == 0
+    for _ in range(2):
+        expected: GlobalBatch = single.next()
+        values = {k: v.tolist() for k, v in single.batch([0, 3]).items()}
+        assert sorted(rank for rank, batch, tensors in found if batch == expected and tensors == values) == [0, 1, 2]
+
+
+def _abandon(path: Path, pids) -> None:
+    p = DataPlane(load(path), plan_of(), 0, 1, leaves=LEAVES, workers=1)
+    p.next()
+    pids.put(multiprocessing.active_children()[0].pid)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_ends_with_its_rank(model_file):
+    context = multiprocessing.get_context("fork")
+    pids = context.SimpleQueue()
+    rank = context.Process(target=_abandon, args=(model_file(), pids))
+    rank.start()
+    worker = pids.get()
+    rank.join(timeout=30)
+    for _ in range(300):
+        if not _running(worker):
+            return
+        time.sleep(0.1)
+    pytest.fail("the worker still runs")
+
+
+def _running(pid: int) -> bool:
+    """Whether a process exists and is not just waiting to be reaped by init."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
