@@ -25,7 +25,7 @@ from secc.codegen.write import write
 from secc.cost.measure import measure
 from secc.errors import UserError
 from secc.frontend import import_ir, widths
-from secc.frontend.capture import capture
+from secc.frontend.capture import Capture, capture
 from secc.frontend.inputs import Inputs, describe
 from secc.frontend.meta import meta_model
 from secc.frontend.survey import Survey, survey
@@ -104,17 +104,17 @@ def compile_model(path: str | Path, options: Options, progress: Callable[[str], 
     clock = _Clock(progress)
     with clock.step("read the model file"):
         user = load(path)
+    with clock.step("build the model on the meta device"):
+        meta = meta_model(user, small=options.small)
     with clock.step("draw samples"):
         drawn = survey(user, options.stats_samples)
         inputs = describe(user, drawn)
-    with clock.step("build the model on the meta device"):
-        meta = meta_model(user, small=options.small)
+    with clock.step("capture"):
+        drawn, inputs, captured = _captured(user, meta, drawn, inputs)
     with clock.step("build the model here"):
         model = _real_model(user, meta, options.small)
     with clock.step("compare widths"):
         width = options.widths if options.widths != "auto" else widths.choose(user, drawn, inputs, model)
-    with clock.step("capture"):
-        captured = capture(user, meta, drawn, inputs)
         module = import_ir.to_ir(captured)
         graph_of(module).properties["widths"] = StringAttr(width)
     with clock.step("measure blocks"):
@@ -124,6 +124,18 @@ def compile_model(path: str | Path, options: Options, progress: Callable[[str], 
         run = pipeline.run(module, pipeline.parse(pipeline_text(options)), dump=True, progress=clock.progress)
     made = plan_codegen.build(module, model_ref(user, meta), {"secc": __version__, "torch": torch.__version__.split("+")[0]})
     return Compiled(made, module, [("capture", start), *run.dumps], captured.constants, user, drawn, inputs, model, clock.seconds)
+
+
+def _captured(user: UserModel, meta: nn.Module, drawn: Survey, inputs: Inputs) -> tuple[Survey, Inputs, Capture]:
+    """Capture; where the model refuses shortened samples, with the dataset's own lengths as constants."""
+    try:
+        return drawn, inputs, capture(user, meta, drawn, inputs)
+    except UserError:
+        if not drawn.cropped:
+            raise
+    whole = drawn.without_crops()
+    inputs = describe(user, whole)
+    return whole, inputs, capture(user, meta, whole, inputs)
 
 
 def pipeline_text(options: Options) -> str:
