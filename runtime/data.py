@@ -34,6 +34,11 @@ class GlobalBatch:
     sizes: dict[str, int]
     tokens: int
 
+    @property
+    def pattern(self) -> frozenset[str]:
+        """The optional inputs that the whole batch has: those that any of its samples has."""
+        return frozenset[str]().union(*(s.pattern for s in self.samples))
+
 
 class DataPlane:
     """Global batches in order, from step `start` on, for one rank.
@@ -98,6 +103,12 @@ class DataPlane:
     def close(self) -> None:
         """End the worker."""
         self._source.close()
+
+    def __enter__(self) -> DataPlane:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _share(self, step: int) -> Share:
         return Share(step, *self._bounds(self.rank))

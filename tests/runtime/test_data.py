@@ -94,7 +94,7 @@ def test_metadata_of_a_global_batch(plane, workers):
     assert [dict(s.sizes) for s in batch.samples] == [
         {"B": 1, "S": 2, "n": 0}, {"B": 1, "S": 3, "n": 2}, {"B": 1, "S": 4, "n": 0}, {"B": 1, "S": 2, "n": 1}
     ]
-    assert batch.sizes == {"B": 4, "S": 4, "n": 3}
+    assert batch.sizes == {"B": 4, "S": 4, "n": 3} and batch.pattern == {"pixels"}
     assert batch.tokens == 7 and batch.leaves["count"] == 7.0 and batch.leaves["light"] > 0
 
 
@@ -188,13 +188,12 @@ def test_a_worker_that_dies_is_reported(plane):
 
 def _rank(rank: int, world: int, path: Path, plan: Plan, workers: int, results) -> None:
     torch.set_num_threads(1)
-    p = DataPlane(load(path), plan, rank, world, leaves=LEAVES, workers=workers)
-    dist.init_process_group("gloo", init_method=f"file://{path.parent}/store{workers}", rank=rank, world_size=world)
-    for _ in range(2):
-        batch = p.next()
-        results.put((rank, batch, {k: v.tolist() for k, v in p.batch([0, 3]).items()}))
-    dist.barrier()
-    p.close()
+    with DataPlane(load(path), plan, rank, world, leaves=LEAVES, workers=workers) as p:
+        dist.init_process_group("gloo", init_method=f"file://{path.parent}/store{workers}", rank=rank, world_size=world)
+        for _ in range(2):
+            batch = p.next()
+            results.put((rank, batch, {k: v.tolist() for k, v in p.batch([0, 3]).items()}))
+        dist.barrier()
     dist.destroy_process_group()
 
 
