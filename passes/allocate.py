@@ -1,0 +1,120 @@
+"""`allocate`: gives each section its ranks, replicas and micro-batch size, and writes down what the plan is predicted to take.
+
+The choice is `secc.alloc`'s; this pass reads the options, asks, and puts the answer into the attributes of sections and graph. Ranks are
+handed out group by group, the one with the most work first.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from xdsl.context import Context
+from xdsl.dialects.builtin import ModuleOp, StringAttr
+from xdsl.passes import ModulePass
+
+from secc.alloc import pins as pins_
+from secc.alloc.candidates import Load, Workload, problem, workload
+from secc.alloc.evaluate import Value, evaluate
+from secc.alloc.infeasible import explain
+from secc.alloc.model import solve
+from secc.alloc.types import STRATEGIES, Candidate, Problem, Solution
+from secc.cluster import GIB, Cluster, parse
+from secc.errors import UserError
+from secc.ir.attributes import integer, integers, number
+from secc.ir.dialect import GraphOp, graph_of
+from secc.passes.annotate_costs import annotate
+
+SAMPLES_PER_RANK = 8  # of the global batch, where none is given
+
+
+@dataclass(frozen=True)
+class Allocate(ModulePass):
+    """`cluster` as `secc.cluster.parse` reads it; `ranks` of it (0: all); `global_batch` samples (0: eight for each rank); `set` pins
+    choices, NAME.KEY=VALUE; `strategy` is auto, apart, colocate or uniform."""
+
+    name = "allocate"
+    cluster: str = "local"
+    ranks: int = 0
+    global_batch: int = 0
+    set: tuple[str, ...] = ()
+    strategy: str = "auto"
+
+    def apply(self, ctx: Context, op: ModuleOp) -> None:
+        graph = graph_of(op)
+        cluster = parse(self.cluster)
+        ranks = self._ranks(cluster)
+        work = workload(graph, cluster, self.global_batch or SAMPLES_PER_RANK * ranks)
+        pins = pins_.parse(self.set, work.loads)
+        self._check(work, ranks)
+        asked = problem(work, ranks, self.strategy, pins)
+        solution = solve(asked)
+        if solution is None:
+            raise explain(work, asked, pins)
+        _write(graph, work, asked, solution)
+
+    def _ranks(self, cluster: Cluster) -> int:
+        if self.ranks > cluster.ranks:
+            raise UserError(f"{self.ranks} ranks asked for, but the cluster {cluster.name} has {cluster.ranks}", remedy="ask for fewer")
+        if self.ranks < 0 or self.global_batch < 0:
+            raise UserError("ranks and global batch cannot be negative", remedy="correct the number")
+        return self.ranks or cluster.ranks
+
+    def _check(self, work: Workload, ranks: int) -> None:
+        if self.strategy not in STRATEGIES:
+            raise UserError(f"there is no strategy {self.strategy!r}", remedy=f"strategies are {', '.join(STRATEGIES)}")
+        usable = work.usable_ranks(self.strategy)
+        if ranks > usable:
+            raise UserError(
+                f"{ranks} ranks are more than can be used: a global batch of {work.global_batch} samples has work for at most {usable}",
+                remedy=f"use at most {usable} ranks, or a larger global batch",
+            )
+
+
+def _write(graph: GraphOp, work: Workload, asked: Problem, solution: Solution) -> None:
+    value = evaluate(asked, solution.assignment)
+    chosen = {s: cs[solution.assignment.choice[s]] for s, cs in asked.sections.items()}
+    ranks = _hand_out(solution, chosen)
+    for name, load in work.loads.items():
+        _write_section(load, chosen[name], ranks[solution.assignment.group[name]], _memory(value, solution, name))
+    label = "default" if any(load.label == "default" for load in work.loads.values()) else "roofline"
+    graph.attributes |= {
+        "world_size": integer(solution.ranks),
+        "global_batch": integer(work.global_batch),
+        "cluster": StringAttr(work.cluster.to_json()),
+        "solver": StringAttr(json.dumps({"status": solution.status, "gap": solution.gap})),
+        "prediction": StringAttr(json.dumps({"step_time_s": solution.time_ns / 10**9, "label": label})),
+    }
+
+
+def _memory(value: Value, solution: Solution, section: str) -> float:
+    return round(value.memory[solution.assignment.group[section]] / GIB, 4)
+
+
+def _hand_out(solution: Solution, chosen: dict[str, Candidate]) -> dict[str, list[int]]:
+    """Ranks for each group, in a row, the group with the most work first."""
+    work: dict[str, int] = {}
+    for s, group in solution.assignment.group.items():
+        work[group] = work.get(group, 0) + chosen[s].time_ns * chosen[s].ranks
+    start, ranks = 0, dict[str, list[int]]()
+    for group in sorted(work, key=lambda g: (-work[g], g)):
+        ranks[group] = list(range(start, start + chosen[group].ranks))
+        start += chosen[group].ranks
+    return ranks
+
+
+def _write_section(load: Load, chosen: Candidate, ranks: list[int], memory_gib: float) -> None:
+    annotate(load.section, load.cost)
+    load.section.attributes |= {
+        "dp": integer(chosen.dp),
+        "tp": integer(chosen.tp),
+        "pp": integer(chosen.pp),
+        "micro_batch": integer(chosen.micro_batch),
+        "ranks": integers(ranks),
+        "recompute": StringAttr(chosen.recompute),
+        "sharding": StringAttr(chosen.sharding),
+        "memory_gib": number(memory_gib),
+        "label": StringAttr(load.label),
+        "forward_ns": StringAttr(load.forward_ns),
+        "backward_ns": StringAttr(load.backward_ns),
+    }

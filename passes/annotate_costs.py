@@ -1,0 +1,43 @@
+"""`annotate-costs`: sums what calls and glue cost into each section, as expressions over a micro-batch's sizes.
+
+The costs of calls come from `secc.cost.measure`, which has the user's modules; a call without them counts by estimate, and its section is labelled
+`default`. `allocate` computes the same sums anew, since passes between the two may move ops across sections.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from xdsl.context import Context
+from xdsl.dialects.builtin import ModuleOp, StringAttr
+from xdsl.passes import ModulePass
+
+from secc.cost.load import crossings
+from secc.cost.section import SectionCost, section_cost
+from secc.ir.attributes import integer
+from secc.ir.dialect import SectionOp, graph_of
+
+
+@dataclass(frozen=True)
+class AnnotateCosts(ModulePass):
+    name = "annotate-costs"
+
+    def apply(self, ctx: Context, op: ModuleOp) -> None:
+        graph = graph_of(op)
+        for section in graph.sections:
+            annotate(section, section_cost(graph, section))
+        sent: dict[str, list[str]] = {}
+        for c in crossings(graph):
+            sent.setdefault(c.src, []).append(c.size)
+        for section in graph.sections:
+            section.attributes["sent_bytes"] = StringAttr(" + ".join(sent.get(section.sym.data, ["0"])))
+
+
+def annotate(section: SectionOp, cost: SectionCost) -> None:
+    """Write a section's cost into its attributes."""
+    for key in ("flops", "backward_flops", "saved", "glue_bytes"):
+        section.attributes[key] = StringAttr(getattr(cost, key))
+    for key in ("ops", "params", "trainable", "param_bytes", "trainable_bytes"):
+        section.attributes[key] = integer(getattr(cost, key))
+    section.attributes["dtype"] = StringAttr(cost.dtype)
+    section.attributes["cost"] = StringAttr(cost.label)

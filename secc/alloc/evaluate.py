@@ -1,0 +1,67 @@
+"""The value of one assignment, computed step by step: what the solver's model says, without a solver.
+
+The prediction of a plan comes from here, and so does the brute force that the solver is tested against.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from secc.alloc.types import Assignment, Candidate, Problem
+
+
+@dataclass(frozen=True)
+class Value:
+    """Step time, ranks used, and bytes on a rank of each group."""
+
+    time_ns: int
+    ranks: int
+    memory: dict[str, int]
+
+
+def evaluate(problem: Problem, assignment: Assignment) -> Value:
+    """The value of an assignment. Raises ValueError for one that breaks a rule."""
+    chosen = {s: candidates[assignment.choice[s]] for s, candidates in problem.sections.items()}
+    _check(problem, assignment, chosen)
+    group = assignment.group
+    work, memory, ranks = dict.fromkeys(group.values(), 0), dict.fromkeys(group.values(), 0), dict.fromkeys(group.values(), 0)
+    for s, c in chosen.items():
+        ahead = any(e.src == s and group[e.dst] != group[s] for e in problem.edges)
+        work[group[s]] += c.time_ns
+        memory[group[s]] += c.memory_ahead if ahead else c.memory
+        ranks[group[s]] = c.ranks
+    if sum(ranks.values()) > problem.ranks or max(memory.values()) > problem.capacity:
+        raise ValueError("the assignment needs more ranks or memory than there is")
+    return Value(_time(problem, assignment, work), sum(ranks.values()), memory)
+
+
+def _time(problem: Problem, assignment: Assignment, work: dict[str, int]) -> int:
+    group, choice = assignment.group, assignment.choice
+    delay = dict.fromkeys(problem.sections, 0)
+    total = max(work.values())
+    for s in problem.sections:
+        for e in (e for e in problem.edges if e.dst == s):
+            passed = delay[e.src]
+            if group[e.src] != group[s]:
+                passed += e.latency[choice[e.src]] - e.free[choice[s]] + e.messages[choice[s]]
+                hidden = e.round[choice[s]] - e.slack[choice[e.src]]
+                total = max(total, work[group[e.src]] + delay[e.src] + hidden)
+            delay[s] = max(delay[s], passed)
+        total = max(total, work[group[s]] + delay[s])
+    return total
+
+
+def _check(problem: Problem, assignment: Assignment, chosen: dict[str, Candidate]) -> None:
+    group = assignment.group
+    for s, c in chosen.items():
+        if c.ranks != chosen[group[s]].ranks:
+            raise ValueError(f"{s} shares the devices of {group[s]} but has another number of ranks")
+    if any(group[a] != group[b] for a, b in problem.together):
+        raise ValueError("sections that must share devices do not")
+    groups = len(set(group.values()))
+    if problem.strategy == "apart" and groups != len(group):
+        raise ValueError("sections share devices, but the strategy is apart")
+    if problem.strategy in {"colocate", "uniform"} and (groups != 1 or next(iter(chosen.values())).ranks != problem.ranks):
+        raise ValueError("not all sections are on all ranks")
+    if problem.strategy == "uniform" and len({c.micro_batch for c in chosen.values()}) != 1:
+        raise ValueError("micro-batches differ, but the strategy is uniform")

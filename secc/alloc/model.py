@@ -1,0 +1,217 @@
+"""The allocation as an integer program, and its solution by CP-SAT.
+
+Sets
+    S        sections, ordered so that every edge goes forward
+    C[s]     candidates of section s: ranks r, work w, memory m (m' if it runs ahead of consumers elsewhere)
+    G = S    device groups; a group bears the name of its first section
+    E        edges (u, s): u feeds s
+
+Variables
+    x[s,c]   0/1: section s runs as candidate c
+    y[s,g]   0/1: section s is in group g (g not after s)
+    a[u,s]   0/1: u and s are in different groups, for each edge
+    R[g]     ranks of group g,  W[g] its work in a step
+    D[s]     how long section s waits at the start and the end of a step for sections elsewhere
+    T        time of a step
+
+Constraints, each family by the function that adds it
+    sum_c x[s,c] = 1,  sum_g y[s,g] = 1,  y[s,g] <= y[g,g]                       `_choose`
+    y[s,g] => R[g] = r[s],  not y[g,g] => R[g] = 0,  sum_g R[g] <= N              `_ranks`
+    W[g] = sum of w[s] over s in g                                               `_work`
+    sum of m[s] over s in g <= capacity, with m'[s] where a[s,t] for some t        `_memory`
+    a[u,s] = 1 iff no group holds both                                           `_apart`
+    D[s] >= D[u] + a[u,s] (latency[u] - free[s] + messages[s]),  D[s] >= 0         `_delays`
+    T >= W[g] + D[s] for s in g,  T >= W[g] + D[u] + round[s] - slack[u] for u in g, a[u,s]   `_step_time`
+    strategy and `together`                                                      `_strategy`
+
+where r, w, m, latency, ... of a section stand for their sums over c weighted with x[s,c].
+
+Objective: the least T, and among equals the fewest ranks. Fixed seed, one worker and a deterministic time limit make the answer the same
+on every machine; the bound that CP-SAT proves gives the gap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ortools.sat.python import cp_model
+
+from secc.alloc.evaluate import evaluate
+from secc.alloc.types import Assignment, Problem, Solution
+
+DETERMINISTIC_LIMIT = 20.0  # CP-SAT's unit, about a second on a fast machine
+RESOLUTION = 10**8  # times above it are solved in coarser units, so that sums stay far from CP-SAT's 64 bits
+SEED = 7
+
+
+def solve(problem: Problem, limit: float = DETERMINISTIC_LIMIT) -> Solution | None:
+    """The best assignment, or None if there is none. Raises RuntimeError if none was found or refuted within the limit."""
+    coarse = _coarsened(problem)
+    model = Model(coarse)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = SEED
+    solver.parameters.max_deterministic_time = limit
+    status = solver.solve(model.cp)
+    if status == cp_model.INFEASIBLE:
+        return None
+    if status not in {cp_model.OPTIMAL, cp_model.FEASIBLE}:
+        raise RuntimeError(f"the allocation was not solved within its limit: {solver.status_name(status)}")
+    assignment = model.assignment(solver)
+    value = evaluate(problem, assignment)
+    found, bound = solver.value(model.time), int(solver.best_objective_bound) // (problem.ranks + 1)
+    gap = 0.0 if status == cp_model.OPTIMAL else max(0.0, (found - bound) / max(found, 1))
+    return Solution(assignment, value.time_ns, solver.status_name(status), round(gap, 6), value.ranks)
+
+
+def _coarsened(problem: Problem) -> Problem:
+    """The problem in units in which the largest work is at most `RESOLUTION`, times rounded up."""
+    unit = -(-max(c.time_ns for cs in problem.sections.values() for c in cs) // RESOLUTION)
+    if unit <= 1:
+        return problem
+
+    def up(ns: int) -> int:
+        return -(-ns // unit)
+
+    def ups(values: Sequence[int]) -> tuple[int, ...]:
+        return tuple(up(v) for v in values)
+
+    sections = {s: tuple(replace(c, time_ns=up(c.time_ns)) for c in cs) for s, cs in problem.sections.items()}
+    edges = tuple(
+        replace(e, latency=ups(e.latency), slack=ups(e.slack), free=ups(e.free), messages=ups(e.messages), round=ups(e.round))
+        for e in problem.edges
+    )
+    return replace(problem, sections=sections, edges=edges)
+
+
+class Model:
+    """The CP-SAT model of a problem; `time` is its step time."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.cp = problem, cp_model.CpModel()
+        self.names = list(problem.sections)
+        self.horizon = _horizon(problem)
+        self.x = {s: [self.cp.new_bool_var(f"x[{s},{c}]") for c in range(len(cs))] for s, cs in problem.sections.items()}
+        self.y = {(s, g): self.cp.new_bool_var(f"y[{s},{g}]") for i, s in enumerate(self.names) for g in self.names[: i + 1]}
+        self.a = {(e.src, e.dst): self.cp.new_bool_var(f"a[{e.src},{e.dst}]") for e in problem.edges}
+        self.ranks = {g: self.cp.new_int_var(0, problem.ranks, f"R[{g}]") for g in self.names}
+        self.work = {g: self.cp.new_int_var(0, self.horizon, f"W[{g}]") for g in self.names}
+        self.delay = {s: self.cp.new_int_var(0, self.horizon, f"D[{s}]") for s in self.names}
+        self.time = self.cp.new_int_var(0, self.horizon, "T")
+        for family in (self._choose, self._ranks, self._work, self._apart, self._memory, self._delays, self._step_time, self._strategy):
+            family()
+        self.cp.minimize(self.time * (problem.ranks + 1) + sum(self.ranks.values()))
+
+    def assignment(self, solver: cp_model.CpSolver) -> Assignment:
+        """The assignment that a solver found."""
+        choice = {s: next(i for i, v in enumerate(xs) if solver.boolean_value(v)) for s, xs in self.x.items()}
+        group = {s: g for (s, g), v in self.y.items() if solver.boolean_value(v)}
+        return Assignment(choice, group)
+
+    def _of(self, section: str, values: Sequence[int]) -> Any:
+        """The value of the chosen candidate."""
+        return cp_model.LinearExpr.weighted_sum(self.x[section], values)
+
+    def _field(self, section: str, name: str) -> Any:
+        return self._of(section, [getattr(c, name) for c in self.problem.sections[section]])
+
+    def _choose(self) -> None:
+        for i, s in enumerate(self.names):
+            self.cp.add_exactly_one(self.x[s])
+            self.cp.add_exactly_one(self.y[s, g] for g in self.names[: i + 1])
+            for g in self.names[:i]:
+                self.cp.add_implication(self.y[s, g], self.y[g, g])
+
+    def _ranks(self) -> None:
+        for (s, g), member in self.y.items():
+            self.cp.add(self.ranks[g] == self._field(s, "ranks")).only_enforce_if(member)
+        for g in self.names:
+            self.cp.add(self.ranks[g] == 0).only_enforce_if(self.y[g, g].negated())
+        self.cp.add(sum(self.ranks.values()) <= self.problem.ranks)
+
+    def _work(self) -> None:
+        self._sum_over_groups("time_ns", self.work)
+
+    def _memory(self) -> None:
+        """Bytes as MiB, rounded up for each candidate."""
+        parts: dict[str, list[Any]] = {g: [] for g in self.names}
+        for s, candidates in self.problem.sections.items():
+            most = max(max(_mib(c.memory), _mib(c.memory_ahead)) for c in candidates)
+            need = self.cp.new_int_var(0, most, f"m[{s}]")
+            self.cp.add(need >= self._of(s, [_mib(c.memory) for c in candidates]))
+            for (src, _), apart in self.a.items():
+                if src == s:
+                    self.cp.add(need >= self._of(s, [_mib(c.memory_ahead) for c in candidates])).only_enforce_if(apart)
+            for g in self.names[: self.names.index(s) + 1]:
+                part = self.cp.new_int_var(0, most, f"m[{s},{g}]")
+                self.cp.add(part >= need).only_enforce_if(self.y[s, g])
+                parts[g].append(part)
+        for g in self.names:
+            self.cp.add(sum(parts[g]) <= self.problem.capacity >> 20)
+
+    def _sum_over_groups(self, name: str, totals: dict[str, cp_model.IntVar]) -> None:
+        parts: dict[str, list[Any]] = {g: [] for g in self.names}
+        for (s, g), member in self.y.items():
+            part = self.cp.new_int_var(0, max(getattr(c, name) for c in self.problem.sections[s]), f"{name}[{s},{g}]")
+            self.cp.add(part == self._field(s, name)).only_enforce_if(member)
+            self.cp.add(part == 0).only_enforce_if(member.negated())
+            parts[g].append(part)
+        for g, total in totals.items():
+            self.cp.add(total == sum(parts[g]))
+
+    def _apart(self) -> None:
+        for (u, s), apart in self.a.items():
+            both: list[cp_model.IntVar] = []
+            for g in self.names[: min(self.names.index(u), self.names.index(s)) + 1]:
+                b = self.cp.new_bool_var(f"both[{u},{s},{g}]")
+                self.cp.add_min_equality(b, [self.y[u, g], self.y[s, g]])
+                both.append(b)
+            self.cp.add(sum(both) + apart == 1)
+
+    def _delays(self) -> None:
+        for e in self.problem.edges:
+            apart = self.a[e.src, e.dst]
+            self.cp.add(self.delay[e.dst] >= self.delay[e.src]).only_enforce_if(apart.negated())
+            wait = self._of(e.src, e.latency) + self._of(e.dst, [m - f for m, f in zip(e.messages, e.free, strict=True)])
+            self.cp.add(self.delay[e.dst] >= self.delay[e.src] + wait).only_enforce_if(apart)
+
+    def _step_time(self) -> None:
+        for (s, g), member in self.y.items():
+            self.cp.add(self.time >= self.work[g] + self.delay[s]).only_enforce_if(member)
+        for e in self.problem.edges:
+            exposed = self._of(e.dst, e.round) - self._of(e.src, e.slack)
+            for g in self.names[: self.names.index(e.src) + 1]:
+                condition = [self.a[e.src, e.dst], self.y[e.src, g]]
+                self.cp.add(self.time >= self.work[g] + self.delay[e.src] + exposed).only_enforce_if(condition)
+
+    def _strategy(self) -> None:
+        first = self.names[0]
+        for a, b in self.problem.together:
+            for g in self.names:
+                self.cp.add(self._member(a, g) == self._member(b, g))
+        if self.problem.strategy == "apart":
+            for s in self.names:
+                self.cp.add(self.y[s, s] == 1)
+        if self.problem.strategy in {"colocate", "uniform"}:
+            for s in self.names:
+                self.cp.add(self.y[s, first] == 1)
+            self.cp.add(self.ranks[first] == self.problem.ranks)
+        if self.problem.strategy == "uniform":
+            for s in self.names[1:]:
+                self.cp.add(self._field(s, "micro_batch") == self._field(first, "micro_batch"))
+
+    def _member(self, section: str, group: str) -> Any:
+        return self.y.get((section, group), 0)
+
+
+def _horizon(problem: Problem) -> int:
+    """More than any step time: all work and all waits one after the other."""
+    work = sum(max(c.time_ns for c in cs) for cs in problem.sections.values())
+    return 2 * work + sum(max(e.latency) + max(e.messages) + max(e.round) for e in problem.edges) + 1
+
+
+def _mib(size: int) -> int:
+    return -(-size >> 20)
+

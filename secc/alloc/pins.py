@@ -1,0 +1,95 @@
+"""Choices that the user pins: `NAME.dp=2`, `NAME.micro_batch=4`, `NAME.with=OTHER`. What cannot be done is refused with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from secc.errors import UserError
+
+KEYS = ("dp", "micro_batch", "with", "tp", "pp", "sharding", "recompute", "micro_tokens")
+# What a section's replica can be today; the solver's candidates carry these choices, so that more of them is more candidates.
+ONLY = {"tp": "1", "pp": "1", "sharding": "none", "recompute": "none"}
+_WHY = {
+    "tp": "a replica runs on one rank: tensor parallelism is not available",
+    "pp": "a replica runs on one rank: pipeline stages are not available",
+    "sharding": "parameters and optimizer states are not sharded over replicas",
+    "recompute": "activations are kept, not recomputed",
+}
+
+
+@dataclass(frozen=True)
+class Pins:
+    """Pinned choices by section, and the pairs of sections that share devices."""
+
+    values: Mapping[str, Mapping[str, int]] = field(default_factory=dict[str, Mapping[str, int]])
+    together: tuple[tuple[str, str], ...] = ()
+
+    def dp(self, section: str, most: int) -> list[int]:
+        """The replica counts to consider. Raises UserError for a pin above `most`."""
+        return self._choices(section, "dp", most, list(range(1, most + 1)))
+
+    def micro_batch(self, section: str, most: int) -> list[int]:
+        """The micro-batch sizes to consider for `most` samples on a replica: powers of two, and all of them at once."""
+        pinned = self.values.get(section, {}).get("micro_batch")
+        if pinned is not None:
+            return [pinned]
+        sizes = [1 << i for i in range(most.bit_length()) if 1 << i <= most]
+        return sorted({*sizes, most})
+
+    def _choices(self, section: str, key: str, most: int, free: list[int]) -> list[int]:
+        pinned = self.values.get(section, {}).get(key)
+        if pinned is None:
+            return free
+        if pinned > most:
+            raise UserError(
+                f"{section}.{key}={pinned} is impossible: there are ranks and samples for at most {most}",
+                remedy=f"set {section}.{key} to at most {most}, or give more ranks and a larger global batch",
+            )
+        return [pinned]
+
+    @property
+    def text(self) -> str:
+        """The pins as they are written, "" for none."""
+        pins = [f"{s}.{k}={v}" for s, found in self.values.items() for k, v in found.items()]
+        return ", ".join(pins + [f"{a}.with={b}" for a, b in self.together])
+
+
+def parse(texts: Iterable[str], sections: Iterable[str]) -> Pins:
+    """Read pins. Raises UserError for a form, section, key or value that is not known or not possible."""
+    names = list(sections)
+    values: dict[str, dict[str, int]] = {}
+    together: list[tuple[str, str]] = []
+    for text in texts:
+        section, key, value = _split(text, names)
+        if key == "with":
+            if value not in names or value == section:
+                raise UserError(f"{text}: there is no other section {value!r}", remedy=f"sections are {', '.join(names)}")
+            together.append((section, value))
+        elif key in ONLY:
+            if value != ONLY[key]:
+                raise UserError(f"{text} is impossible: {_WHY[key]}", remedy=f"leave it out, or set {section}.{key}={ONLY[key]}")
+        elif key == "micro_tokens":
+            raise UserError(f"{text} is impossible: micro-batches are cut by samples", remedy=f"set {section}.micro_batch")
+        else:
+            values.setdefault(section, {})[key] = _count(text, value)
+    return Pins(values, tuple(together))
+
+
+def _split(text: str, names: list[str]) -> tuple[str, str, str]:
+    """NAME.KEY=VALUE; the name may have dots."""
+    left, equals, value = text.partition("=")
+    section, dot, key = left.rpartition(".")
+    if not (equals and dot and value):
+        raise UserError(f"cannot read the choice {text!r}", remedy="write NAME.KEY=VALUE, such as language_model.dp=2")
+    if section not in names:
+        raise UserError(f"{text}: there is no section {section!r}", remedy=f"sections are {', '.join(names)}")
+    if key not in KEYS:
+        raise UserError(f"{text}: there is no choice {key!r}", remedy=f"choices are {', '.join(KEYS)}")
+    return section, key, value
+
+
+def _count(text: str, value: str) -> int:
+    if not value.isdecimal() or int(value) < 1:
+        raise UserError(f"{text}: {value!r} is not a whole number of at least 1", remedy="correct the number")
+    return int(value)

@@ -1,0 +1,87 @@
+"""What the solver chooses from and what it answers, as plain data that knows nothing of models or solvers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+STRATEGIES = ("auto", "apart", "colocate", "uniform")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run a section: replicas (dp) of `tp x pp` ranks, micro-batches of `micro_batch` samples.
+
+    time_ns: work of the busiest rank in one step, gradient reduction and optimizer included. fill_ns, drain_ns: forward and backward
+    of one micro-batch. micro_batches: how many a replica runs. memory: bytes on a rank when backward follows forward;
+    memory_ahead: when all forwards come first, as for a section whose consumers run on other ranks.
+    """
+
+    dp: int
+    micro_batch: int
+    time_ns: int
+    fill_ns: int = 0
+    drain_ns: int = 0
+    micro_batches: int = 1
+    memory: int = 0
+    memory_ahead: int = 0
+    tp: int = 1
+    pp: int = 1
+    recompute: str = "none"
+    sharding: str = "none"
+
+    @property
+    def ranks(self) -> int:
+        return self.dp * self.tp * self.pp
+
+
+@dataclass(frozen=True)
+class Edge:
+    """Section `src` feeds `dst`; the times count only where the two run on different ranks.
+
+    For each candidate of `src`: `latency`, what its first micro-batch delays `dst` by and its last backward adds after it; `slack`, other
+    work of `src` beside which the last round trip through `dst` hides. For each candidate of `dst`: `free`, work that needs nothing of
+    `src` and hides the latency; `messages`, what receiving costs; `round`, forward and backward of one micro-batch.
+    """
+
+    src: str
+    dst: str
+    latency: tuple[int, ...]
+    slack: tuple[int, ...]
+    free: tuple[int, ...]
+    messages: tuple[int, ...]
+    round: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Sections in an order in which edges go forward, with their candidates; `ranks` devices of `capacity` bytes each.
+
+    `together` holds pairs of sections that must share devices.
+    """
+
+    sections: Mapping[str, tuple[Candidate, ...]]
+    edges: tuple[Edge, ...]
+    ranks: int
+    capacity: int
+    strategy: str = "auto"
+    together: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A candidate's index for each section, and each section's group: the name of the group's first section."""
+
+    choice: Mapping[str, int]
+    group: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What the solver found: `status` is "OPTIMAL" or "FEASIBLE", `gap` the proven distance of `time_ns` to the optimum, relative."""
+
+    assignment: Assignment
+    time_ns: int
+    status: str
+    gap: float
+    ranks: int = field(default=0)

@@ -1,0 +1,52 @@
+"""The estimate for a call that nobody measured: two FLOPs for each parameter and row, as in a stack of linear layers.
+
+It is used where a block cannot run on the meta device and in IR that was written by hand, and it is labelled `default`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from secc.ir import expr
+from secc.ir.dialect import BlockOp, CallOp
+from secc.ir.expr import Expr
+from secc.ir.types import TensorType, tensor
+
+SAVED_PER_RESULT = 16  # a transformer layer keeps about this many tensors of its result's size for backward
+OPS = 20  # operations that a call issues
+
+
+@dataclass(frozen=True)
+class CallCost:
+    """Cost of one call: forward FLOPs, bytes saved for backward, operations issued; `label` is "counted" or "default"."""
+
+    flops: Expr
+    saved: Expr
+    ops: int
+    label: str
+
+
+def default(call: CallOp, block: BlockOp) -> CallCost:
+    """The estimate from the block's parameters and the call's types."""
+    result = _widest(call)
+    if result is None:
+        return CallCost(expr.parse("0"), expr.parse("0"), OPS, "default")
+    rows = expr.parse("1")
+    for dim in result.shape[:-1] or result.shape:
+        rows = rows * dim
+    saved = entries(result) * result.itemsize * SAVED_PER_RESULT
+    return CallCost(2 * block.params.data * rows, saved, OPS, "default")
+
+
+def entries(kind: TensorType) -> Expr:
+    """The number of entries of a tensor."""
+    total = expr.parse("1")
+    for dim in kind.shape:
+        total = total * dim
+    return total
+
+
+def _widest(call: CallOp) -> TensorType | None:
+    """The result (else operand) with the most dims, which tells the rows that pass through the block."""
+    found = [tensor(v) for v in (call.results or call.operands)]
+    return max(found, key=lambda kind: len(kind.dims), default=None)

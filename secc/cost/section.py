@@ -1,0 +1,233 @@
+"""What a section costs: the sums of its calls and glue, per case, and the parameters that it holds.
+
+Cases differ in what they compute, so a section's cost is the largest of its cases' costs. A case with more optional inputs usually
+contains the others (its symbols are 0 where an input is missing), which makes that exact. Costs are texts that
+`secc.runtime.expr` evaluates, because ranks evaluate them, too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+
+import sympy
+from xdsl.dialects.builtin import IntegerAttr, StringAttr
+from xdsl.ir import Operation, SSAValue
+
+from secc.cost.estimate import CallCost, default, entries
+from secc.ir import expr
+from secc.ir.dialect import BlockOp, CallOp, CaseOp, GlueOp, GraphOp, ParamOp, SectionOp, TieOp, section_of, strings
+from secc.ir.expr import Expr
+from secc.ir.types import tensor
+
+FLOAT_BYTES = 4  # of a parameter whose dtype nobody noted
+# Views move no data.
+VIEWS = frozenset({
+    "view", "_unsafe_view", "reshape", "slice", "select", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "detach", "alias",
+    "split", "split_with_sizes", "unbind", "as_strided", "unfold", "diagonal", "narrow", "chunk",
+})  # fmt: skip
+MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
+
+
+@dataclass(frozen=True)
+class SectionCost:
+    """Costs of one micro-batch (texts over its symbols) and the section's parameters.
+
+    flops, backward_flops: FLOPs. saved: bytes kept from forward to backward. glue_bytes: bytes that glue reads and writes in forward.
+    ops: operations issued in forward. params, trainable: entries; param_bytes, trainable_bytes: their bytes. dtype: short name of what
+    the blocks compute in. label: "counted", or "default" where any part was estimated.
+    """
+
+    flops: str
+    backward_flops: str
+    saved: str
+    glue_bytes: str
+    ops: int
+    params: int
+    trainable: int
+    param_bytes: int
+    trainable_bytes: int
+    dtype: str
+    label: str
+
+
+@dataclass
+class _Sum:
+    """Running sums over one case; equal addends are counted, not added one by one."""
+
+    flops: Counter[str]
+    backward: Counter[str]
+    saved: Counter[str]
+    glue: Counter[str]
+    ops: int = 0
+
+
+def section_cost(graph: GraphOp, section: SectionOp) -> SectionCost:
+    """The cost of a section from its calls' measured attributes, by estimate where they are missing."""
+    name = section.sym.data
+    sums = [_case_sum(graph, ops) for case in graph.cases if (ops := ops_in(case, name))]
+    calls = [op for case in graph.cases for op in ops_in(case, name) if isinstance(op, CallOp)]
+    estimated = any("flops" not in call.attributes or "default" in _label(call) for call in calls)
+    params, trainable, param_bytes, trainable_bytes = _parameters(graph, name, calls)
+    return SectionCost(
+        largest(_total(s.flops) for s in sums),
+        largest(_total(s.backward) for s in sums) if _mode(section) != "forward" else "0",
+        largest(_total(s.saved) for s in sums) if _mode(section) != "forward" else "0",
+        largest(_total(s.glue) for s in sums),
+        max((s.ops for s in sums), default=0),
+        params,
+        trainable,
+        param_bytes,
+        trainable_bytes,
+        _dtype(calls),
+        "default" if estimated else "counted",
+    )
+
+
+def ops_in(case: CaseOp, section: str) -> list[Operation]:
+    """The ops of a case that are in a section."""
+    return [op for op in case.ops if section_of(op) == section]
+
+
+def call_cost(graph: GraphOp, call: CallOp) -> CallCost:
+    """What `secc.cost.measure` noted at a call, or the estimate."""
+    flops, saved, ops = (call.attributes.get(key) for key in ("flops", "saved", "ops"))
+    estimate = default(call, graph.blocks[call.target.data])
+    return CallCost(
+        expr.parse(flops.data) if isinstance(flops, StringAttr) else estimate.flops,
+        expr.parse(saved.data) if isinstance(saved, StringAttr) else estimate.saved,
+        ops.value.data if isinstance(ops, IntegerAttr) else estimate.ops,
+        _label(call),
+    )
+
+
+def largest(texts: Iterable[str]) -> str:
+    """An expression that is the maximum of others."""
+    distinct = sorted(set(texts))
+    return distinct[0] if len(distinct) == 1 else f"max({', '.join(distinct)})" if distinct else "0"
+
+
+def _case_sum(graph: GraphOp, ops: list[Operation]) -> _Sum:
+    total = _Sum(Counter(), Counter(), Counter(), Counter())
+    for op in ops:
+        if isinstance(op, CallOp):
+            _add_call(graph, op, total)
+        elif isinstance(op, GlueOp):
+            _add_glue(op, total)
+    return total
+
+
+def _add_call(graph: GraphOp, call: CallOp, total: _Sum) -> None:
+    cost = call_cost(graph, call)
+    total.flops[expr.text(cost.flops)] += 1
+    total.ops += cost.ops
+    if _owes_backward(call):
+        share = _backward_share(graph.blocks[call.target.data], call)
+        total.backward[expr.text(sympy.expand(cost.flops * sympy.Rational(share.numerator, share.denominator)))] += 1
+        total.saved[expr.text(cost.saved)] += 1
+
+
+def _backward_share(block: BlockOp, call: CallOp) -> Fraction:
+    """Backward FLOPs over forward FLOPs: one part for the inputs' gradients, one for those of the weights that train."""
+    inputs = int(any(tensor(o).requires_grad for o in call.operands))
+    return inputs + (Fraction(block.trainable.data, block.params.data) if block.params.data else Fraction(0))
+
+
+def _add_glue(op: GlueOp, total: _Sum) -> None:
+    total.ops += 1
+    kind = op.target.data.split(".")[1] if "." in op.target.data else op.target.data
+    if kind in VIEWS:
+        return
+    written = sum((_bytes(r) for r in op.results), expr.parse("0"))
+    read = sum((_bytes(o) for o in op.operands), expr.parse("0"))
+    total.glue[expr.text(written + read)] += 1
+    flops = _matmul_flops(op) if kind in MATMULS else None
+    if flops is not None:
+        total.flops[expr.text(flops)] += 1
+    if _owes_backward(op):
+        total.saved[expr.text(written)] += 1
+        if flops is not None:
+            total.backward[expr.text(flops * sum(tensor(o).requires_grad for o in op.operands[-2:]))] += 1
+
+
+def _matmul_flops(op: GlueOp) -> Expr:
+    """Two FLOPs for each entry of the result and of the inner dim."""
+    return 2 * entries(tensor(op.results[0])) * tensor(op.operands[-2]).shape[-1]
+
+
+def _owes_backward(op: Operation) -> bool:
+    return "no_grad" not in op.properties and any(tensor(r).requires_grad for r in op.results)
+
+
+def _bytes(value: SSAValue) -> Expr:
+    kind = tensor(value)
+    return entries(kind) * kind.itemsize
+
+
+def _total(counts: Counter[str]) -> str:
+    return expr.text(sympy.expand(sum((n * expr.parse(t) for t, n in counts.items()), sympy.Integer(0))))
+
+
+def _label(call: CallOp) -> str:
+    found = call.attributes.get("cost")
+    return found.data if isinstance(found, StringAttr) else "counted"
+
+
+def _mode(section: SectionOp) -> str:
+    return section.mode.data if section.mode is not None else "train"
+
+
+def _dtype(calls: list[CallOp]) -> str:
+    """What most calls compute in: the autocast dtype where there is one, else that of their results."""
+    found = Counter(
+        call.autocast.data if call.autocast is not None else tensor(call.results[0]).dtype.data for call in calls if call.results
+    )
+    name = max(sorted(found), key=lambda n: found[n], default="f32")
+    return {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}.get(name, name)
+
+
+def _parameters(graph: GraphOp, name: str, calls: list[CallOp]) -> tuple[int, int, int, int]:
+    """(entries, trainable entries, bytes, trainable bytes), a tied parameter once."""
+    paths = sorted({call.target.data for call in calls})
+    counts = [_block_parameters(graph.blocks[path]) for path in paths]
+    counts += _glue_parameters(graph, name, paths)
+    counts += [_repeated(op, paths) for op in graph.body.block.ops if isinstance(op, TieOp)]
+    return sum(c[0] for c in counts), sum(c[1] for c in counts), sum(c[2] for c in counts), sum(c[3] for c in counts)
+
+
+def _block_parameters(block: BlockOp) -> tuple[int, int, int, int]:
+    params, trainable = block.params.data, block.trainable.data
+    return params, trainable, number(block, "bytes", FLOAT_BYTES * params), number(block, "trainable_bytes", FLOAT_BYTES * trainable)
+
+
+def _glue_parameters(graph: GraphOp, name: str, paths: list[str]) -> list[tuple[int, int, int, int]]:
+    """Parameters that the section's glue reads and that none of its blocks holds."""
+    read: dict[str, ParamOp] = {}
+    for case in graph.cases:
+        for op in ops_in(case, name):
+            read |= {o.owner.path.data: o.owner for o in op.operands if isinstance(o.owner, ParamOp)}
+    counts: list[tuple[int, int, int, int]] = []
+    for path, op in sorted(read.items()):
+        if not any(path.startswith(f"{p}.") for p in paths):
+            kind = tensor(op.result)
+            size = int(expr.evaluate(entries(kind), {}))
+            train = size * kind.requires_grad
+            counts.append((size, train, size * kind.itemsize, train * kind.itemsize))
+    return counts
+
+
+def _repeated(tie: TieOp, paths: list[str]) -> tuple[int, int, int, int]:
+    """What several blocks of the section count of one tied parameter, less once."""
+    times = sum(any(n.startswith(f"{p}.") for p in paths) for n in strings(tie.names)) - 1
+    size, byte = number(tie, "params", 0), number(tie, "bytes", 0)
+    train = number(tie, "trainable", 0)
+    less = -max(times, 0)
+    return less * size, less * size * train, less * byte, less * byte * train
+
+
+def number(op: Operation, key: str, default: int) -> int:
+    """An integer of an op's attribute dictionary."""
+    found = op.attributes.get(key)
+    return found.value.data if isinstance(found, IntegerAttr) else default

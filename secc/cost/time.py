@@ -1,0 +1,51 @@
+"""Times on a cluster: a roofline for compute, latency plus bytes over bandwidth for communication.
+
+A micro-batch's time is `ops x op_ns + FLOPs / rate + bytes / bandwidth`, a text that ranks evaluate in integer nanoseconds. Rates are
+per microsecond, hence the factor 1000.
+"""
+
+from __future__ import annotations
+
+from secc.cluster import Cluster, Device
+from secc.cost.section import SectionCost
+
+OPTIMIZER_PASSES = 7  # AdamW reads parameter, gradient and two states, and writes parameter and states
+
+
+def forward_ns(cost: SectionCost, device: Device) -> str:
+    """Nanoseconds of a micro-batch's forward."""
+    return _roofline(cost.ops, cost.flops, cost.glue_bytes, 1, cost.dtype, device)
+
+
+def backward_ns(cost: SectionCost, mode: str, device: Device) -> str:
+    """Nanoseconds of a micro-batch's backward: "0" for a section that owes none. Glue's backward moves its bytes about twice."""
+    return "0" if mode == "forward" else _roofline(2 * cost.ops, cost.backward_flops, cost.glue_bytes, 2, cost.dtype, device)
+
+
+def _roofline(ops: int, flops: str, glue: str, passes: int, dtype: str, device: Device) -> str:
+    terms = [str(ops * device.op_ns)]
+    if flops != "0":
+        terms.append(f"1000*({flops})//{device.rate(dtype)}")
+    if glue != "0":
+        terms.append(f"{1000 * passes}*({glue})//{device.bandwidth}")
+    return " + ".join(terms)
+
+
+def label(cost: SectionCost, device: Device) -> str:
+    """Where a section's times come from: "roofline", or "default" as soon as any part is assumed."""
+    return "default" if "default" in (cost.label, device.label) else "roofline"
+
+
+def reduce_ns(size: int, ranks: int, cluster: Cluster) -> int:
+    """A ring all-reduce of `size` bytes over `ranks` ranks in a row: 2(n - 1) messages of an n-th each."""
+    return 2 * (ranks - 1) * cluster.link(ranks).message_ns(size // ranks) if ranks > 1 and size else 0
+
+
+def optimizer_ns(cost: SectionCost, device: Device) -> int:
+    """The optimizer's step, bound by memory."""
+    return 1000 * OPTIMIZER_PASSES * cost.trainable_bytes // device.bandwidth
+
+
+def message_ns(size: int, cluster: Cluster) -> int:
+    """One message between two sections' ranks, which may be on different nodes."""
+    return cluster.link(cluster.ranks).message_ns(size)
