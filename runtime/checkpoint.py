@@ -1,6 +1,6 @@
 """Checkpoints by torch.distributed.checkpoint, keyed by the user's names and independent of the plan that wrote them.
 
-    DIR/step_00000005/   model/NAME, optimizer/NAME/KEY, groups/RANK, scheduler   (torch.distributed.checkpoint)
+    DIR/step_00000005/   model/NAME, optimizer/NAME/KEY, groups/RANK, scheduler/RANK   (torch.distributed.checkpoint)
                          checkpoint.json: step, seed, shuffle, global batch, the state dict's names and which of them are tied
     DIR/latest           the name of the newest complete one
 
@@ -134,7 +134,9 @@ def load_model(checkpoint: Path, model: nn.Module) -> None:
         model.load_state_dict(objects, strict=False)
 
 
-def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer | None, scheduler: Any, names: Mapping[nn.Parameter, str]) -> None:
+def load_optimizer(
+    checkpoint: Path, optimizer: torch.optim.Optimizer | None, scheduler: Any, names: Mapping[nn.Parameter, str], rank: int
+) -> None:
     """Read the state of this rank's parameters, their groups' options and the scheduler's state. Collective."""
     stored = _stored(checkpoint)
     mine = set(names.values()) if optimizer is not None else set()
@@ -144,13 +146,15 @@ def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer | None, sc
         if kind == "optimizer" and rest.rpartition("/")[0] in mine:
             tensor = isinstance(entry, TensorStorageMetadata)
             target[key] = torch.empty(entry.size, dtype=entry.properties.dtype) if tensor else None
-        elif kind == "groups" or (kind == "scheduler" and scheduler is not None):
+        elif kind == "groups":
             target[key] = None
+    own = _scheduler_key(stored, rank) if scheduler is not None else None
+    target |= {own: None} if own else {}
     _load(checkpoint, target)
     if optimizer is not None:
         optimizer.load_state_dict(_packed(optimizer, target, names))
-    if scheduler is not None and "scheduler" in target:
-        scheduler.load_state_dict(target["scheduler"])
+    if own:
+        scheduler.load_state_dict(target[own])
 
 
 def load_full(directory: str | Path) -> dict[str, torch.Tensor]:
@@ -166,6 +170,12 @@ def load_full(directory: str | Path) -> dict[str, torch.Tensor]:
     }
     _load(checkpoint, target, alone=True)
     return {name: target[f"model/{about.tied.get(name, name)}"] for name in about.names}
+
+
+def _scheduler_key(stored: Iterable[str], rank: int) -> str | None:
+    """Every rank's scheduler took the same steps: the rank's own, since its groups are the same under the same plan, or any."""
+    keys = sorted(k for k in stored if k.startswith("scheduler/"))
+    return f"scheduler/{rank}" if f"scheduler/{rank}" in keys else next(iter(keys), None)
 
 
 def _packed(optimizer: torch.optim.Optimizer, stored: Mapping[str, Any], names: Mapping[nn.Parameter, str]) -> dict[str, Any]:

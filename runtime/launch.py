@@ -32,18 +32,13 @@ from secc.runtime.processes import die_with_parent
 LOST = 75  # exit code of a rank whose peer has gone
 _GRACE_S = 10  # from the first failure until the ranks are killed
 _STORE_TIMEOUT = timedelta(seconds=5)
-Train = Callable[[Options], None]
 
 
-def main(directory: Path, rank_setup: Callable[[int], Train]) -> int:
-    """The entry of run.py under torchrun: parse the options, find this rank's `train`, run it. Returns the exit code or exits.
-
-    `directory` is the plan's; `rank_setup(rank)` gives the function of the rank's file.
-    """
+def main(train: Callable[[Options], None]) -> int:
+    """What a rank's file runs under torchrun: `train` with the options of the command line. Returns 0, or ends the process."""
     die_with_parent()
     try:
-        options = parse(sys.argv[1:])
-        rank_setup(int(os.environ.get("RANK", "0")))(options)
+        train(parse(sys.argv[1:]))
         return 0
     except UserError as error:
         _report(error)

@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace of all ranks")
     p.add_argument("--debug-comm", action="store_true", help="send and check a header with every message between sections")
     p.add_argument("--shuffle", action="store_true", help="shuffle the dataset in every epoch")
-    p.add_argument("--workers", type=_at_least(0), default=1, metavar="N", help="loader processes of a rank (default 1)")
+    p.add_argument("--workers", type=int, choices=(0, 1), default=1, help="loader processes of a rank (default 1)")
     p.add_argument("--order", choices=ORDERS, default="wavefront", help="the order of a global batch's samples (default wavefront)")
     return p
 

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from secc.runtime import checkpoint, plan
+from secc.runtime.data import DataPlane
 from secc.runtime.errors import UserError
 from secc.runtime.options import Options
 from secc.runtime.plan import Plan
@@ -25,12 +28,23 @@ from secc.runtime.trace import Trace
 from secc.runtime.weights import build_model, load_user_model
 
 
+class Terms(Protocol):
+    """The plan's module `sections/terms.py`: the loss is the sum of coefficient times numerator over its terms, plus `CONSTANT`."""
+
+    LEAVES: Mapping[str, Any]
+    CONSTANT: float
+
+    def coefficients(self, leaves: Mapping[str, float], size: Mapping[str, int], pattern: frozenset[str]) -> dict[str, float]:
+        """Each term's coefficient, from the sums of the leaves over the global batch, its sizes and its union of optional keys."""
+        ...
+
+
 class Run(ExitStack):
     """This rank's part of a run; a context that joins the process group and leaves it. Raises UserError for what cannot be run."""
 
-    def __init__(self, directory: Path, options: Options) -> None:
+    def __init__(self, directory: Path, options: Options, terms: Terms) -> None:
         super().__init__()
-        self.directory, self.options = directory, options
+        self.directory, self.options, self.terms = directory, options, terms
         self.rank, self.world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self.plan = plan.load(directory)
         check_world(self.plan, self.world_size)
@@ -46,9 +60,11 @@ class Run(ExitStack):
         self.trace = Trace(options.trace, self.rank, self.device)
         if self.rank == 0:
             _check_outputs(self.log_dir, options)
+        self.data = self._data()  # forks its loader, so before process groups and GPU contexts
 
     def __enter__(self) -> Run:
         super().__enter__()
+        self.callback(self.data.close)
         if self.device.type == "cpu":
             torch.set_num_threads(1)
             dist.init_process_group("gloo")
@@ -64,6 +80,20 @@ class Run(ExitStack):
             return None  # the process ends at once: leaving in order would wait for ranks that are gone
         self.trace.close()
         return super().__exit__(None, None, None)
+
+    def _data(self) -> DataPlane:
+        return DataPlane(
+            self.user,
+            self.plan,
+            self.rank,
+            self.world_size,
+            self.seed,
+            leaves=self.terms.LEAVES,
+            shuffle=self.shuffle,
+            workers=self.options.workers,
+            device=self.device,
+            start=self.about.step if self.about else 0,
+        )
 
     def model(self) -> nn.Module:
         """The user's model with this rank's weights; what only other ranks need is on the meta device."""

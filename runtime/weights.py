@@ -43,9 +43,7 @@ def load_user_model(plan: Plan, directory: Path) -> UserModel:
         copy = directory / SOURCE_COPY
         before = copy.read_text() if copy.exists() else ""
         raise _changed("the model file has changed since the plan was made", path, before.splitlines(), text.decode().splitlines())
-    user = user_model.load(path)
-    user.use_inputs(plan.inputs)
-    return user
+    return user_model.load(path)
 
 
 def build_model(plan: Plan, user: UserModel, rank: int, device: torch.device, seed: int, init: Path | None = None) -> nn.Module:
@@ -96,6 +94,21 @@ def names_of_rank(plan: Plan, model: nn.Module, rank: int) -> set[str]:
     used = {canonical[name] for s in plan.sections for name in s.params}
     mine = {canonical[name] for s in plan.sections if rank in s.mesh.ranks for name in s.params}
     return mine | (set(canonical.values()) - used if rank == 0 else set())
+
+
+def owners(plan: Plan, model: nn.Module) -> dict[str, int]:
+    """Each entry of the state dict -> the first rank that holds it: by its sections, for buffers by the block that they are in, else 0."""
+    canonical = canonical_names(model)
+    ranks: dict[str, int] = {}
+    for section in plan.sections:
+        for name in section.params:
+            first = canonical[name]
+            ranks[first] = min(section.mesh.ranks + ((ranks[first],) if first in ranks else ()))
+
+    def of_block(name: str) -> int:
+        return next((min(s.mesh.ranks) for s in plan.sections for b in s.blocks if name.startswith(f"{b}.")), 0)
+
+    return {n: ranks.get(canonical[n], 0) if n in canonical else of_block(n) for n in model.state_dict()}
 
 
 def hold(model: nn.Module, names: Iterable[str], device: torch.device) -> None:

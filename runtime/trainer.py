@@ -1,0 +1,126 @@
+"""The loop of a rank: the next global batch, its schedule, the check, the step program, gradients, the optimizer.
+
+Every rank computes the same schedule from the same metadata, so nothing but tensors and sums is exchanged. The optimizer and the
+scheduler are the user's, over the parameters of this rank's sections; a rank without trainable parameters has neither.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from secc.runtime import checkpoint
+from secc.runtime.check import check
+from secc.runtime.comm import Transport
+from secc.runtime.data import GlobalBatch
+from secc.runtime.engine import Engine, StepInput
+from secc.runtime.errors import UserError
+from secc.runtime.gradients import Reducer, holders
+from secc.runtime.metrics import Metrics
+from secc.runtime.run import Run
+from secc.runtime.section import Section
+from secc.runtime.seeding import item_seed
+from secc.runtime.wavefront import schedule
+from secc.runtime.weights import canonical_names, owners
+
+
+class Trainer:
+    """Trains this rank's sections. Made on all ranks at the same place, because making process groups is collective."""
+
+    def __init__(self, run: Run, model: nn.Module, sections: Sequence[Section]) -> None:
+        self.run, self.model, self.terms = run, model, run.terms
+        self.plan, self.options = run.plan, run.options
+        canonical = canonical_names(model)
+        params = dict(model.named_parameters())
+        held = holders(self.plan, [n for n, p in params.items() if p.requires_grad], canonical)
+        mine = [n for h in held if run.rank in h.ranks for n in h.names]
+        self.reducer = Reducer(held, params, run.rank, run.device)
+        transport = Transport(self.plan, run.rank, run.device, self.options.debug_comm)
+        self.engine = Engine(self.plan, {s.name: s for s in sections}, transport, self.reducer.start, run.trace)
+        self._owned = {name for name, rank in owners(self.plan, model).items() if rank == run.rank}
+        self._trained = {params[n]: n for n in mine}
+        self.optimizer = self._make_optimizer()
+        self.scheduler = run.user.scheduler(self.optimizer) if self.optimizer is not None else None
+        self.step_number = run.about.step if run.about else 0
+        if run.resume is not None:
+            checkpoint.load_optimizer(run.resume, self.optimizer, self.scheduler, self._trained, run.rank)
+        self.metrics = Metrics(run.log_dir, self.options.steps) if run.rank == 0 else None
+        self._since = time.perf_counter()
+
+    def batches(self) -> Iterator[GlobalBatch]:
+        """The global batches that are left to train; the next one loads while one trains."""
+        self._since = time.perf_counter()
+        while self.step_number < self.options.steps:
+            yield self.run.data.next()
+        if self.metrics is not None:
+            self.metrics.close()
+
+    def step(self, batch: GlobalBatch) -> float:
+        """One optimizer step on a global batch. Returns the loss over the whole of it, which every rank computes."""
+        order = schedule(self.plan, batch.samples, order=self.options.order)
+        check(self.plan, batch.samples, order)
+        micros = [order.micro_batches[i.section][i.micro].samples for i in order.programs[self.run.rank] if i.kind == "F"]
+        self.run.data.prepare(micros)
+        pattern = frozenset[str]().union(*(s.pattern for s in batch.samples))
+        coefficients = self.terms.coefficients(batch.leaves, batch.sizes, pattern)
+        for param in self._trained:
+            param.grad = None
+        seed = item_seed(self.run.seed, -1, batch.step)
+        share = self.engine.run(StepInput(order, batch.samples, lambda m: self.run.data.batch(m.samples), coefficients, seed))
+        self.reducer.finish()
+        loss, norm = self._totals(share)
+        if self.options.clip is not None:
+            self.reducer.clip(norm, self.options.clip)
+        if self.optimizer is not None:
+            self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.step_number += 1
+        self._finish_step(batch, loss, float(norm))
+        return loss
+
+    def _totals(self, share: torch.Tensor) -> tuple[float, torch.Tensor]:
+        """The loss, and the global norm of the gradients, from this rank's shares of both."""
+        totals = torch.stack([share, self.reducer.squared_norm()])
+        dist.all_reduce(totals)
+        return float(totals[0]) + self.terms.CONSTANT, totals[1].sqrt()
+
+    def _finish_step(self, batch: GlobalBatch, loss: float, norm: float) -> None:
+        if self.metrics is not None:
+            now = time.perf_counter()
+            values = {"step": self.step_number, "loss": loss, "grad_norm": norm, "samples": len(batch.samples), "tokens": batch.tokens}
+            self.metrics.log(values | {"step_time_s": now - self._since})
+        self._since = time.perf_counter()
+        if self.options.save is not None and self._save_due():
+            self.save()
+
+    def _save_due(self) -> bool:
+        every = self.options.save_every
+        return self.step_number == self.options.steps or (every is not None and self.step_number % every == 0)
+
+    def save(self) -> None:
+        """Write a checkpoint of all ranks. Collective."""
+        assert self.options.save is not None
+        state = {k: v for k, v in checkpoint.model_state(self.model).items() if k.removeprefix("model/") in self._owned}
+        if self.optimizer is not None:
+            state |= checkpoint.optimizer_state(self.optimizer, self._trained, self._owned, self.run.rank)
+        if self.scheduler is not None:
+            state[f"scheduler/{self.run.rank}"] = self.scheduler.state_dict()
+        about = checkpoint.manifest(self.model, self.step_number, self.run.seed, self.run.shuffle, self.plan.global_batch)
+        checkpoint.save(self.options.save, state, about)
+
+    def _make_optimizer(self) -> torch.optim.Optimizer | None:
+        """The user's optimizer over this rank's trainable parameters, one entry for each, also if it is tied."""
+        if not self._trained:
+            return None
+        try:
+            return self.run.user.optimizer([(name, param) for param, name in self._trained.items()])
+        except UserError as error:
+            # The user trains only some parameters, and this rank has none of them.
+            if isinstance(error.__cause__, ValueError) and "empty parameter list" in str(error.__cause__):
+                return None
+            raise
