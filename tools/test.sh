@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Runs the tests in an environment of their own (.venv-test), which it makes if need be. Needs Python 3.11 or newer with pip.
+#
+#   bash tools/test.sh             the tests, without the slow ones
+#   bash tools/test.sh --slow      all of them
+#   bash tools/test.sh ARGUMENTS   what pytest takes: a path, -k NAME, -x
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source tools/environment.sh
+environment .venv-test test
+
+if [ "${1:-}" = --slow ]; then
+    shift
+    set -- -m "slow or not slow" "$@"
+fi
+exec python -m pytest -q "$@"

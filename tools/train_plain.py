@@ -1,0 +1,61 @@
+"""Trains a model file as plain PyTorch would: one process, the whole global batch at once. What a plan's losses are compared with.
+
+python tools/train_plain.py examples/vlm_digits.py --steps 400 --global-batch 32 -o plain.safetensors
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_model
+
+from secc.runtime.user_model import UserModel, load, loss_of
+
+
+def train(user: UserModel, steps: int, global_batch: int, seed: int = 0, clip: float = 0.0) -> tuple[torch.nn.Module, list[float]]:
+    """The trained model and each step's loss; batch k is samples kN … (k+1)N-1 of the dataset, wrapping by epoch."""
+    torch.manual_seed(seed)
+    model = user.model()
+    params = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    optimizer = user.optimizer(params)
+    scheduler = user.scheduler(optimizer)
+    length, losses, start = len(user.dataset()), list[float](), time.time()
+    for step in range(steps):
+        numbers = range(step * global_batch, (step + 1) * global_batch)
+        loss = loss_of(model(**user.collate([user.sample(i % length, seed, epoch=i // length) for i in numbers])))
+        optimizer.zero_grad()
+        loss.backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_([p for _, p in params], clip)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        losses.append(loss.item())
+        if (step + 1) % 50 == 0:
+            print(f"step {step + 1}/{steps}  loss {losses[-1]:.4f}  {time.time() - start:.0f} s", flush=True)
+    return model, losses
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--global-batch", type=int, default=32)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--clip", type=float, default=0.0, help="clip gradients to this global norm (0: not)")
+    parser.add_argument("--losses", type=Path, help="write every step's loss to this JSON file")
+    parser.add_argument("-o", "--output", type=Path, help="write the weights to this safetensors file")
+    arguments = parser.parse_args()
+    model, losses = train(load(arguments.model), arguments.steps, arguments.global_batch, arguments.seed, arguments.clip)
+    if arguments.losses:
+        arguments.losses.write_text(json.dumps(losses))
+    if arguments.output:
+        save_model(model, str(arguments.output))
+
+
+if __name__ == "__main__":
+    main()
