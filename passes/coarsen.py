@@ -1,0 +1,142 @@
+"""`coarsen`: blocks to sections, the units of allocation.
+
+Blocks of one component, one activation predicate and one mode form a group. Groups without a stack of layers (a projector, a head, an
+embedding) join the neighbour of equal predicate and mode; groups whose share of the work is below `min-share` join the neighbour that
+loses least by it; `max-sections` merges further. No merge may close a cycle of sections. The user can name sections by module paths:
+`sections="vision=model.vision_tower+model.projector"`. Glue then goes to the section of its latest producer (`secc.ir.placement`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from xdsl.context import Context
+from xdsl.dialects.builtin import ModuleOp, StringAttr
+from xdsl.passes import ModulePass
+
+from secc.errors import UserError
+from secc.ir.dialect import CaseOp, GraphOp, SectionOp, graph_of, texts
+from secc.ir.groups import Group, Grouping, Links, initial_groups, pins
+from secc.ir.naming import identifier, tail, unique
+from secc.ir.placement import place
+
+_BY = ("component", "block")
+
+
+@dataclass(frozen=True)
+class Coarsen(ModulePass):
+    """`by`: "component", or "block" for a section per block. `min_share`: of the model's work, below which a group is merged."""
+
+    name = "coarsen"
+    max_sections: int | None = None
+    by: str = "component"
+    min_share: float = 0.005
+    sections: tuple[str, ...] = ()
+
+    def apply(self, ctx: Context, op: ModuleOp) -> None:
+        if self.by not in _BY:
+            raise UserError(f"coarsen cannot group by {self.by!r}", remedy=f"by= is one of {', '.join(_BY)}")
+        if self.max_sections is not None and self.max_sections < 1:
+            raise UserError("a model has at least one section", remedy="max-sections= is 1 or more")
+        graph = graph_of(op)
+        _declare(graph, self._grouping(graph))
+        place(graph)
+
+    def _grouping(self, graph: GraphOp) -> Grouping:
+        groups, idle = initial_groups(graph, self.by == "block", pins(graph, self.sections))
+        grouping = Grouping(groups, Links.of(graph.cases))
+        _merge_cycles(grouping)
+        if self.by == "component":
+            _merge_stackless(grouping)
+            _merge_small(grouping, self.min_share)
+        if self.max_sections is not None:
+            _merge_to(grouping, self.max_sections)
+        grouping.adopt(idle)
+        return grouping
+
+
+def _merge_cycles(grouping: Grouping) -> None:
+    """Groups that depend on each other both ways become one: data has to flow one way between sections."""
+    for first, *others in grouping.cycles():
+        for other in others:
+            _refuse_pinned(first, other)
+            grouping.merge(first, other)
+
+
+def _refuse_pinned(a: Group, b: Group) -> None:
+    pinned = a.pinned or b.pinned
+    if pinned:
+        raise UserError(
+            f"section {pinned!r} would depend on blocks outside of it that depend on it: {', '.join((a if b.pinned else b).blocks)}",
+            remedy="name sections such that data flows one way between them",
+        )
+
+
+def _merge_stackless(grouping: Grouping) -> None:
+    """A group without a stack of layers joins a neighbour of equal predicate and mode."""
+    for group in [g for g in grouping.groups if not g.has_stack and not g.pinned]:
+        if group not in grouping.groups:
+            continue
+        alike = [n for n in grouping.neighbours(group) if (n.when, n.mode) == (group.when, group.mode) and not n.pinned]
+        _merge_into_best(grouping, group, alike)
+
+
+def _merge_small(grouping: Grouping, share: float) -> None:
+    """Groups below a share of the whole work join the neighbour that loses least by it, the smallest group first."""
+    limit = share * sum(g.weight for g in grouping.groups)
+    for group in sorted((g for g in grouping.groups if g.weight < limit and not g.pinned), key=lambda g: g.weight):
+        if group in grouping.groups and group.weight < limit:
+            _merge_into_best(grouping, group, grouping.neighbours(group))
+
+
+def _merge_to(grouping: Grouping, sections: int) -> None:
+    """Merge the smallest group that can be merged until there are so many sections. Pinned sections stay."""
+    while len(grouping.groups) > sections:
+        free = sorted((g for g in grouping.groups if not g.pinned), key=lambda g: g.weight)
+        if not any(_merge_into_best(grouping, g, grouping.neighbours(g) or [n for n in grouping.groups if n is not g]) for g in free):
+            names = ", ".join(g.pinned or g.component for g in grouping.groups)
+            raise UserError(f"no two of the sections {names} can be merged", remedy="raise max-sections= or name fewer sections")
+
+
+def _merge_into_best(grouping: Grouping, group: Group, candidates: list[Group]) -> bool:
+    """Merge `group` into the candidate that loses least by it; False if there is none that closes no cycle."""
+
+    def loss(candidate: Group) -> tuple[bool, bool, bool, bool, int, float]:
+        owes_more = candidate.mode == "forward" and group.mode != "forward"
+        return (
+            owes_more, candidate.mode != group.mode, candidate.when != group.when, not candidate.has_stack,
+            -_common(candidate.component, group.component), candidate.weight,
+        )  # fmt: skip
+
+    for candidate in sorted(candidates, key=loss):
+        if grouping.may_merge(candidate, group):
+            grouping.merge(candidate, group)
+            return True
+    return False
+
+
+def _common(a: str, b: str) -> int:
+    """The number of path parts that two modules share."""
+    pairs = list(zip(a.split("."), b.split("."), strict=False))
+    return next((i for i, (x, y) in enumerate(pairs) if x != y), len(pairs))
+
+
+def _declare(graph: GraphOp, grouping: Grouping) -> None:
+    """Put a `sec.section` for each group before the cases, producers first."""
+    taken: list[str] = []
+    components = {g.component for g in grouping.groups}
+    for group in grouping.order():
+        name = group.pinned or identifier(tail(group.component, components))
+        if name in taken:
+            name = unique(f"{name}_{group.mode}", taken)
+        taken.append(name)
+        properties = {"sym": StringAttr(name), "mode": StringAttr(group.mode), "when": texts(sorted(group.when)), "blocks": texts(group.blocks)}
+        _before_cases(graph, SectionOp.create(properties=properties))
+
+
+def _before_cases(graph: GraphOp, op: SectionOp) -> None:
+    first = next((o for o in graph.body.block.ops if isinstance(o, CaseOp)), None)
+    if first is None:
+        graph.body.block.add_op(op)
+    else:
+        graph.body.block.insert_op_before(op, first)

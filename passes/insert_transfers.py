@@ -1,0 +1,72 @@
+"""`insert-transfers`: a `sec.transfer` for every value that crosses sections.
+
+An edge carries one value to one section, by rows per sample (`secc.ir.carry`). The micro-batches of two sections need not have the same
+pattern, so an edge has one name in all cases (`secc.ir.edges`), and a case that does without it must have no rows for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from xdsl.context import Context
+from xdsl.dialects.builtin import IntAttr, ModuleOp, StringAttr, SymbolRefAttr
+from xdsl.passes import ModulePass
+
+from secc.errors import UserError
+from secc.ir.analysis import active
+from secc.ir.carry import vanishes
+from secc.ir.dialect import GraphOp, TransferOp, graph_of, section_of, strings, texts
+from secc.ir.edges import Crossing, Edge, edges_of, label
+
+
+@dataclass(frozen=True)
+class InsertTransfers(ModulePass):
+    name = "insert-transfers"
+
+    def apply(self, ctx: Context, op: ModuleOp) -> None:
+        graph = graph_of(op)
+        edges = edges_of(graph, refuse=_refuse)
+        for edge in edges:
+            _check_everywhere(graph, edge)
+        for edge in edges:
+            for crossing in edge.crossings:
+                _insert(edge, crossing)
+
+
+def _insert(edge: Edge, crossing: Crossing) -> None:
+    """Put the transfer behind the value's producer, and let the consumer's section use its result."""
+    properties = {
+        "sym": StringAttr(edge.name),
+        "src": SymbolRefAttr(edge.src),
+        "dst": SymbolRefAttr(edge.dst),
+        "dim": IntAttr(edge.carry.dim),
+        "rows": StringAttr(edge.carry.rows),
+    }
+    if edge.carry.extents:
+        properties["extents"] = texts(edge.carry.extents)
+    transfer = TransferOp.create(operands=[crossing.value], result_types=[crossing.value.type], properties=properties)
+    transfer.result.name_hint = edge.name
+    block = crossing.producer.parent_block()
+    assert block is not None
+    block.insert_op_after(transfer, crossing.producer)
+    crossing.value.replace_uses_with_if(transfer.result, lambda use: section_of(use.operation) == edge.dst)
+
+
+def _check_everywhere(graph: GraphOp, edge: Edge) -> None:
+    """Where both sections are active but a case lacks the edge, its samples must have no rows: micro-batches of two sections mix cases."""
+    sections = {s.sym.data: strings(s.when) for s in graph.sections}
+    having = {id(c.case) for c in edge.crossings}
+    for case in graph.cases:
+        pattern = strings(case.when)
+        absent = [key for key in strings(graph.optional) if key not in pattern]
+        both = all(active(sections[end], pattern) for end in (edge.src, edge.dst))
+        if both and id(case) not in having and not vanishes(graph, edge.carry.rows, absent):
+            _refuse(edge.crossings[0], f"case {case.sym.data!r} computes without it, and a sample of that case would have rows of it")
+
+
+def _refuse(crossing: Crossing, reason: str) -> None:
+    raise UserError(
+        f"{label(crossing)} would go from section {crossing.src!r} to section {crossing.dst!r}, but {reason}",
+        crossing.where,
+        f"put both into one section: coarsen{{sections=\"{crossing.dst}=PATH+PATH\"}} with the module paths of their blocks",
+    )

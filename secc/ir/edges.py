@@ -1,0 +1,162 @@
+"""The edges between sections: which values cross, and which crossings of different cases are one edge with one readable name.
+
+Crossings of different cases are one edge if they have the same ends and type and the same producer (the block or op, at its place in the
+user's code), or else the same consumer: text alone goes into the decoder where a text with its image goes in the next case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from xdsl.ir import Operation, OpResult, SSAValue
+
+from secc.ir.analysis import producer
+from secc.ir.carry import Carry, NotCarriable, carry, reaches
+from secc.ir.dialect import CallOp, CaseOp, Computation, GraphOp, ParamOp, section_of, strings
+from secc.ir.naming import identifier, tail, unique
+from secc.ir.types import TensorType, tensor
+from secc.ir.verify import where
+
+Place = tuple[str, str, int, int]  # target, file:line, how many alike came before it in the case, index of the result or operand
+
+
+@dataclass(frozen=True, eq=False)
+class Crossing:
+    """A value of one case, made in section `src` and used in section `dst`."""
+
+    case: CaseOp
+    value: OpResult
+    src: str
+    dst: str
+    made: Place
+    used: frozenset[Place]
+
+    @property
+    def producer(self) -> Operation:
+        return self.value.owner
+
+    @property
+    def where(self) -> str:
+        return where(self.producer)
+
+
+@dataclass
+class Edge:
+    """Crossings, at most one for each case, that are one edge."""
+
+    name: str
+    src: str
+    dst: str
+    type: TensorType
+    carry: Carry
+    crossings: list[Crossing] = field(default_factory=list[Crossing])
+
+    def fits(self, crossing: Crossing) -> bool:
+        """Whether a crossing of another case could be this edge."""
+        same = (crossing.src, crossing.dst, crossing.value.type) == (self.src, self.dst, self.type)
+        return same and all(c.case is not crossing.case for c in self.crossings)
+
+
+def crossings(case: CaseOp) -> list[Crossing]:
+    """The values that cross sections in a case, each once for each section that uses it, in the order of the case."""
+    places = _places(case)
+    found: list[Crossing] = []
+    for op in case.ops:
+        src = section_of(op)
+        for result in op.results if src is not None else ():
+            uses = sorted(result.uses, key=lambda u: (places[u.operation], u.index))
+            ends = dict.fromkeys(end for u in uses if (end := section_of(u.operation)) not in {None, src})
+            for dst in ends:
+                used = frozenset((*places[u.operation], u.index) for u in uses if section_of(u.operation) == dst)
+                found.append(Crossing(case, result, str(src), str(dst), (*places[op], result.index), used))
+    return found
+
+
+def _places(case: CaseOp) -> dict[Operation, tuple[str, str, int]]:
+    """The identity of each op across cases: its target, its place in the user's code, its number among those alike."""
+    seen: dict[tuple[str, str], int] = {}
+    places: dict[Operation, tuple[str, str, int]] = {}
+    for op in case.ops:
+        target = op.properties.get("target", op.properties.get("sym"))
+        key = (f"{op.name} {target}", where(op))
+        places[op] = (*key, seen.get(key, 0))
+        seen[key] = seen.get(key, 0) + 1
+    return places
+
+
+def edges_of(graph: GraphOp, refuse: Callable[[Crossing, str], None]) -> list[Edge]:
+    """The edges of all cases. `refuse(crossing, reason)` is told of a crossing that no edge can carry."""
+    builder = _Builder(graph, refuse)
+    for case in graph.cases:
+        builder.add(crossings(case))
+    return builder.edges
+
+
+class _Builder:
+    """Collects the crossings of one case after the other into edges."""
+
+    def __init__(self, graph: GraphOp, refuse: Callable[[Crossing, str], None]) -> None:
+        self.graph, self.refuse = graph, refuse
+        self.when = {s.sym.data: strings(s.when) for s in graph.sections}
+        self.edges: list[Edge] = []
+
+    def add(self, found: list[Crossing]) -> None:
+        left = [c for c in found if not self._join(c, lambda a, b: a.made == b.made)]
+        for crossing in left:
+            if not self._join(crossing, lambda a, b: bool(a.used & b.used)):
+                self._open(crossing)
+
+    def _join(self, crossing: Crossing, alike: Callable[[Crossing, Crossing], bool]) -> bool:
+        for edge in self.edges:
+            if edge.fits(crossing) and any(alike(crossing, other) for other in edge.crossings):
+                edge.crossings.append(crossing)
+                return True
+        return False
+
+    def _open(self, crossing: Crossing) -> None:
+        kind = tensor(crossing.value)
+        try:
+            how = carry(self.graph, kind)
+        except NotCarriable as reason:
+            return self.refuse(crossing, str(reason))
+        if not reaches(self.graph, how.rows, self.when[crossing.src], self.when[crossing.dst]):
+            return self.refuse(crossing, "samples for which the first is not active have rows of it too")
+        self.edges.append(Edge(self._name(crossing), crossing.src, crossing.dst, kind, how, [crossing]))
+
+    def _name(self, crossing: Crossing) -> str:
+        taken = [e.name for e in self.edges]
+        base = edge_label(self.graph, crossing.value)
+        return base if base not in taken else unique(f"{base}_to_{crossing.dst}", taken)
+
+
+def edge_label(graph: GraphOp, value: SSAValue) -> str:
+    """A name for a value: the block that it comes from, with the path of the output; for glue the nearest block or parameter."""
+    for op in _upstream(value):
+        if isinstance(op, CallOp):
+            short = tail(op.target.data, list(graph.blocks))
+            index = next((i for i, r in enumerate(op.results) if r is value), None)
+            output = "" if index is None else strings(op.outs)[index].strip('.[]"0')
+            return identifier(f"{short}_{output}" if output else short)
+        if isinstance(op, ParamOp):
+            return identifier(op.path.data.removesuffix(".weight"))
+    return "value"
+
+
+def _upstream(value: SSAValue) -> Iterator[Operation]:
+    """The ops that a value comes from, nearest first."""
+    queue, seen = [producer(value)], set[Operation]()
+    while queue:
+        op = queue.pop(0)
+        if op not in seen:
+            seen.add(op)
+            yield op
+            queue += [producer(o) for o in op.operands]
+
+
+def label(crossing: Crossing) -> str:
+    """A crossing's value for messages: its op and shape."""
+    op = crossing.producer
+    target = op.properties.get("target") if isinstance(op, Computation) else None
+    dims = ", ".join(d.data for d in tensor(crossing.value).dims)
+    return f"the result [{dims}] of {target.data if target is not None else op.name}"  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]

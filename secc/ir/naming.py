@@ -1,0 +1,36 @@
+"""Names that people read: sections and edges by the shortest tail of a module path that tells them apart."""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Collection, Iterable
+
+_RESERVED = {"terms"}  # the bodies of the loss's bookkeeping live under this name
+
+
+def identifier(text: str) -> str:
+    """The nearest Python identifier to a text."""
+    name = re.sub(r"\W+", "_", text).strip("_") or "model"
+    if name[0].isdigit():
+        name = f"n{name}"
+    return f"{name}_" if keyword.iskeyword(name) or name in _RESERVED else name
+
+
+def tail(path: str, others: Collection[str]) -> str:
+    """The shortest tail of a module path, starting at a name and not at a number, that no other path ends with."""
+    parts = path.split(".")
+    for start in reversed(range(len(parts))):
+        short = ".".join(parts[start:])
+        if not parts[start].isdecimal() and not any(o != path and (o == short or o.endswith(f".{short}")) for o in others):
+            return short
+    return path
+
+
+def unique(wish: str, taken: Iterable[str]) -> str:
+    """`wish`, with a number behind it where it is taken."""
+    used, name, number = set(taken), wish, 1
+    while name in used:
+        number += 1
+        name = f"{wish}_{number}"
+    return name

@@ -1,0 +1,110 @@
+"""Puts the ops of every case into sections, once the blocks have theirs.
+
+Glue goes to the section of its latest producer, so that data only ever flows from earlier to later sections. Glue that depends on no
+block but reads parameters (an embedding lookup) goes where it is used first. Where an edge cannot carry a result to a section that uses
+it, the consumer computes it from what an edge can carry; glue is cheap. Input-only glue stays in no section.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from xdsl.dialects.builtin import StringAttr
+from xdsl.ir import Operation
+
+from secc.ir.analysis import Origin, active, is_random, mode_of, origins, producer, strongest, users
+from secc.ir.carry import NotCarriable, carry, reaches
+from secc.ir.dialect import CallOp, CaseOp, GlueOp, GraphOp, ParamOp, SectionOp, TermOp, section_of, set_section, strings
+from secc.ir.types import tensor
+
+
+def place(graph: GraphOp) -> None:
+    """Give every call, model-dependent glue and term its section, by the sections' order and blocks; then the sections their modes."""
+    for case in graph.cases:
+        _Placement(graph, case).run()
+    for section in graph.sections:
+        settle_mode(graph, section)
+
+
+class _Placement:
+    """One case's placement."""
+
+    def __init__(self, graph: GraphOp, case: CaseOp) -> None:
+        self.graph, self.case = graph, case
+        self.sections = {s.sym.data: s for s in graph.sections}
+        self.rank = {name: i for i, name in enumerate(self.sections)}
+        self.home = {path: s.sym.data for s in graph.sections for path in strings(s.blocks)}
+        self.origin = origins(case)
+
+    def run(self) -> None:
+        for op in self.case.ops:
+            if isinstance(op, CallOp):
+                set_section(op, self.home[op.target.data])
+            elif self._needs_section(op):
+                set_section(op, self._latest(op))
+        for op in reversed(self.case.ops):
+            if isinstance(op, GlueOp) and self._needs_section(op):
+                self._settle(op)
+
+    def _needs_section(self, op: Operation) -> bool:
+        return isinstance(op, TermOp) or (isinstance(op, GlueOp) and self.origin[op.results[0]] is Origin.MODEL)
+
+    def _latest(self, op: Operation) -> str | None:
+        """The last section among the producers of an op; a term that depends on no block goes to the last active section."""
+        operands = [op.numerator] if isinstance(op, TermOp) else op.operands
+        sources = [s for o in operands if (s := section_of(producer(o))) is not None]
+        if not sources and isinstance(op, TermOp):
+            pattern = strings(self.case.when)
+            sources = [name for name, s in self.sections.items() if active(strings(s.when), pattern)]
+        return max(sources, key=lambda name: self.rank[name], default=None)
+
+    def _settle(self, op: GlueOp) -> None:
+        """Place glue by its uses where it has no section, and compute it at the consumer's where its result cannot be sent there."""
+        used_in = {s for user in users(op) if (s := section_of(user)) is not None}
+        home = section_of(op)
+        if home is None:
+            home = min(used_in, key=lambda name: self.rank[name], default=None)
+            set_section(op, home)
+        stuck = sorted((s for s in used_in - {home} if not self._can_send(op, home, s)), key=lambda name: self.rank[name])
+        if is_random(op) and used_in != set(stuck[:1]):
+            return
+        if stuck and home not in used_in:
+            set_section(op, stuck.pop(0))
+        for name in stuck:
+            _repeat(op, name)
+
+    def _can_send(self, op: GlueOp, src: str | None, dst: str) -> bool:
+        ends = [strings(self.sections[name].when) for name in (src, dst) if name is not None]
+        used = [r for r in op.results if any(section_of(u.operation) == dst for u in r.uses)]
+        try:
+            return all(reaches(self.graph, carry(self.graph, tensor(r)).rows, *ends) for r in used)
+        except NotCarriable:
+            return False
+
+
+def _repeat(op: Operation, section: str) -> None:
+    """Compute `op` once more, for its uses in `section`."""
+    copy = op.clone()
+    set_section(copy, section)
+    block = op.parent_block()
+    assert block is not None
+    block.insert_op_after(copy, op)
+    for old, new in zip(op.results, copy.results, strict=True):
+        old.replace_uses_with_if(new, lambda use: section_of(use.operation) == section)
+
+
+def settle_mode(graph: GraphOp, section: SectionOp) -> None:
+    """The mode that a section's ops need: gradients of parameters, of received tensors only, or none."""
+    found = [_mode(op) for case in graph.cases for op in case.ops if section_of(op) == section.sym.data]
+    section.mode = StringAttr(strongest(found))
+
+
+def _mode(op: Operation) -> str:
+    if isinstance(op, CallOp):
+        return mode_of(op)
+    if not any(tensor(r).requires_grad for r in op.results):
+        return "forward"
+    trained = any(isinstance(producer(o), ParamOp) and tensor(o).requires_grad for o in op.operands)
+    return "train" if trained else "dgrad"
+
+
