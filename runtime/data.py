@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from secc.runtime.loader import Collated, Loader, Share
-from secc.runtime.metadata import Leaf, Record, Records
+from secc.runtime.metadata import Leaf, Records
 from secc.runtime.plan import Plan
 from secc.runtime.program import SampleMeta
 from secc.runtime.sizes import combine, pad_batch
@@ -77,10 +77,9 @@ class DataPlane:
         Raises UserError, naming the dataset index and the cause, where a sample of this rank's share does not load.
         """
         self._step += 1
-        records = self._source.result(self._share(self._step))
+        rows = self._source.result(self._share(self._step))
         self._source.request([self._share(self._step + 1)])
-        if self.world_size > 1:
-            records = self._gather(records, group)
+        records = self._records.unpack(self._gather(rows, group) if self.world_size > 1 else rows)
         sizes = combine([r.meta.sizes for r in records], self.plan.symbols)
         if self.plan.widths == "global":
             self._widths = {s.name: sizes[s.name] for s in self.plan.symbols if s.kind == "width"}
@@ -118,13 +117,13 @@ class DataPlane:
         n = self.plan.global_batch
         return rank * n // self.world_size, (rank + 1) * n // self.world_size
 
-    def _gather(self, records: Sequence[Record], group: dist.ProcessGroup | None) -> list[Record]:
-        """All ranks' records in the order of the batch."""
+    def _gather(self, share: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+        """All ranks' rows in the order of the batch, from this rank's."""
         bounds = [self._bounds(r) for r in range(self.world_size)]
         device = self.device if dist.get_backend(group) == "nccl" else torch.device("cpu")
-        mine = torch.zeros(max(last - first for first, last in bounds), self._records.width, dtype=torch.int64)
-        mine[: len(records)] = self._records.pack(records)
+        mine = share.new_zeros(max(last - first for first, last in bounds), share.shape[1])
+        mine[: len(share)] = share
         parts = [torch.empty_like(mine, device=device) for _ in bounds]
         dist.all_gather(parts, mine.to(device), group)
         rows = [part[: last - first] for part, (first, last) in zip(parts, bounds, strict=True)]
-        return self._records.unpack(torch.cat(rows).cpu())
+        return torch.cat(rows).cpu()

@@ -19,7 +19,7 @@ from secc.runtime.user_model import UserModel
 
 
 class Share(NamedTuple):
-    """Asks for the records of the samples at positions `first` .. `last`-1 of the step's global batch."""
+    """Asks for the rows of metadata of the samples at positions `first` .. `last`-1 of the step's global batch."""
 
     step: int
     first: int

@@ -2,7 +2,7 @@
 
 Both answer the same questions. The background process is forked before process groups, threads and GPU contexts exist; it works on
 one request at a time, batches before records of the next step, and ends when its rank does. Answers travel as plain bytes through a pipe:
-shared memory is small in containers, and the pipe bounds how far the process runs ahead.
+shared memory is small in containers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import signal
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -26,6 +26,7 @@ from secc.runtime.loader import Collated, Loader, Share
 from secc.runtime.metadata import Record
 
 Ask = Share | Collated
+AHEAD = 3  # requests that the background process holds: the next step's share, a batch in work and one that waits
 PR_SET_PDEATHSIG = 1
 
 
@@ -35,12 +36,12 @@ class Inline:
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
 
-    def request(self, asks: list[Ask]) -> None:
+    def request(self, asks: Iterable[Ask]) -> None:
         """Nothing runs ahead here."""
 
     def result(self, ask: Ask) -> Any:
-        """A list of records for a Share, a batch for Collated. Raises UserError where a sample does not load."""
-        return list(self._loader.share(ask)) if isinstance(ask, Share) else self._loader.collated(ask)
+        """Rows of metadata for a Share, a batch for Collated. Raises UserError where a sample does not load."""
+        return self._loader.records.pack(list(self._loader.share(ask))) if isinstance(ask, Share) else self._loader.collated(ask)
 
     def close(self) -> None:
         """Nothing to end."""
@@ -55,33 +56,51 @@ class Background:
         self._process = context.Process(target=_serve, args=(loader, far_end, self._pipe, os.getpid()), name="secc-loader", daemon=True)
         self._process.start()
         far_end.close()
-        self._asked: set[Ask] = set()
+        self._planned: dict[Ask, None] = {}  # in order, not sent yet
+        self._sent: set[Ask] = set()
         self._answers: dict[Ask, Any] = {}
 
-    def request(self, asks: list[Ask]) -> None:
-        """Start to work on `asks`, in this order, after what was asked for before."""
-        new = [ask for ask in dict.fromkeys(asks) if ask not in self._asked]
-        self._asked.update(new)
-        if new:
-            try:
-                self._pipe.send_bytes(pickle.dumps(new))
-            except OSError:
-                raise self._ended() from None
+    def request(self, asks: Iterable[Ask]) -> None:
+        """Work on `asks` ahead, in this order, after what was asked for before."""
+        self._planned |= {ask: None for ask in asks if ask not in self._sent and ask not in self._answers}
+        self._send_ahead()
 
     def result(self, ask: Ask) -> Any:
-        """As `Inline.result`, waited for. Each answer is given once."""
-        self.request([ask])
+        """As `Inline.result`, waited for. Each answer is given once; a new step's share ends the wait for older steps' batches."""
+        if isinstance(ask, Share):
+            self._planned = {a: None for a in self._planned if a.step >= ask.step}
+            self._answers = {a: answer for a, answer in self._answers.items() if a.step >= ask.step}
+        if ask not in self._sent and ask not in self._answers:
+            self._send(ask)
         while ask not in self._answers:
-            try:
-                answered, answer = pickle.loads(self._pipe.recv_bytes())
-            except (EOFError, OSError):
-                raise self._ended() from None
-            self._answers[answered] = answer
-        self._asked.remove(ask)
+            self._send_ahead()
+            self._receive()
         answer = self._answers.pop(ask)
-        if isinstance(answer, BaseException):
+        self._send_ahead()
+        if isinstance(answer, Exception):
             raise answer
         return answer
+
+    def _send_ahead(self) -> None:
+        """Keep few requests under way: neither end of the pipe must ever wait in a send while the other does."""
+        while self._planned and len(self._sent) + len(self._answers) < AHEAD:
+            self._send(next(iter(self._planned)))
+
+    def _send(self, ask: Ask) -> None:
+        self._planned.pop(ask, None)
+        self._sent.add(ask)
+        try:
+            self._pipe.send_bytes(pickle.dumps(ask))
+        except OSError:
+            raise self._ended() from None
+
+    def _receive(self) -> None:
+        try:
+            ask, answer = pickle.loads(self._pipe.recv_bytes())
+        except (EOFError, OSError):
+            raise self._ended() from None
+        self._sent.discard(ask)
+        self._answers[ask] = answer
 
     def close(self) -> None:
         """End the process."""
@@ -108,11 +127,11 @@ def _serve(loader: Loader, pipe: Connection, other_end: Connection, parent: int)
     try:
         while True:
             while pipe.poll(0 if shares else None):
-                for ask in pickle.loads(pipe.recv_bytes()):
-                    if isinstance(ask, Share):
-                        shares.append(_Work(ask, loader.share(ask)))
-                    else:
-                        _send(pipe, ask, _attempt(lambda ask=ask: loader.collated(ask)))
+                ask = pickle.loads(pipe.recv_bytes())
+                if isinstance(ask, Share):
+                    shares.append(_Work(loader, ask))
+                else:
+                    _send(pipe, ask, _attempt(lambda ask=ask: loader.collated(ask)))
             if shares[0].advance():
                 work = shares.popleft()
                 _send(pipe, work.ask, work.answer)
@@ -121,20 +140,21 @@ def _serve(loader: Loader, pipe: Connection, other_end: Connection, parent: int)
 
 
 class _Work:
-    """Records in the making."""
+    """A share in the making."""
 
-    def __init__(self, ask: Share, records: Iterator[Record]) -> None:
-        self.ask, self._records = ask, records
-        self.answer: list[Record] | Exception = []
+    def __init__(self, loader: Loader, ask: Share) -> None:
+        self.ask, self._pack, self._records = ask, loader.records.pack, loader.share(ask)
+        self._done: list[Record] = []
+        self.answer: torch.Tensor | Exception | None = None
 
     def advance(self) -> bool:
-        """Make one record more; whether this was the end."""
-        found = _attempt(lambda: next(self._records, None))
-        if isinstance(found, Exception):
-            self.answer = found
-        elif found is not None and isinstance(self.answer, list):
-            self.answer.append(found)
-        return not isinstance(found, Record)
+        """Make one record more; whether `answer` is there now."""
+        record = _attempt(lambda: next(self._records, None))
+        if isinstance(record, Record):
+            self._done.append(record)
+            return False
+        self.answer = self._pack(self._done) if record is None else record
+        return True
 
 
 def _attempt(work: Callable[[], Any]) -> Any:

@@ -133,6 +133,15 @@ def test_a_worker_loads_the_same_as_the_process_itself(plane):
             assert equal(inline.batch(positions), worker.batch(positions))
 
 
+def test_batches_may_be_asked_for_in_another_order_or_never(plane):
+    inline, worker = plane(), plane(workers=1)
+    for _ in range(3):
+        assert inline.next() == worker.next()
+        worker.prepare([(a, b) for a in range(4) for b in range(4) if a != b])
+        for positions in ((3, 2), (0, 1)):
+            assert equal(inline.batch(positions), worker.batch(positions))
+
+
 def test_loading_leaves_the_random_streams_alone(plane):
     p = plane()
     torch.manual_seed(1)
