@@ -56,10 +56,6 @@ class Section(nn.Module):
     optional: frozenset[str] = frozenset()  # the keys that tell this section's cases apart
 
     def __init__(self, model: nn.Module) -> None:
-        """`model` is the user's model: a generated section takes from it the modules that it calls and the parameters that it reads."""
-        super().__init__()
-
-    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         # In a list, so that the model's other modules do not become modules of this section.
         self._model = [model]
