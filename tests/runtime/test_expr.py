@@ -1,0 +1,41 @@
+"""Size expressions on a rank: Python's integer arithmetic, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from secc.runtime.expr import evaluate
+
+leaves = st.one_of(st.integers(0, 50).map(str), st.sampled_from(["B", "S", "n_pixels"]))
+expressions = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.tuples(inner, st.sampled_from(["+", "-", "*"]), inner).map(lambda t: f"({t[0]} {t[1]} {t[2]})"),
+        st.tuples(inner, st.sampled_from(["//", "%"]), st.integers(1, 9)).map(lambda t: f"({t[0]} {t[1]} {t[2]})"),
+        st.tuples(st.sampled_from(["min", "max"]), inner, inner).map(lambda t: f"{t[0]}({t[1]}, {t[2]})"),
+        inner.map(lambda t: f"-{t}"),
+    ),
+    max_leaves=8,
+)
+sizes = st.fixed_dictionaries({name: st.integers(0, 1000) for name in ("B", "S", "n_pixels")})
+
+
+@given(expressions, sizes)
+def test_values_are_pythons(text, values):
+    assert evaluate(text, values) == eval(text, {"min": min, "max": max}, dict(values))
+
+
+REFUSED = ["", "B +", "B / 2", "B ** 2", "2.5", "'a'", "S.real", "open('f')", "[B]", "B if S else 1", "max(B, key=S)"]
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_everything_else_is_refused(text):
+    with pytest.raises(ValueError, match="not a size expression"):
+        evaluate(text, {"B": 1, "S": 2})
+
+
+def test_an_unknown_symbol_is_named():
+    with pytest.raises(ValueError, match="'T' in B\\*T"):
+        evaluate("B*T", {"B": 1})
