@@ -14,6 +14,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("secc", deadline=None)  # a busy machine is no failure
+settings.load_profile("secc")
 
 ROOT = Path(__file__).resolve().parent.parent
 
