@@ -111,17 +111,20 @@ class BlockOp(LineOp):
     """One of the user's modules that is called whole: its class, numbers of parameters (entries), and the component it belongs to.
 
     The component is the largest module around the block that holds no other stack of layers; `coarsen` groups by it. `layers` is
-    the number of layers in the component's stack, 0 for a component without one (a projector, a head).
+    the number of layers in the component's stack, 0 for a component without one (a projector, a head). `couples` says what in the
+    block makes samples of a batch depend on each other, such as batch norm in training mode. `annotate-patterns` writes `when`: the
+    optional keys of which a sample needs one to reach the block, [] for always.
     """
 
     name = "sec.block"
     path, cls = prop_def(StringAttr), prop_def(StringAttr)
     params, trainable, layers = prop_def(IntAttr), prop_def(IntAttr), opt_prop_def(IntAttr)
     component, where = opt_prop_def(StringAttr), opt_prop_def(StringAttr)
+    when, couples = opt_prop_def(ArrayAttr[StringAttr]), opt_prop_def(StringAttr)
     HEADLINE: ClassVar[str | None] = "path"
     KEYWORDS: ClassVar[Keywords] = (
         ("cls", "class", TEXT), ("params", "params", NUMBER), ("trainable", "trainable", NUMBER), ("component", "component", TEXT),
-        ("layers", "layers", NUMBER), _AT,
+        ("layers", "layers", NUMBER), ("when", "when", TEXTS), ("couples", "couples", TEXT), _AT,
     )  # fmt: skip
 
 
