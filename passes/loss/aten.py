@@ -1,0 +1,97 @@
+"""Tables of ATen ops: which mix along a dim, which are linear, which draw random numbers. Rules read them; a new op is a new entry.
+
+Ops are known by their base name, without overload: `sum` for `aten.sum.dim_IntList`.
+"""
+
+from __future__ import annotations
+
+from xdsl.dialects.builtin import StringAttr
+from xdsl.ir import Operation
+
+
+def base(op: Operation) -> str:
+    """The base name of an op's target: `sum` for `aten.sum.dim_IntList`, the target itself where it is no ATen op."""
+    target = op.properties.get("target")
+    name = target.data if isinstance(target, StringAttr) else op.name
+    return name.split(".")[1] if name.startswith("aten.") else name
+
+
+# Every entry of the result depends on a whole line along the dim: (position of the argument, its name, default).
+ALONG_DIM: dict[str, tuple[int, str, int | None]] = {
+    "_softmax": (1, "dim", None),
+    "_log_softmax": (1, "dim", None),
+    "softmax": (1, "dim", None),
+    "log_softmax": (1, "dim", None),
+    "_safe_softmax": (1, "dim", None),
+    "cumsum": (1, "dim", None),
+    "cumprod": (1, "dim", None),
+    "logcumsumexp": (1, "dim", None),
+    "cummax": (1, "dim", None),
+    "cummin": (1, "dim", None),
+    "_cummax_helper": (3, "dim", None),
+    "sort": (1, "dim", -1),
+    "argsort": (1, "dim", -1),
+    "topk": (2, "dim", -1),
+    "kthvalue": (2, "dim", -1),
+    "mode": (1, "dim", -1),
+    "flip": (1, "dims", None),
+    "roll": (2, "dims", None),
+    "diff": (2, "dim", -1),
+    "unfold": (1, "dimension", None),
+}
+
+# The result lacks the dims that are reduced: (position of the argument, its name). Without the argument all dims are reduced.
+REDUCTIONS: dict[str, tuple[int, str]] = {
+    name: (1, "dim")
+    for name in (
+        "amax", "amin", "max", "min", "prod", "any", "all", "logsumexp", "var", "std", "var_mean", "std_mean", "argmax", "argmin", "median",
+        "nanmedian", "count_nonzero", "nansum", "nanmean", "aminmax",
+    )
+} | {"norm": (2, "dim"), "linalg_vector_norm": (2, "dim"), "kthvalue": (2, "dim"), "quantile": (2, "dim")}  # fmt: skip
+
+# Linear in operand 0 with everything else fixed: the result of a sum is the sum of the results.
+LINEAR = frozenset({
+    "view", "_unsafe_view", "reshape", "_reshape_alias", "as_strided", "expand", "expand_as", "broadcast_to", "unsqueeze", "squeeze", "transpose",
+    "t", "permute", "movedim", "swapaxes", "clone", "contiguous", "alias", "detach", "neg", "select", "slice", "narrow", "diagonal", "index",
+    "index_select", "gather", "repeat", "flip", "lift_fresh", "lift_fresh_copy", "lift", "unbind", "split", "split_with_sizes", "chunk", "flatten",
+    "unflatten", "positive", "cumsum", "view_as", "constant_pad_nd", "take_along_dim", "numpy_T", "mT", "trace", "tril", "triu", "real",
+    "view_copy", "expand_copy", "squeeze_copy", "unsqueeze_copy", "select_copy", "slice_copy", "transpose_copy", "permute_copy", "detach_copy",
+})  # fmt: skip
+
+# A shape alone changes: a plain coefficient goes through unchanged.
+RESHAPES = frozenset({
+    "view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "clone", "contiguous", "alias", "detach", "lift_fresh", "lift_fresh_copy", "lift",
+    "expand", "permute", "transpose", "t", "positive", "flatten", "view_as", "_to_copy", "to", "sum", "mean",
+})  # fmt: skip
+
+PRODUCTS = frozenset({"mm", "bmm", "dot", "vdot", "mv", "matmul", "inner", "linalg_vecdot"})
+
+RANDOM = frozenset({
+    "rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "normal", "normal_functional", "bernoulli", "multinomial",
+    "uniform", "native_dropout", "dropout", "_fused_dropout", "rrelu_with_noise", "exponential", "poisson", "binomial",
+})  # fmt: skip
+
+# Normalisation by statistics of the batch: the position of the argument that says whether they come from the batch (None: always).
+BATCH_NORMS: dict[str, int | None] = {
+    "native_batch_norm": 5, "batch_norm": 5, "cudnn_batch_norm": 5, "miopen_batch_norm": 5, "_native_batch_norm_legit": 5,
+    "_batch_norm_with_update": None, "_native_batch_norm_legit_functional": 5, "_batch_norm_with_update_functional": None,
+}  # fmt: skip
+
+# The values of their operands do not matter, only shapes.
+FACTORIES = frozenset({"new_zeros", "new_ones", "new_full", "new_empty", "zeros_like", "ones_like", "full_like", "empty_like", "fill", "zero"})
+
+# Losses of torch with a `reduction` argument (0 none, 1 mean, 2 sum) over entries: the position of that argument.
+ENTRY_LOSSES = {
+    "mse_loss": 2, "binary_cross_entropy": 3, "binary_cross_entropy_with_logits": 4, "smooth_l1_loss": 2, "huber_loss": 2, "soft_margin_loss": 2,
+    "l1_loss": 2,
+}  # fmt: skip
+# The same over rows (dim 0 of operand 0).
+ROW_LOSSES = {"multi_margin_loss": 5, "multilabel_margin_loss_forward": 2, "multilabel_margin_loss": 2}
+LABEL_LOSSES = frozenset({"nll_loss_forward", "nll_loss2d_forward", "nll_loss", "nll_loss2d", "nll_loss_nd"})
+
+# What a term is called after: the op that sums it up.
+NAMES = {
+    "nll_loss_forward": "cross_entropy", "nll_loss2d_forward": "cross_entropy", "nll_loss": "cross_entropy", "nll_loss2d": "cross_entropy",
+    "mse_loss": "mse", "binary_cross_entropy": "bce", "binary_cross_entropy_with_logits": "bce", "smooth_l1_loss": "smooth_l1",
+    "huber_loss": "huber", "soft_margin_loss": "soft_margin", "multi_margin_loss": "multi_margin", "multilabel_margin_loss_forward": "multilabel",
+}  # fmt: skip

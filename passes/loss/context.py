@@ -1,0 +1,129 @@
+"""What every rule may ask while one case's loss is walked: states, sample dims, whether a value depends on inputs alone, coefficients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import sympy
+from xdsl.ir import Operation, SSAValue
+
+from secc.ir.dialect import CaseOp, Computation, ConstOp, GlueOp, GraphOp, InputOp
+from secc.ir.types import TensorType, tensor
+from secc.passes.loss.aten import RANDOM, base
+from secc.passes.loss.coefficient import ONE, Applied, Coefficient, Given, Leaf, of_factor, total
+from secc.passes.loss.states import Bad, Local, Part, Stack, State, Sum
+from secc.passes.loss.workshop import Workshop
+
+WIDTH = "width"
+REMEDY = "let the loss be a sum or mean over samples of what each sample gives alone"
+
+
+class Context:
+    """Facts about one case, and the states found so far."""
+
+    def __init__(self, graph: GraphOp, case: CaseOp) -> None:
+        self.graph, self.case, self.shop = graph, case, Workshop()
+        self.states: dict[SSAValue, State] = {}
+        kinds = {name: op.kind.data for name, op in graph.symbols.items()}
+        self.sample_symbols = {name for name, kind in kinds.items() if kind != WIDTH}
+        self.inputs_alone: set[SSAValue] = set()
+        self.given: set[SSAValue] = set()
+        for op in case.ops:
+            self._classify(op)
+
+    def _classify(self, op: Operation) -> None:
+        """Record whether results depend on inputs and constants alone, and whether they depend on no input at all."""
+        pure = isinstance(op, InputOp | ConstOp) or (isinstance(op, GlueOp) and base(op) not in RANDOM)
+        if pure and all(o in self.inputs_alone for o in op.operands):
+            self.inputs_alone.update(op.results)
+            if not isinstance(op, InputOp) and all(o in self.given for o in op.operands):
+                self.given.update(op.results)
+
+    def input_only(self, value: SSAValue) -> bool:
+        """Whether a value depends on inputs and constants alone."""
+        made_here = isinstance(value.owner, GlueOp) and value.owner.parent is None
+        if value not in self.inputs_alone and made_here and all(self.input_only(o) for o in value.owner.operands):
+            self._classify(value.owner)
+        return value in self.inputs_alone
+
+    def samples(self, type: TensorType) -> list[int]:
+        """The dims of a tensor that carry samples."""
+        return [i for i, dim in enumerate(type.shape) if {str(s) for s in dim.free_symbols} & self.sample_symbols]
+
+    def carries(self, value: SSAValue) -> bool:
+        """Whether a value has a dim that carries samples."""
+        return bool(self.samples(tensor(value)))
+
+    def state(self, value: SSAValue) -> State:
+        """The state of a value; atoms made while walking are Local."""
+        return self.states.get(value, Local())
+
+    def parts(self, value: SSAValue) -> tuple[Part, ...] | None:
+        """A value as a sum of parts; None where it is not one."""
+        match self.state(value):
+            case Local(parts=()):
+                return (Part(ONE, value),)
+            case Local(parts=parts) | Sum(parts=parts):
+                return parts
+            case _:
+                return None
+
+    def plain(self, value: SSAValue) -> bool:
+        """Whether a value may be used as it is in an op that is not linear."""
+        state = self.state(value)
+        if isinstance(state, Local):
+            return True
+        # Integers made from inputs are bookkeeping (positions, offsets); what they select stays with its sample.
+        return self.input_only(value) and self.carries(value) and not floating(tensor(value))
+
+    def coefficient(self, value: SSAValue) -> Coefficient | None:
+        """A one-entry value as a coefficient, if it depends on inputs and sizes alone and adds up over samples or is made from no input."""
+        if not one_entry(tensor(value)):
+            return None
+        state = self.state(value)
+        if isinstance(state, Bad | Stack):
+            return None
+        found = [self.part_coefficient(p) for p in self.parts(value) or ()]
+        return total([c for c in found if c is not None]) if found and None not in found else None
+
+    def part_coefficient(self, part: Part) -> Coefficient | None:
+        """A part as a coefficient, where its atom is one entry known before any forward."""
+        if part.atom is None:
+            return part.coefficient
+        if not one_entry(tensor(part.atom)) or not self.input_only(part.atom):
+            return None
+        if part.summed:
+            return part.coefficient * of_factor(Leaf(part.atom))
+        return part.coefficient * of_factor(Given(part.atom)) if part.atom in self.given else None
+
+    def applied(self, op: Computation) -> Coefficient | None:
+        """An op on coefficients as a coefficient."""
+        operands = [self.coefficient(o) for o in op.operands]
+        if not isinstance(op, GlueOp) or len(op.results) != 1 or not one_entry(tensor(op.results[0])) or base(op) in RANDOM:
+            return None
+        known = tuple(o for o in operands if o is not None)
+        return of_factor(Applied(op, known)) if len(known) == len(operands) else None
+
+    def entries(self, type: TensorType, dims: Iterable[int]) -> Coefficient:
+        """The number of entries in some dims, over the whole global batch."""
+        return Coefficient(size=sympy.Mul(*(type.shape[d] for d in dims)))
+
+    def moves(self, coefficient: Coefficient) -> bool:
+        """Whether a coefficient differs between a micro-batch and the whole batch because more samples are in it."""
+        return bool(coefficient.factors) or bool({str(s) for s in coefficient.size.free_symbols} & self.sample_symbols)
+
+    def bad(self, op: Operation, why: str, remedy: str = REMEDY) -> Bad:
+        """The state of a value that `op` makes by mixing samples."""
+        target = op.properties.get("target")
+        name = getattr(target, "data", op.name)
+        return Bad(f"the loss is not separable by sample: {name} {why}", op, remedy)
+
+
+def floating(type: TensorType) -> bool:
+    """Whether entries are real or complex numbers, not integers or booleans."""
+    return type.dtype.data[0] in "fcb" and type.dtype.data != "bool"
+
+
+def one_entry(type: TensorType) -> bool:
+    """Whether a tensor has exactly one entry, whatever the sizes."""
+    return all(d == 1 for d in type.shape)

@@ -1,0 +1,155 @@
+"""Rules for ops that are linear in one operand: views, selections, casts, masks, contractions. They apply to each part of a sum alone."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from xdsl.ir import SSAValue
+
+from secc.ir import template
+from secc.ir.dialect import Computation
+from secc.ir.types import TensorType, tensor
+from secc.passes.loss.arithmetic import result, spread
+from secc.passes.loss.aten import RESHAPES, base
+from secc.passes.loss.coefficient import ONE, of_number
+from secc.passes.loss.context import Context, floating, one_entry
+from secc.passes.loss.states import Local, Part, Stack, State, Sum
+from secc.passes.loss.workshop import argument
+
+
+def linear(ctx: Context, op: Computation) -> State | list[State] | None:
+    """An op that is linear in operand 0, the others being rows."""
+    if not op.operands or ctx.state(op.operands[0]) == Local() or not all(ctx.plain(o) for o in op.operands[1:]):
+        return None
+    state = ctx.state(op.operands[0])
+    if isinstance(state, Stack):
+        return _item(op, state)
+    if base(op) == "constant_pad_nd" and argument(op, 2, "value", 0) != 0:
+        return None
+    found: list[list[Part]] = [[] for _ in op.results]
+    for part in ctx.parts(op.operands[0]) or ():
+        for i, moved in enumerate(_apply(ctx, op, part)):
+            if not moved.summed and moved.atom is not None and ctx.carries(op.operands[0]) and not ctx.carries(moved.atom):
+                return ctx.bad(op, "picks some of the samples")
+            found[i].append(moved)
+    return [result(ctx, [op.operands[0]], parts) for parts in found]
+
+
+def _apply(ctx: Context, op: Computation, part: Part) -> list[Part]:
+    if part.atom is None:
+        if base(op) in RESHAPES and one_entry(tensor(op.results[0])):
+            return [part]
+        if base(op) == "neg":
+            return [part.scaled(-ONE)]
+        shaped = spread(ctx, op, part, tensor(op.operands[0]))
+        value = shaped.atom if shaped is not None and shaped.atom is not None else _one(ctx, op)
+        part = part.moved(value)
+    assert part.atom is not None
+    return [part.moved(value) for value in ctx.shop.rebuild(op, {0: part.atom})]
+
+
+def _one(ctx: Context, op: Computation) -> SSAValue:
+    """A scalar 1 in the shape of operand 0, which has one entry."""
+    type = tensor(op.operands[0])
+    shape = template.format(template.Arguments([list(type.shape)]))
+    return ctx.shop.glue(op, "aten.full.default", [], f"{shape}, 1.0, dtype=torch.{type.torch_dtype}, device=device", type)
+
+
+def _item(op: Computation, stack: Stack) -> list[State] | None:
+    """One scalar of a stack, or all of them, or the same stack in another form."""
+    name = base(op)
+    if name == "select":
+        return [stack.items[cast(int, argument(op, 2, "index")) % len(stack.items)]]
+    if name == "unbind":
+        return list(stack.items)
+    return [stack] if name in {"clone", "contiguous", "alias", "detach"} else None
+
+
+def cast_dtype(ctx: Context, op: Computation) -> State | list[State] | None:
+    """A cast is linear, unless it drops fractions."""
+    if floating(tensor(op.operands[0])) and not floating(tensor(op.results[0])):
+        return None
+    return linear(ctx, op)
+
+
+def where(ctx: Context, op: Computation) -> State | None:
+    """`where(mask, a, b)`: the mask is rows; a is kept where it holds, b elsewhere."""
+    refs = [a.index if isinstance(a, template.Ref) else None for a in op.arguments.args]
+    if len(refs) != 3 or refs[0] is None or not ctx.plain(mask := op.operands[refs[0]]):
+        return None
+    choices = [(op.operands[r] if r is not None else of_number(a)) for r, a in zip(refs[1:], op.arguments.args[1:], strict=True)]
+    if any(c is None for c in choices) or all(isinstance(c, SSAValue) and ctx.state(c) == Local() for c in choices):
+        return None
+    type, parts = tensor(op.results[0]), list[Part]()
+    for first, choice in zip((True, False), choices, strict=True):
+        for part in (ctx.parts(choice) or ()) if isinstance(choice, SSAValue) else (Part(cast("object", choice)),):  # type: ignore[arg-type]
+            if part.summed and ctx.carries(mask):
+                return ctx.bad(op, "puts a sum over samples in the place of single samples")
+            shaped = part if part.atom is not None else spread(ctx, op, part, type)
+            if shaped is None:
+                return None
+            parts.append(_masked(ctx, op, shaped, mask, first, type))
+    return result(ctx, [c for c in choices if c is not None], parts)
+
+
+def _masked(ctx: Context, op: Computation, part: Part, mask: SSAValue, first: bool, type: TensorType) -> Part:
+    if part.atom is None:
+        part = part.moved(_one_like(ctx, op, type))
+    assert part.atom is not None
+    target, args = ("aten.where.ScalarOther", "$0, $1, 0") if first else ("aten.where.ScalarSelf", "$0, 0, $1")
+    return part.moved(ctx.shop.glue(op, target, [mask, part.atom], args, type))
+
+
+def _one_like(ctx: Context, op: Computation, type: TensorType) -> SSAValue:
+    shape = template.format(template.Arguments([list(type.shape)]))
+    return ctx.shop.glue(op, "aten.full.default", [], f"{shape}, 1.0, dtype=torch.{type.torch_dtype}, device=device", type)
+
+
+def masked_fill(ctx: Context, op: Computation) -> State | None:
+    """Filling with 0 is linear; another value is not followed."""
+    value = argument(op, 2, "value")
+    if len(op.operands) != 2 or value != 0 or ctx.state(op.operands[0]) == Local() or not ctx.plain(op.operands[1]):
+        return None
+    found: list[Part] = []
+    for part in ctx.parts(op.operands[0]) or ():
+        if part.atom is None or (part.summed and ctx.carries(op.operands[1])):
+            return None
+        found.append(part.moved(ctx.shop.rebuild(op, {0: part.atom})[0]))
+    return result(ctx, [op.operands[0]], found)
+
+
+def stack(ctx: Context, op: Computation) -> State | None:
+    """Scalars put beside each other keep their own states."""
+    refs = op.arguments.args[0]
+    if not all(isinstance(ctx.state(o), Local | Sum) and one_entry(tensor(o)) for o in op.operands):
+        return None
+    if all(ctx.state(o) == Local() for o in op.operands):
+        return None
+    return Stack(tuple(Sum(ctx.parts(op.operands[r.index]) or ()) for r in refs))
+
+
+def contraction(ctx: Context, op: Computation) -> State | None:
+    """Matrix products: linear in both operands; contracting the samples is a sum over them."""
+    parts = [ctx.parts(o) for o in op.operands]
+    if len(parts) != 2 or any(p is None for p in parts):
+        return None
+    gone = any(ctx.carries(o) for o in op.operands) and not ctx.carries(op.results[0])
+    if not gone and all(ctx.state(o) == Local() for o in op.operands):
+        return None
+    found: list[Part] = []
+    for a in parts[0] or ():
+        for b in parts[1] or ():
+            if a.atom is None or b.atom is None or a.summed or b.summed:
+                return None
+            atom = ctx.shop.rebuild(op, {0: a.atom, 1: b.atom})[0]
+            found.append(Part(a.coefficient * b.coefficient, atom, gone, op if gone else None))
+    return Sum(tuple(found)) if gone else result(ctx, list(op.operands), found)
+
+
+def filled(ctx: Context, op: Computation) -> State | None:
+    """A scalar made of a size, such as `torch.tensor(len(batch))`, is a coefficient."""
+    if op.operands or not one_entry(tensor(op.results[0])):
+        return None
+    position = 1 if base(op) == "full" else 0
+    value = of_number(argument(op, position, "fill_value" if position else "s"))
+    return Sum((Part(value),)) if value is not None and ctx.moves(value) else None

@@ -1,0 +1,109 @@
+"""Rules for ops that mix along a dim, and the rule for every op that no table knows: its shapes decide."""
+
+from __future__ import annotations
+
+from xdsl.ir import Operation
+
+from secc.ir.dialect import CallOp, Computation
+from secc.ir.types import tensor
+from secc.passes.loss.aten import ALONG_DIM, BATCH_NORMS, FACTORIES, base
+from secc.passes.loss.context import Context, floating, one_entry
+from secc.passes.loss.reductions import reduced_dims
+from secc.passes.loss.states import LOCAL, Bad, Local, Part, State, Sum
+from secc.passes.loss.workshop import argument
+
+NO_BATCH_STATISTICS = "use a norm without batch statistics (LayerNorm, GroupNorm), or put it in eval mode"
+
+
+def mixing(ctx: Context, op: Computation) -> Bad | None:
+    """A known op that makes each sample depend on others."""
+    name = base(op)
+    if not op.operands or (ctx.input_only(op.results[0]) and not floating(tensor(op.results[0]))):
+        return None  # positions and offsets that inputs give are bookkeeping
+    if name in BATCH_NORMS:
+        return _batch_norm(ctx, op, BATCH_NORMS[name])
+    type = tensor(op.operands[0])
+    samples, rank = set(ctx.samples(type)), len(type.dims)
+    if name in {"native_layer_norm", "layer_norm", "rms_norm", "_fused_rms_norm"}:
+        shape = argument(op, 1, "normalized_shape", [])
+        over = samples & set(range(rank - len(shape), rank))
+        return ctx.bad(op, "normalises over samples") if over else None
+    if name not in ALONG_DIM:
+        return None
+    position, keyword, default = ALONG_DIM[name]
+    dim = argument(op, position, keyword, default)
+    dim = default if isinstance(dim, bool) else dim
+    return ctx.bad(op, "works along a dim that carries samples") if samples & set(reduced_dims(dim, rank)) else None
+
+
+def _batch_norm(ctx: Context, op: Computation, position: int | None) -> Bad | None:
+    training = position is None or argument(op, position, "training", False)
+    type = tensor(op.operands[0])
+    over = set(ctx.samples(type)) - {1}
+    if training and over:
+        return ctx.bad(op, "takes its mean and variance over the samples of the batch", NO_BATCH_STATISTICS)
+    return None
+
+
+def call(ctx: Context, op: CallOp) -> list[State]:
+    """A block's call: exact on rows; an output without samples, made of samples, is a reduction that nobody can look into."""
+    block = ctx.graph.blocks[op.target.data]
+    if block.couples is not None:
+        return [ctx.bad(op, f"couples the samples of a batch: {block.couples.data}", NO_BATCH_STATISTICS)] * len(op.results)
+    for value in op.operands:
+        if not ctx.plain(value):
+            return [ctx.bad(op, "takes a value that depends on all samples")] * len(op.results)
+    some = any(ctx.carries(o) for o in op.operands)
+    why = "reduces its samples to a value that is the whole batch's"
+    remedy = "compute the loss outside the block, from outputs that have a row for each sample"
+    return [ctx.bad(op, why, remedy) if some and not ctx.carries(r) else LOCAL for r in op.results]
+
+
+def other(ctx: Context, op: Computation) -> list[State]:
+    """The rule for every other op: functions of coefficients are coefficients; rows stay rows."""
+    if base(op) in FACTORIES:
+        return [LOCAL] * len(op.results)
+    if not all(ctx.plain(o) for o in op.operands):
+        return _not_plain(ctx, op)
+    return [_by_shape(ctx, op, r) for r in range(len(op.results))]
+
+
+def _not_plain(ctx: Context, op: Computation) -> list[State]:
+    coefficient = ctx.applied(op)
+    if coefficient is not None:
+        return [Sum((Part(coefficient),))]
+    if all(ctx.input_only(r) and ctx.carries(r) and not floating(tensor(r)) for r in op.results):
+        return [LOCAL] * len(op.results)
+    name = origin(ctx, op)
+    why = f"is applied to a sum over samples{f' (made at {name})' if name else ''}, and is not linear"
+    return [ctx.bad(op, why, "apply it to each sample before the sum or mean, or leave it out of the loss")] * len(op.results)
+
+
+def origin(ctx: Context, op: Operation) -> str:
+    """Where the sum that `op` takes was made."""
+    for value in op.operands:
+        for part in ctx.parts(value) or ():
+            where = part.origin.properties.get("where") if part.origin is not None else None
+            if where is not None and where != op.properties.get("where"):
+                return str(getattr(where, "data", ""))
+    return ""
+
+
+def _by_shape(ctx: Context, op: Computation, index: int) -> State:
+    result = op.results[index]
+    known = ctx.input_only(result)
+    most = max((len(ctx.samples(tensor(o))) for o in op.operands), default=0)
+    now = len(ctx.samples(tensor(result)))
+    if most and not now and not _empty(ctx, op, index):
+        return ctx.bad(op, "makes one value of all samples, and is not a sum over them")
+    if now > max(most, 1) and not known:
+        return ctx.bad(op, "pairs every sample with every other")
+    return LOCAL
+
+
+def _empty(ctx: Context, op: Computation, index: int) -> bool:
+    """Whether a result is a by-product without entries or of no interest to autograd, such as a random state."""
+    type = tensor(op.results[index])
+    return index > 0 and not floating(type) and (one_entry(type) or any(d == 0 for d in type.shape))
+
+

@@ -1,0 +1,137 @@
+"""Rules for reductions over samples: sums, means, and torch's losses with a `reduction` argument."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from xdsl.ir import SSAValue
+
+from secc.ir.dialect import Computation
+from secc.ir.types import TensorType, tensor
+from secc.passes.loss.aten import ENTRY_LOSSES, REDUCTIONS, ROW_LOSSES, base
+from secc.passes.loss.arithmetic import scaled
+from secc.passes.loss.coefficient import ONE, Coefficient, of_number
+from secc.passes.loss.context import Context
+from secc.passes.loss.states import Local, Part, Stack, State, Sum
+from secc.passes.loss.workshop import argument, carry_grad, with_argument
+
+NONE, MEAN, SUM = 0, 1, 2
+COUNT = TensorType.of([], "i64")
+
+
+def reduced_dims(value: Any, rank: int) -> list[int]:
+    """The dims that a `dim` argument names, counted from the front; all for none."""
+    if value is None or value == []:
+        return list(range(rank))
+    dims = cast("list[int]", value if isinstance(value, list | tuple) else [value])
+    return [d % rank for d in dims] if rank else []
+
+
+def sum_or_mean(ctx: Context, op: Computation) -> State | None:
+    """`sum` and `mean`, over all dims or some."""
+    value = op.operands[0]
+    type = tensor(value)
+    dim_argument = None if op.properties["target"].data.endswith(".default") else argument(op, 1, "dim")  # pyright: ignore
+    dims = reduced_dims(dim_argument, len(type.dims))
+    mean = base(op) == "mean"
+    state = ctx.state(value)
+    if isinstance(state, Stack):
+        return _of_stack(state, mean)
+    parts = ctx.parts(value)
+    entries = ctx.entries(type, dims) if mean else ONE
+    over_samples = bool(set(dims) & set(ctx.samples(type)))
+    if parts is None or (state == Local() and not over_samples and not entries.size.free_symbols):
+        return None
+    if over_samples and ctx.carries(op.results[0]):
+        return ctx.bad(op, "sums over one of several dims that carry samples")
+    found: list[Part] = []
+    for part in parts:
+        if part.atom is not None:
+            atom = _as_sum(ctx, op, part.atom) if mean else ctx.shop.rebuild(op, {0: part.atom})[0]
+            summed = part.summed or over_samples
+            part = Part(part.coefficient / entries, atom, summed, part.origin or (op if summed else None))
+        found.append(part)
+    local = isinstance(state, Local) and not over_samples
+    return Local(tuple(found)) if local else Sum(tuple(found))
+
+
+def _as_sum(ctx: Context, op: Computation, value: SSAValue) -> SSAValue:
+    """The sum that a mean divides."""
+    target = "aten.sum.default" if op.properties["target"].data.endswith(".default") else "aten.sum.dim_IntList"  # pyright: ignore
+    operands = [value, *op.operands[1:]]
+    return ctx.shop.glue(op, target, operands, op.properties["args"].data, tensor(op.results[0]))  # pyright: ignore
+
+
+def _of_stack(stack: Stack, mean: bool) -> State:
+    items = [i for i in stack.items if isinstance(i, Local | Sum)]
+    share = ONE / cast(Coefficient, of_number(len(items))) if mean else ONE
+    return Sum(tuple(p for i in items for p in cast(Sum, scaled(i, share)).parts))
+
+
+def other_reduction(ctx: Context, op: Computation) -> State | None:
+    """A reduction that is not linear: fine inside a sample, never over samples."""
+    name = base(op)
+    type = tensor(op.operands[0])
+    if len(op.operands) > 1 or not ctx.samples(type):
+        return None  # max of two tensors is pointwise
+    position, keyword = REDUCTIONS[name]
+    over = set(reduced_dims(argument(op, position, keyword), len(type.dims))) & set(ctx.samples(type))
+    return ctx.bad(op, "is taken over samples, and is not a sum over them") if over else None
+
+
+def loss(ctx: Context, op: Computation) -> State | None:
+    """A loss of torch with a `reduction` argument: its sum form is the numerator, the number of entries (or rows) the divisor."""
+    name = base(op)
+    rows = name in ROW_LOSSES
+    position = ROW_LOSSES[name] if rows else ENTRY_LOSSES[name]
+    reduction = argument(op, position, "reduction", MEAN)
+    type = _broadcast([tensor(o) for o in op.operands[:2]]) if not rows else tensor(op.operands[0])
+    if reduction == NONE or not ctx.samples(type) or not all(ctx.plain(o) for o in op.operands):
+        return None
+    atom = ctx.shop.rebuild(op, {}, None if reduction == SUM else with_argument(op, position, "reduction", SUM))[0]
+    divisor = ctx.entries(type, range(1 if rows else len(type.dims))) if reduction == MEAN else ONE
+    return Sum((Part(ONE / divisor, atom, True, op),))
+
+
+def label_loss(ctx: Context, op: Computation) -> State | list[State] | None:
+    """`nll_loss`: the negative log likelihood of labels, some ignored; the mean divides by the (weighted) number of the others."""
+    scores, labels = op.operands[0], op.operands[1]
+    type = tensor(scores)
+    reduction = argument(op, 3, "reduction", MEAN)
+    if not ctx.samples(type) or not all(ctx.plain(o) for o in op.operands):
+        return None
+    if ctx.samples(type)[0] == min(1, len(type.dims) - 1):
+        return ctx.bad(op, "has samples as its classes")
+    if reduction == NONE:
+        return None
+    count = _label_count(ctx, op, labels)
+    atom = ctx.shop.rebuild(op, {}, None if reduction == SUM else with_argument(op, 3, "reduction", SUM))[0]
+    counted = Part(ONE, count, True, op)
+    divisor = ctx.part_coefficient(counted)
+    if reduction == MEAN and divisor is None:
+        remedy = "make the labels from inputs alone, or use reduction='sum' and divide by a number that inputs decide"
+        return ctx.bad(op, "divides by the number of labels that are not ignored, which depends on a block's result", remedy)
+    loss = Part(ONE if reduction == SUM or divisor is None else ONE / divisor, atom, True, op)
+    return [Sum((loss,)), Sum((counted,))][: len(op.results)]
+
+
+def _label_count(ctx: Context, op: Computation, labels: SSAValue) -> SSAValue:
+    """The number of labels that are not ignored, or the sum of their classes' weights."""
+    ignored = argument(op, 4, "ignore_index", -100)
+    shape = tensor(labels).shape
+    kept = ctx.shop.glue(op, "aten.ne.Scalar", [labels], f"$0, {ignored}", TensorType.of(shape, "bool"))
+    if len(op.operands) < 3:
+        return ctx.shop.glue(op, "aten.sum.default", [kept], "$0", COUNT)
+    weight = op.operands[2]
+    dtype = tensor(weight).dtype.data
+    classes = ctx.shop.glue(op, "aten.clamp_min.default", [labels], "$0, 0", tensor(labels))
+    weights = ctx.shop.glue(op, "aten.index.Tensor", [weight, classes], "$0, [$1]", TensorType.of(shape, dtype))
+    weights = ctx.shop.glue(op, "aten.mul.Tensor", [weights, kept], "$0, $1", TensorType.of(shape, dtype))
+    return ctx.shop.glue(op, "aten.sum.default", [weights], "$0", TensorType.of([], dtype))
+
+
+def _broadcast(types: list[TensorType]) -> TensorType:
+    """The type of a pointwise op's result."""
+    rank = max(len(t.dims) for t in types)
+    shape = [next((t.shape[d + len(t.dims)] for t in types if d + len(t.dims) >= 0 and t.shape[d + len(t.dims)] != 1), 1) for d in range(-rank, 0)]
+    return carry_grad(TensorType.of(shape, types[0].dtype.data), [], False)

@@ -1,0 +1,78 @@
+"""The walk over one case's ops from inputs to the loss: each op's rule gives the states of its results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from xdsl.ir import Operation, SSAValue
+
+from secc.ir.dialect import CallOp, CaseOp, Computation, GraphOp, ReturnOp
+from secc.ir.types import tensor
+from secc.passes.loss import arithmetic, linear, reductions
+from secc.passes.loss.aten import ENTRY_LOSSES, LABEL_LOSSES, LINEAR, PRODUCTS, REDUCTIONS, ROW_LOSSES, base
+from secc.passes.loss.context import Context, floating
+from secc.passes.loss.mixing import call, mixing, other
+from secc.passes.loss.states import LOCAL, Bad, State
+
+Rule = Callable[[Context, Computation], "State | list[State] | None"]
+
+RULES: dict[str, Rule] = (
+    dict.fromkeys(LINEAR, linear.linear)
+    | dict.fromkeys(REDUCTIONS, reductions.other_reduction)
+    | dict.fromkeys(PRODUCTS, linear.contraction)
+    | dict.fromkeys([*ENTRY_LOSSES, *ROW_LOSSES], reductions.loss)
+    | dict.fromkeys(LABEL_LOSSES, reductions.label_loss)
+    | dict.fromkeys(["_to_copy", "to", "float", "double"], linear.cast_dtype)
+    | dict.fromkeys(["add", "sub", "rsub"], arithmetic.add)
+    | dict.fromkeys(["sum", "mean"], reductions.sum_or_mean)
+    | dict.fromkeys(["stack", "cat"], linear.stack)
+    | dict.fromkeys(["full", "scalar_tensor"], linear.filled)
+    | {"mul": arithmetic.multiply, "div": arithmetic.divide, "where": linear.where, "masked_fill": linear.masked_fill}
+)
+
+
+def walk(graph: GraphOp, case: CaseOp) -> tuple[Context, State]:
+    """Facts about a case and the state of its loss."""
+    context = Context(graph, case)
+    end = case.ops[-1]
+    assert isinstance(end, ReturnOp)
+    loss = end.operands[0]
+    needed = slice_of(loss)
+    for op in case.ops:
+        if op in needed and isinstance(op, Computation):
+            context.states.update(zip(op.results, _states(context, op), strict=True))
+    return context, context.state(loss)
+
+
+def slice_of(value: SSAValue) -> set[Operation]:
+    """The ops that a value depends on."""
+    found: set[Operation] = set()
+    stack = [value.owner]
+    while stack:
+        op = stack.pop()
+        if isinstance(op, Operation) and op not in found:
+            found.add(op)
+            stack.extend(o.owner for o in op.operands)
+    return found
+
+
+def _states(ctx: Context, op: Computation) -> list[State]:
+    for value in op.operands:
+        if isinstance(bad := ctx.state(value), Bad) and not ctx.plain(value):
+            return _spoilt(ctx, op, bad)
+    if isinstance(op, CallOp):
+        return call(ctx, op)
+    if (bad := mixing(ctx, op)) is not None:
+        return [bad] * len(op.results)
+    rule = RULES.get(base(op))
+    found = rule(ctx, op) if rule is not None else None
+    if found is None:
+        return other(ctx, op)
+    return found if isinstance(found, list) else [found] + [LOCAL] * (len(op.results) - 1)
+
+
+def _spoilt(ctx: Context, op: Computation, bad: Bad) -> list[State]:
+    """What follows a mixing op: integers from inputs stay bookkeeping, all else is as bad."""
+    if all(ctx.input_only(r) and ctx.carries(r) and not floating(tensor(r)) for r in op.results):
+        return [LOCAL] * len(op.results)
+    return [bad] * len(op.results)

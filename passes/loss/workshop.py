@@ -1,0 +1,91 @@
+"""A place for ops that a rewrite may need: made detached, and put before the end of the case only if something uses them.
+
+Walking the loss makes an op for every way the loss could have been followed; only those that a term needs become part of the case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from xdsl.dialects.builtin import StringAttr
+from xdsl.ir import Operation, SSAValue
+
+from secc.ir import template
+from secc.ir.dialect import CaseOp, Computation, GlueOp
+from secc.ir.types import TensorType, tensor
+
+AnyOp = TypeVar("AnyOp", bound=Operation)
+
+
+class Workshop:
+    """Makes ops for one case."""
+
+    def __init__(self) -> None:
+        self.made: list[Operation] = []
+
+    def add(self, op: AnyOp) -> AnyOp:
+        """Keep an op that was made elsewhere."""
+        self.made.append(op)
+        return op
+
+    def glue(self, like: Computation, target: str, operands: list[SSAValue], args: str, type: TensorType) -> SSAValue:
+        """A new op in the place (file:line, grad mode, autocast) of `like`."""
+        inherited = {k: v for k, v in like.properties.items() if k in {"no_grad", "autocast", "where", "section"}}
+        op = GlueOp.of(target, operands, args, [carry_grad(type, operands, "no_grad" in inherited)], **inherited)
+        return self.add(op).results[0]
+
+    def rebuild(self, op: Computation, replaced: Mapping[int, SSAValue], args: str | None = None) -> list[SSAValue]:
+        """The results of `op` with other operands (by position) or arguments; those of `op` itself where nothing differs."""
+        operands = [replaced.get(i, operand) for i, operand in enumerate(op.operands)]
+        if args is None and all(a is b for a, b in zip(operands, op.operands, strict=True)):
+            return list(op.results)
+        properties = dict(op.properties)
+        if args is not None:
+            properties["args"] = StringAttr(args)
+        carried = any(tensor(o).requires_grad for o in op.operands)
+        # A result without a gradient although one flows in (a count, an index) stays so.
+        fixed = [carried and not tensor(r).requires_grad for r in op.results]
+        types = [carry_grad(tensor(r), operands, "no_grad" in properties or f) for r, f in zip(op.results, fixed, strict=True)]
+        return list(self.add(type(op).create(operands=operands, result_types=types, properties=properties)).results)
+
+    def commit(self, case: CaseOp, needed: Iterable[Operation]) -> None:
+        """Put the needed ops and what they use before the case's end; drop the others."""
+        wanted = set[Operation]()
+        stack = list(needed)
+        while stack:
+            op = stack.pop()
+            if op.parent is None and op not in wanted:
+                wanted.add(op)
+                stack.extend(o.owner for o in op.operands if isinstance(o.owner, Operation))
+        end = case.body.block.last_op
+        assert end is not None
+        case.body.block.insert_ops_before([op for op in self.made if op in wanted], end)
+        for op in reversed(self.made):
+            if op not in wanted:
+                op.erase()
+        self.made.clear()
+
+
+def carry_grad(type: TensorType, operands: list[SSAValue], no_grad: bool) -> TensorType:
+    """`type` with a gradient exactly if one flows into it."""
+    grad = not no_grad and any(tensor(o).requires_grad for o in operands)
+    return TensorType.of(type.shape, type.dtype.data, grad)
+
+
+def argument(op: Computation, position: int, name: str, default: Any = None) -> Any:
+    """An argument of the recorded call, by position or name; trailing defaults are not recorded."""
+    arguments = op.arguments
+    if position < len(arguments.args):
+        return arguments.args[position]
+    return arguments.kwargs.get(name, default)
+
+
+def with_argument(op: Computation, position: int, name: str, value: Any) -> str:
+    """The argument list with one argument set."""
+    arguments = op.arguments
+    if position < len(arguments.args):
+        arguments.args[position] = value
+    else:
+        arguments.kwargs[name] = value
+    return template.format(arguments)
