@@ -78,11 +78,14 @@ def model() -> nn.Module:
 
 @cache
 def manual() -> tuple[bytes, bytes]:
-    """Python's manual in two parts: every tenth topic is held out."""
-    names = sorted(topics)
-    train = "\n".join(topics[n] for i, n in enumerate(names) if i % 10 != 9)
-    held_out = "\n".join(topics[n] for i, n in enumerate(names) if i % 10 == 9)
-    return train.encode(), held_out.encode()
+    """Python's manual in two parts, for training and held out: every tenth run of ten paragraphs is held out, repeated ones count once."""
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    paragraphs = list(dict.fromkeys(text.split("\n\n")))
+    parts: tuple[list[str], list[str]] = ([], [])
+    for i, paragraph in enumerate(paragraphs):
+        parts[i // 10 % 10 == 9].append(paragraph)
+    train, held_out = ("\n\n".join(part).encode() for part in parts)
+    return train, held_out
 
 
 class Text(Dataset):

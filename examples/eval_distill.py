@@ -1,4 +1,4 @@
-"""Prints a student's loss, in nats per byte, on the topics of Python's manual that neither it nor its teacher was trained on.
+"""Prints a student's loss, in nats per byte, on the parts of Python's manual that neither it nor its teacher was trained on.
 
     python examples/eval_distill.py WEIGHTS.safetensors [MORE.safetensors ...]
 

@@ -1,0 +1,73 @@
+"""The wheel, the sdist and the editable install hold all of secc, although three of its packages are links to folders beside it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+NOT_SOURCE = shutil.ignore_patterns(".*", "runs", "build", "dist", "plan_*", "*.egg-info", "__pycache__")
+
+
+def build(kind: str, source: Path, target: Path) -> Path:
+    """The file that the build backend makes of `source`: `kind` is wheel, sdist or editable."""
+    target.mkdir(exist_ok=True)
+    code = f"from setuptools import build_meta; print(build_meta.build_{kind}({str(target)!r}))"
+    result = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True, timeout=100)
+    assert result.returncode == 0, result.stderr
+    return target / result.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def checkout(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the checkout, links kept, so that building leaves nothing behind in the real one."""
+    copy = tmp_path_factory.mktemp("checkout") / "secc"
+    shutil.copytree(root, copy, symlinks=True, ignore=NOT_SOURCE)
+    return copy
+
+
+def expected(root: Path) -> set[str]:
+    """The path inside the package of every module and template."""
+    found = {p.relative_to(root) for p in (root / "secc").rglob("*.py")}
+    for folder in ("passes", "runtime", "templates"):
+        found |= {Path("secc") / p.relative_to(root) for pattern in ("*.py", "*.j2") for p in (root / folder).rglob(pattern)}
+    return {p.as_posix() for p in found}
+
+
+def packaged(names: list[str]) -> set[str]:
+    return {n for n in names if n.startswith("secc/") and n.endswith((".py", ".j2"))}
+
+
+def test_the_wheel_holds_every_module_and_template_and_no_other_package(checkout: Path, tmp_path: Path):
+    names = zipfile.ZipFile(build("wheel", checkout, tmp_path)).namelist()
+    assert packaged(names) >= expected(checkout)
+    assert {n.split("/")[0].split("-")[0] for n in names} == {"secc"}
+
+
+def test_the_sdist_builds_the_same_wheel(checkout: Path, tmp_path: Path):
+    direct = zipfile.ZipFile(build("wheel", checkout, tmp_path / "direct")).namelist()
+    with tarfile.open(build("sdist", checkout, tmp_path)) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    again = zipfile.ZipFile(build("wheel", unpacked, tmp_path / "again")).namelist()
+    assert packaged(again) == packaged(direct)
+
+
+def test_an_editable_install_finds_the_linked_packages_under_secc_only(checkout: Path, tmp_path: Path):
+    with zipfile.ZipFile(build("editable", checkout, tmp_path)) as wheel:
+        wheel.extractall(tmp_path / "site")
+    code = "\n".join(
+        [
+            "import site, sys, importlib.util as u",
+            f"site.addsitedir({str(tmp_path / 'site')!r})",
+            "import secc.passes, secc.runtime.plan",
+            "print(secc.passes.__file__, u.find_spec('passes'), u.find_spec('runtime'))",
+        ]
+    )
+    result = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, env={}, capture_output=True, text=True, timeout=60)
+    assert result.stdout.split() == [str(checkout / "secc" / "passes" / "__init__.py"), "None", "None"], result.stderr
