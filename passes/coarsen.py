@@ -130,7 +130,8 @@ def _declare(graph: GraphOp, grouping: Grouping) -> None:
         if name in taken:
             name = unique(f"{name}_{group.mode}", taken)
         taken.append(name)
-        properties = {"sym": StringAttr(name), "mode": StringAttr(group.mode), "when": texts(sorted(group.when)), "blocks": texts(group.blocks)}
+        when, blocks = texts(sorted(group.when)), texts(group.blocks)
+        properties = {"sym": StringAttr(name), "mode": StringAttr(group.mode), "when": when, "blocks": blocks}
         _before_cases(graph, SectionOp.create(properties=properties))
 
 

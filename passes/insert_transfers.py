@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from xdsl.context import Context
 from xdsl.dialects.builtin import IntAttr, ModuleOp, StringAttr, SymbolRefAttr
+from xdsl.ir import Attribute
 from xdsl.passes import ModulePass
 
 from secc.errors import UserError
@@ -35,7 +36,7 @@ class InsertTransfers(ModulePass):
 
 def _insert(edge: Edge, crossing: Crossing) -> None:
     """Put the transfer behind the value's producer, and let the consumer's section use its result."""
-    properties = {
+    properties: dict[str, Attribute] = {
         "sym": StringAttr(edge.name),
         "src": SymbolRefAttr(edge.src),
         "dst": SymbolRefAttr(edge.dst),

@@ -9,7 +9,7 @@ from xdsl.dialects.builtin import ArrayAttr, FloatAttr, IntAttr, IntegerAttr, St
 from xdsl.ir import Operation, OpResult, SSAValue
 
 from secc.ir import expr
-from secc.ir.dialect import CallOp, CaseOp, ConstOp, GlueOp, GraphOp, InputOp, LeafOp, ParamOp, PatternOp, SizeOp, TransferOp, section_of, strings
+from secc.ir.dialect import CallOp, CaseOp, ConstOp, GlueOp, GraphOp, InputOp, LeafOp, PatternOp, SizeOp, TransferOp, strings
 from secc.ir.expr import Expr
 from secc.ir.types import tensor
 
@@ -60,13 +60,6 @@ def users(op: Operation) -> list[Operation]:
     block = op.parent_block()
     assert block is not None
     return [o for o in block.ops if o in found] if len(found) > 1 else list(found)
-
-
-def sectioned(op: Operation) -> str:
-    """The section of an op that has one."""
-    name = section_of(op)
-    assert name is not None, f"{op.name} is in no section"
-    return name
 
 
 def texts_of(op: Operation, name: str) -> tuple[str, ...]:

@@ -55,7 +55,7 @@ def carriable(graph: GraphOp, kind: TensorType) -> bool:
 
 def vanishes(graph: GraphOp, rows: str, absent: Sequence[str]) -> bool:
     """Whether a sample without the optional keys `absent` has no rows."""
-    gone = {expr.symbol(name): 0 for name, s in graph.symbols.items() if s.key.data in absent}
+    gone = [(expr.symbol(name), 0) for name, s in graph.symbols.items() if s.key.data in absent]
     return expr.parse(rows).subs(gone) == 0
 
 

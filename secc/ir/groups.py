@@ -129,7 +129,7 @@ class Grouping:
 
 
 def initial_groups(graph: GraphOp, each_block: bool, pinned: Mapping[str, str]) -> tuple[list[Group], list[BlockOp]]:
-    """The blocks by the section that they are pinned to, else by component, predicate and mode (or one by one); and those that no case calls."""
+    """The blocks by the section they are pinned to, else by component, predicate and mode (or one by one); and those that no case calls."""
     calls: dict[str, list[CallOp]] = {}
     for case in graph.cases:
         for op in case.ops:
@@ -177,7 +177,7 @@ def component_of(block: BlockOp) -> str:
 
 
 def _work(graph: GraphOp, calls: dict[str, list[CallOp]]) -> dict[str, float]:
-    """The expected work of each block for one sample: FLOPs, or parameters where FLOPs are not known for every call; both times the passes."""
+    """The expected work of each block for a sample: FLOPs, or parameters where FLOPs are not known for every call, times its passes."""
     if any(flops_of(c) is None for found in calls.values() for c in found):
         return {path: graph.blocks[path].params.data * _WORK[strongest([mode_of(c) for c in found])] for path, found in calls.items()}
     statistics = Statistics(graph)

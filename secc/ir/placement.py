@@ -7,8 +7,6 @@ it, the consumer computes it from what an edge can carry; glue is cheap. Input-o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from xdsl.dialects.builtin import StringAttr
 from xdsl.ir import Operation
 
