@@ -7,12 +7,14 @@ neither `import secc` nor `secc opt --help` loads a pass that is not used.
 from __future__ import annotations
 
 import importlib
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from xdsl.dialects.builtin import ModuleOp
 from xdsl.passes import ModulePass, PassPipeline
+from xdsl.utils.arg_spec import ArgSpec
 from xdsl.utils.exceptions import ArgSpecParseError, VerifyException
 
 from secc.errors import UserError
@@ -56,17 +58,27 @@ class Run:
     seconds: list[tuple[str, float]] = field(default_factory=list[tuple[str, float]])
 
 
-def run(module: ModuleOp, passes: tuple[ModulePass, ...], *, dump: bool = False, progress: Callable[[str], None] | None = None) -> Run:
-    """Apply passes in order, verifying after each. With `dump`, keep the text after each, its header the pipeline that made it."""
+def run(
+    module: ModuleOp,
+    passes: Sequence[ModulePass],
+    *,
+    dump: bool = False,
+    progress: Callable[[str], None] | None = None,
+    made: Sequence[str] = (),
+) -> Run:
+    """Apply passes in order, verifying after each; `progress` is told each pass's name before it starts.
+
+    With `dump`, keep the text after each; its header is the pipeline that made it, after `made`, the one that made `module`.
+    """
     record = Run()
-    done: list[str] = []
+    done = list(made)
     for step in passes:
         if progress is not None:
             progress(step.name)
         start = time.perf_counter()
         _apply(step, module)
         record.seconds.append((step.name, time.perf_counter() - start))
-        done.append(str(step.pipeline_pass_spec()))
+        done.append(described(step))
         if dump:
             record.dumps.append((step.name, header(done) + print_module(module)))
     return record
@@ -82,6 +94,18 @@ def _apply(step: ModulePass, module: ModuleOp) -> None:
         raise RuntimeError(f"pass {step.name} left IR that breaks a rule: {error}") from error
 
 
-def header(done: list[str]) -> str:
-    """The first line of a dump: how to make it again with `secc opt`."""
-    return f"// secc opt -p '{','.join(done)}'\n"
+def described(step: ModulePass) -> str:
+    """A pass with the options that differ from their defaults, as in a pipeline string: `coarsen{max-sections=4}`."""
+    spec = step.spec()
+    return str(ArgSpec(spec.name, {name.replace("_", "-"): values for name, values in spec.parameters.items()}))
+
+
+def header(done: Sequence[str]) -> str:
+    """The first line of a dump: how to make it again from the capture with `secc opt`."""
+    return f"// secc opt -p '{','.join(done)}'\n" if done else ""
+
+
+def made_by(text: str) -> list[str]:
+    """The pipeline in the header of a dump, as a list of one text; [] where there is no header."""
+    found = re.match(r"// secc opt -p '([^'\n]*)'\n", text)
+    return [found[1]] if found else []

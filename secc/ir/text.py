@@ -38,13 +38,19 @@ def parse(text: str, name: str = "<text>") -> ModuleOp:
     return module
 
 
-def read(path: str | Path) -> ModuleOp:
-    """Read and verify a file."""
+def load(path: str | Path) -> str:
+    """The text of a file. Raises UserError if it cannot be read."""
     try:
-        text = Path(path).read_text()
+        return Path(path).read_text()
     except OSError as error:
         raise UserError(f"cannot read the file: {error.strerror}", str(path)) from None
-    return parse(text, str(path))
+    except UnicodeDecodeError:
+        raise UserError("cannot read the file: it is not text", str(path)) from None
+
+
+def read(path: str | Path) -> ModuleOp:
+    """Read and verify a file."""
+    return parse(load(path), str(path))
 
 
 def print_module(module: Operation) -> str:

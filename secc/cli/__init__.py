@@ -1,0 +1,51 @@
+"""The command line: a table of commands, each in a module of its own that is imported when it is used.
+
+Importing this package loads typer alone, so that `secc --help` answers at once and `secc opt` needs no torch. A `UserError` that a
+command lets through becomes one message on stderr and exit code 2.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+COMMANDS = ("compile", "run", "check", "explain", "export", "opt")
+
+
+class Commands(TyperGroup):
+    """Looks a command up by importing `secc.cli.NAME` and its function `command`."""
+
+    def list_commands(self, ctx: typer.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: typer.Context, cmd_name: str) -> TyperCommand | None:
+        if cmd_name not in COMMANDS:
+            return None
+        app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        app.command(cmd_name, no_args_is_help=True)(importlib.import_module(f"secc.cli.{cmd_name}").command)
+        found = typer.main.get_command(app)
+        assert isinstance(found, TyperCommand)
+        return found
+
+
+app = typer.Typer(cls=Commands, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def secc() -> None:
+    """Compile compound training models into plans for unequal groups of ranks, and run them."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command. Exit code 2 with one message for bad input."""
+    from secc.errors import UserError
+
+    try:
+        app(args=None if arguments is None else list(arguments))
+    except UserError as error:
+        print(f"secc: {error}", file=sys.stderr)
+        raise SystemExit(2) from None

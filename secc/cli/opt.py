@@ -1,0 +1,55 @@
+"""`secc opt FILE.mlir -p PIPELINE`: runs any passes on IR text, for tests, for debugging, and to make a dump of a plan again."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def command(
+    file: Annotated[Path, typer.Argument(help="IR text, - for stdin", metavar="FILE.mlir", allow_dash=True)],
+    pipeline: Annotated[str, typer.Option("-p", "--pipeline", help="passes with options: canonicalize,coarsen{max-sections=4}")] = "",
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="write the result here instead of to stdout")] = None,
+    print_between_passes: Annotated[bool, typer.Option("--print-between-passes", help="print the IR after each pass to stderr")] = False,
+    time_passes: Annotated[bool, typer.Option("--time-passes", help="print each pass's seconds to stderr")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print the result and the seconds as JSON")] = False,
+) -> None:
+    """Run passes on IR text."""
+    from secc import pipeline as passes
+    from secc.ir import text
+
+    steps = passes.parse(pipeline)
+    source = sys.stdin.read() if str(file) == "-" else text.load(file)
+    module = text.parse(source, str(file))
+    made = passes.made_by(source)
+    record = passes.run(module, steps, dump=print_between_passes, made=made)
+    result = passes.header([*made, *map(passes.described, steps)]) + text.print_module(module)
+    for name, dump in record.dumps:
+        print(f"// after {name}\n{dump}", file=sys.stderr)
+    if time_passes:
+        print(_times(record.seconds), file=sys.stderr)
+    if as_json:
+        result = json.dumps({"ir": result, "seconds": [{"pass": n, "seconds": s} for n, s in record.seconds]}, indent=2) + "\n"
+    _write(result, output)
+
+
+def _times(seconds: list[tuple[str, float]]) -> str:
+    total = sum(s for _, s in seconds)
+    rows = [f"{s:9.3f} s  {100 * s / total if total else 0:5.1f} %  {name}" for name, s in seconds]
+    return "\n".join([*rows, f"{total:9.3f} s  100.0 %  total"])
+
+
+def _write(result: str, output: Path | None) -> None:
+    from secc.errors import UserError
+
+    if output is None:
+        sys.stdout.write(result)
+        return
+    try:
+        output.write_text(result)
+    except OSError as error:
+        raise UserError(f"cannot write the file: {error.strerror}", str(output)) from None
