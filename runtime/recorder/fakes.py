@@ -67,9 +67,10 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Result:
-    """What a block's call returns: `skeleton` holds Leaf objects where tensors are; `hazards` name the block's path."""
+    """What a block's call returns: `skeleton` holds Leaf objects where tensors are. `reads`: values of real arguments decided something."""
 
     skeleton: Any
+    reads: bool
     hazards: tuple[Hazard, ...]
 
     def build(self, mode: FakeTensorMode, arguments: list[torch.Tensor]) -> tuple[Any, list[tuple[Leaf, torch.Tensor]]]:
@@ -112,8 +113,9 @@ class Shapes:
         known = (key, _values(inputs)) if key in self._reading else key
         if known in self._results:
             return self._results[known]
+        # An empty context: Hugging Face's output recorders gather what runs in the caller's context, and this run is not the user's.
         out, reads, hazards = contextvars.Context().run(run)
-        found = Result(_skeleton(out, inputs), hazards)
+        found = Result(_skeleton(out, inputs), reads, hazards)
         if reads:
             self._reading.add(key)
         self._results[(key, _values(inputs)) if reads else key] = found

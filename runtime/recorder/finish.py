@@ -23,7 +23,7 @@ def finish(graph: fx.Graph) -> fx.Graph:
         if node.target in _LAYOUT_FREE:
             node.target = _LAYOUT_FREE[node.target]
     _drop_aliases(graph)
-    graph.eliminate_dead_code(_needed)
+    graph.eliminate_dead_code(needed)
     for node in graph.nodes:
         if node.op == "call_function" and node.target is not take:
             node.meta["requires_grad"] = _requires_grad(node)
@@ -31,7 +31,8 @@ def finish(graph: fx.Graph) -> fx.Graph:
     return graph
 
 
-def _needed(node: fx.Node) -> bool:
+def needed(node: fx.Node) -> bool:
+    """Whether a node stays though nothing uses it."""
     return node.op in ("placeholder", "output") or is_read(node)
 
 

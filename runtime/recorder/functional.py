@@ -7,7 +7,8 @@ of the rest. PyTorch's functionalisation replays the graph above a second tape: 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,6 +31,16 @@ def mutates(graph: fx.Graph) -> bool:
 def functionalise(tape: Tape, values: Callable[[fx.Node], torch.Tensor], mode: FakeTensorMode, fail: Fail) -> Tape:
     """A tape with the same glue and no writes. `values` gives a placeholder's or `get_attr` node's tensor, unchanged by the first run."""
     return _Functional(tape, values, mode, fail).run()
+
+
+@contextmanager
+def _plain() -> Iterator[None]:
+    """New tensors made inside are not wrapped."""
+    torch._disable_functionalization()
+    try:
+        yield
+    finally:
+        torch._enable_functionalization(reapply_views=True)
 
 
 class _Functional:
@@ -77,14 +88,16 @@ class _Functional:
         return node.target(*args, **kwargs)
 
     def _head(self, node: fx.Node) -> torch.Tensor:
-        tensor = self._values(node)
+        with _plain():
+            tensor = self._values(node)
         if node.op == "placeholder" or str(node.target).startswith("_constant"):
             self.tape.bind(tensor, self.tape.head(node.op, node.target, tensor))
         return torch._to_functional_tensor(tensor)
 
     def _take(self, node: fx.Node) -> torch.Tensor:
         call, path = node.args
-        tensor = fresh(self._mode, node.meta["shape"], node.meta["stride"], node.meta["dtype"])
+        with _plain():
+            tensor = fresh(self._mode, node.meta["shape"], node.meta["stride"], node.meta["dtype"])
         self.tape.take(self._env[call], path, tensor, node.meta["requires_grad"])
         return torch._to_functional_tensor(tensor)
 

@@ -6,6 +6,7 @@ Both end the exactness of a plan, so the compiler must know them by place.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -26,6 +27,12 @@ class Watch:
         self._path = path
         self.reads = False
         self.hazards: dict[Hazard, None] = {}
+
+    def joined(self, reads: bool, hazards: Iterable[Hazard]) -> Watch:
+        """This watch, which now knows as well what happened in a part of the block that did not run again."""
+        self.reads |= reads
+        self.hazards |= {Hazard(self._path, h.kind, h.op, h.where): None for h in hazards}
+        return self
 
     def see(self, func: Any, args: Any, kwargs: Any) -> None:
         """An op is about to run."""

@@ -49,14 +49,14 @@ class Recorder:
         self.blocks = frozenset(blocks)
         self._tensors = {n: t for n, t in (*self._model.named_parameters(), *self._model.named_buffers())}
         self._state = {id(t): n for n, t in self._tensors.items()}
-        self._shapes, self._opaque = Shapes(), dict[str, bool]()
+        self._shapes, self._opaque, self._layers = Shapes(), dict[str, bool](), _layers(self._model)
         self.entered: Callable[[str, Any, Any], None] = lambda path, args, kwargs: None
         self.left: Callable[[str, Any], None] = lambda path, result: None
         intercept(self._model, self._call)
 
     def record(self, batch: Mapping[str, Any]) -> Recording:
         """Record `model(**batch)`. Raises UserError for what cannot be recorded, BlockError where other blocks may help."""
-        self.paused, self._open, self._hazards = False, [""], dict[Hazard, None]()
+        self.paused, self._open, self._hazards, self._watch = False, [""], dict[Hazard, None](), Watch("")
         self._tape = Tape(self._state, here, {}, self._stray)
         self._executor = Executor(self._mode, self._fail)
         self._glue = Glue(self._tape, self._executor, self._fail)
@@ -115,7 +115,7 @@ class Recorder:
     def silence(self) -> Iterator[None]:
         """Nothing is recorded inside."""
         before, self.paused = self.paused, True
-        watch, self._watch = getattr(self, "_watch", None), Watch("")
+        watch, self._watch = self._watch, Watch("")
         try:
             yield
         finally:
@@ -130,7 +130,7 @@ class Recorder:
 
     def _call(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.paused:
-            return module._call_impl(*args, **kwargs)
+            return self._layer(path, module, args, kwargs) if path in self._layers else module._call_impl(*args, **kwargs)
         self.entered(path, args, kwargs)
         if self._is_opaque(path, module):
             result = self._block(path, module, args, kwargs)
@@ -159,9 +159,22 @@ class Recorder:
             for leaf, tensor in new:
                 self._tape.take(call, leaf.path, tensor, leaf.requires_grad)
             self._hazards |= {Hazard(path, h.kind, h.op, h.where): None for h in result.hazards}
-        for hook in module._forward_hooks.values():
-            if getattr(hook, "__module__", "") == _COLLECTORS:  # they gather results for a caller that is open here
-                hook(module, args, out)
+        _collect(module, args, out)
+        return out
+
+    def _layer(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A layer inside a block whose shape is learnt: sixty-four equal layers cost one."""
+        if any(m._forward_hooks for m in module.modules() if m is not module):
+            return module._call_impl(*args, **kwargs)  # the hooks want to see what happens inside
+        try:
+            structure.arguments((args, kwargs), lambda t: None)
+        except structure.NotLiteral:
+            return module._call_impl(*args, **kwargs)
+        watch = self._watch
+        result = self._shapes.result(path, module, (args, kwargs), lambda: self._run(path, module, args, kwargs))
+        self._watch = watch.joined(result.reads, result.hazards)
+        out, _ = result.build(self._mode, [t for _, t in structure.tensors((args, kwargs))])
+        _collect(module, args, out)
         return out
 
     def _node(self, path: str, args: Any, kwargs: Any) -> fx.Node:
@@ -169,7 +182,7 @@ class Recorder:
             arguments = structure.arguments((args, kwargs), self._tape.node)
         except structure.NotLiteral as error:
             message = f"block {path} is called with {error}, which cannot be written into a plan"
-            raise BlockError(path, _parent(path), message, place(), "take a larger module as the block") from None
+            raise BlockError(path, self._around(path), message, place(), "take a larger module as the block") from None
         return self._tape.call(path, *arguments)
 
     def _run(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, bool, tuple[Hazard, ...]]:
@@ -177,11 +190,18 @@ class Recorder:
         try:
             out = module._call_impl(*args, **kwargs)
         except BlockError as error:
-            raise BlockError(path, _parent(path), f"in block {path}: {error.message}", error.where, error.remedy) from error
+            raise BlockError(path, self._around(path), f"in block {path}: {error.message}", error.where, error.remedy) from error
         except Exception as error:
             message = f"the shapes of block {path} cannot be found: {type(error).__name__}: {error}"
-            raise BlockError(path, _parent(path), message, _raised_at(error), "take a larger module as the block") from error
+            raise BlockError(path, self._around(path), message, _raised_at(error), "take a larger module as the block") from error
         return out, self._watch.reads, tuple(self._watch.hazards)
+
+    def _around(self, path: str) -> str | None:
+        """The module around a block that is called, not only a list of modules; None for the model itself."""
+        path = path.rpartition(".")[0]
+        while isinstance(self._modules[path], (nn.ModuleList, nn.ModuleDict)):
+            path = path.rpartition(".")[0]
+        return path or None
 
     def _fail(self, message: str, remedy: str) -> NoReturn:
         self.fail(message, remedy)
@@ -195,6 +215,19 @@ def record(model: nn.Module, batch: Mapping[str, Any], blocks: Collection[str]) 
     return Recorder(model, blocks).record(batch)
 
 
+def _collect(module: nn.Module, args: Any, out: Any) -> None:
+    """Run the hooks with which Hugging Face gathers results for a caller that runs in the open."""
+    for hook in module._forward_hooks.values():
+        if getattr(hook, "__module__", "") == _COLLECTORS:
+            hook(module, args, out)
+
+
+def _layers(model: nn.Module) -> frozenset[str]:
+    """Paths of modules that stand in a list of several of their class."""
+    lists = ((path, m) for path, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) > 1)
+    return frozenset(f"{path}.{name}" for path, m in lists for name, child in m.named_children() if type(child) is type(m[0]))
+
+
 def _copies(batch: Mapping[str, Any]) -> dict[str, Any]:
     """The batch with tensors of its own, so that forward may write into them and one tensor may be passed twice."""
     return structure.replace(dict(batch), lambda _, leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else copy.copy(leaf))
@@ -206,9 +239,6 @@ def _named(inputs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         for path, tensor in structure.tensors(value):
             yield f"{key}{path}", tensor
 
-
-def _parent(path: str) -> str | None:
-    return path.rpartition(".")[0] or None
 
 
 def _raised_at(error: BaseException) -> str:

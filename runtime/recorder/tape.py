@@ -99,6 +99,7 @@ class Tape:
         if isinstance(out, torch.Tensor):
             self.describe(node, out)
             return node
+        node.meta["results"] = [described(o) for o in out if isinstance(o, torch.Tensor)] if isinstance(out, (list, tuple)) else []
         for i, o in enumerate(out if isinstance(out, (list, tuple)) else ()):
             if isinstance(o, torch.Tensor):
                 item = self.graph.call_function(operator.getitem, (node, i))

@@ -1,0 +1,158 @@
+"""Capture: the user's model as generic graphs, one or more for each activation pattern, and what is known of its blocks and parameters.
+
+The frontier of blocks is chosen first; every pattern is recorded at several sizes, with and without padding; comparison makes the recordings
+generic. A block that turns out not to be callable from recorded arguments is exchanged for the module around it, with a note.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from secc.errors import UserError
+from secc.frontend.compare import Diagnostic, Generic, Observed, generalise
+from secc.frontend.frontier import Frontier, Note, choose, coarsen, component, layers
+from secc.frontend.inputs import Inputs
+from secc.frontend.survey import Pattern, Survey
+from secc.runtime.recorder import BlockError, Hazard, Recorder
+from secc.runtime.recorder.places import class_place
+from secc.runtime.sizes import sizes_of
+from secc.runtime.user_model import UserModel
+
+
+@dataclass(frozen=True)
+class Block:
+    """One of the user's modules that is called whole. `params` and `trainable` count entries; `layers` is the depth of its component's stack."""
+
+    path: str
+    cls: str
+    where: str
+    parameters: tuple[str, ...]
+    params: int
+    trainable: int
+    component: str
+    layers: int
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of the model."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way through forward: the optional keys of the batch, and the generic graph."""
+
+    name: str
+    pattern: Pattern
+    generic: Generic
+
+
+@dataclass
+class Capture:
+    """Everything the compiler knows of the user's forward. `hazards` are ops in blocks that couple samples or draw random numbers."""
+
+    inputs: Inputs
+    optional: frozenset[str]
+    cases: list[Case]
+    blocks: dict[str, Block]
+    parameters: dict[str, Parameter]
+    ties: list[tuple[str, ...]]
+    hazards: list[Hazard]
+    notes: list[Note]
+
+    @property
+    def constants(self) -> dict[str, torch.Tensor]:
+        """The tensors that forward makes of Python data, of all cases."""
+        return {name: tensor for case in self.cases for name, tensor in case.generic.constants.items()}
+
+
+def capture(
+    user: UserModel, model: nn.Module, survey: Survey, inputs: Inputs, cut: Collection[str] = (), blocks: Sequence[str] = ()
+) -> Capture:
+    """Capture `model` (meta or real) for every pattern that the survey's samples can form.
+
+    `cut` names components whose layers are to be blocks, `blocks` modules that the user wants as blocks. Raises UserError, with file:line
+    and remedy, for what cannot be captured.
+    """
+    batches = {p: [user.collate(s) for s in (*survey.batches(p), *survey.batches(p, even=True))] for p in survey.unions()}
+    counts = {p: [len(s) for s in (*survey.batches(p), *survey.batches(p, even=True))] for p in survey.unions()}
+    frontier = choose(model, [b[0] for b in batches.values()], cut, blocks)
+    recorder, recorded = _recorded(model, frontier, batches)
+    cases: list[Case] = []
+    for pattern, recordings in recorded.items():
+        sizes = [sizes_of(b, inputs.symbols, n) for b, n in zip(batches[pattern], counts[pattern], strict=True)]
+        observed = [Observed(r, s) for r, s in zip(recordings, sizes, strict=True)]
+        try:
+            found, problems = generalise(observed)
+        except UserError as error:
+            if pattern in survey.patterns:
+                raise
+            found, problems = [], [Diagnostic(error.message, error.where)]
+        frontier.notes += [Note("", p.message, p.where) for p in problems]
+        cases += [_named(Case(f"c{len(cases) + i}", pattern, g)) for i, g in enumerate(found)]
+    called = {str(n.target): n for case in cases for n in case.generic.graph.nodes if n.op == "call_module"}
+    hazards = list(dict.fromkeys(h for rs in recorded.values() for r in rs for h in r.hazards))
+    return Capture(
+        inputs, survey.optional, cases, {p: _block(model, p) for p in called}, _parameters(model), ties(model), hazards, frontier.notes
+    )
+
+
+def _recorded(model: nn.Module, frontier: Frontier, batches: Mapping[Pattern, Sequence[Mapping[str, Any]]]) -> tuple[Recorder, dict[Pattern, list[Any]]]:
+    """Record every batch. A block that cannot be called from recorded arguments gives way to the module around it."""
+    while True:
+        recorder = Recorder(model, frontier.blocks)
+        try:
+            return recorder, {p: [recorder.record(b) for b in bs] for p, bs in batches.items()}
+        except BlockError as error:
+            if error.coarser is None or error.coarser in frontier.blocks:
+                raise
+            frontier.notes.append(Note(error.coarser, f"one block, because {error.message}", error.where))
+            frontier.blocks = coarsen(frontier.blocks, error.coarser)
+
+
+def _named(case: Case) -> Case:
+    """Give the case's constants names of their own among all cases."""
+    generic = case.generic
+    names = {old: f"{case.name}{old}" for old in generic.constants}
+    for node in generic.graph.nodes:
+        if node.op == "get_attr" and node.target in names:
+            node.target = names[str(node.target)]
+    generic.constants = {names[old]: tensor for old, tensor in generic.constants.items()}
+    return case
+
+
+def _block(model: nn.Module, path: str) -> Block:
+    module = model.get_submodule(path)
+    parameters = dict(module.named_parameters(prefix=path))
+    around = component(model, path)
+    return Block(
+        path,
+        type(module).__name__,
+        class_place(type(module)),
+        tuple(parameters),
+        sum(p.numel() for p in parameters.values()),
+        sum(p.numel() for p in parameters.values() if p.requires_grad),
+        around,
+        layers(model, around),
+    )
+
+
+def _parameters(model: nn.Module) -> dict[str, Parameter]:
+    return {n: Parameter(tuple(p.shape), p.dtype, p.requires_grad) for n, p in model.named_parameters(remove_duplicate=False)}
+
+
+def ties(model: nn.Module) -> list[tuple[str, ...]]:
+    """The names of parameters that have several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [tuple(n) for n in names.values() if len(n) > 1]

@@ -1,0 +1,316 @@
+"""One generic graph from several captures of the same pattern: sizes become symbols by comparison.
+
+Captures whose ops agree are aligned node by node. Every number and every dim that moved is explained as an expression over the sizes of the
+inputs. What Python read from inputs is explained by sizes, or has no influence, or is a *guard*: the value that the graph is valid
+under. Captures whose ops differ are cases of their own.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from secc.errors import UserError
+from secc.frontend.fit import Fitter
+from secc.frontend.fold import fold
+from secc.ir.expr import Expr
+from secc.runtime.recorder import Recording, is_read, take
+from secc.runtime.recorder.finish import needed
+
+FEWEST = 3  # captures that a case needs, so that sizes can be explained and checked
+_REMEDY = "put it into a module of its own, or name the module around it with --block"
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Observed:
+    """A recording and the sizes of its batch."""
+
+    recording: Recording
+    sizes: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Diagnostic:
+    """Glue that no expression over sizes explains: what it is, where, and the values it had."""
+
+    message: str
+    where: str
+    values: tuple[Any, ...] = ()
+
+    def error(self) -> UserError:
+        """The diagnostic as bad input."""
+        shown = ", ".join(str(v)[:60] for v in self.values[:6])
+        return UserError(self.message + (f" (it was {shown})" if shown else ""), self.where, _REMEDY)
+
+
+@dataclass
+class Generic:
+    """A graph that holds at every size. Its nodes' meta has `args` and `kwargs` (structures of nodes, sympy expressions and literals) and a
+    `shape` of sympy expressions; the read nodes left in it are guards. `data` are the symbols that inputs' values decide.
+    """
+
+    graph: fx.Graph
+    constants: dict[str, torch.Tensor]
+    inputs: dict[str, fx.Node]
+    data: list[str] = field(default_factory=list)
+
+    @property
+    def guards(self) -> list[fx.Node]:
+        """The read nodes: `meta["read"]` has (kind, value)."""
+        return [n for n in self.graph.nodes if is_read(n)]
+
+
+class Unexplained(Exception):
+    """Raised while captures are merged."""
+
+    def __init__(self, diagnostic: Diagnostic) -> None:
+        super().__init__(diagnostic.message)
+        self.diagnostic = diagnostic
+
+
+def generalise(observed: Sequence[Observed]) -> tuple[list[Generic], list[Diagnostic]]:
+    """The cases of one pattern, those with most captures first, and what could not be explained.
+
+    Raises UserError if no case is left.
+    """
+    groups: dict[Any, list[Observed]] = {}
+    for o in observed:
+        fold(o.recording)
+        groups.setdefault(signature(o.recording.graph), []).append(o)
+    cases, problems = [], []
+    for group in sorted(groups.values(), key=len, reverse=True):
+        found, notes = _cases(group)
+        cases += found
+        problems += notes
+    if not cases:
+        raise (_difference(list(groups.values())) or problems[0]).error()
+    return cases, problems
+
+
+def _cases(group: list[Observed]) -> tuple[list[Generic], list[Diagnostic]]:
+    """Merge captures of one structure: together if that explains all, else apart by what Python read."""
+    if len(group) < FEWEST:
+        place = next((n.meta["where"] for n in group[0].recording.graph.nodes if n.meta.get("where")), "")
+        return [], [Diagnostic(f"only {len(group)} of the captures took this way, too few to tell sizes from constants", place)]
+    try:
+        return [_Merge(group).run()], []
+    except Unexplained as error:
+        problem = error.diagnostic
+    parts: dict[Any, list[Observed]] = {}
+    for o in group:
+        parts.setdefault(tuple(r.value for r in o.recording.reads if isinstance(r.value, bool)), []).append(o)
+    if len(parts) == 1:
+        return [], [problem]
+    results = [_cases(part) for part in parts.values()]
+    return [c for cases, _ in results for c in cases], [p for _, problems in results for p in problems]
+
+
+def signature(graph: fx.Graph) -> Any:
+    """What must agree between captures to be aligned: ops, structure of arguments, modes; no numbers and no values read."""
+    index = {n: i for i, n in enumerate(graph.nodes)}
+    constant = lambda n: n.op == "get_attr" and str(n.target).startswith("_constant")  # noqa: E731
+    return tuple(
+        (
+            n.op,
+            "constant" if constant(n) else n.target,
+            _skeleton((n.args, n.kwargs), index),
+            n.meta.get("grad"),
+            n.meta.get("autocast"),
+            n.meta["read"][0] if is_read(n) else None,
+            len(n.meta.get("shape") or ()),
+            n.meta.get("dtype"),
+        )
+        for n in graph.nodes
+    )
+
+
+def _skeleton(value: Any, index: Mapping[fx.Node, int]) -> Any:
+    match value:
+        case fx.Node():
+            return ("node", index[value])
+        case list() | tuple():
+            return tuple(_skeleton(v, index) for v in value)
+        case dict():
+            return tuple((k, _skeleton(v, index)) for k, v in value.items())
+        case slice():
+            return ("slice", *(_skeleton(v, index) for v in (value.start, value.stop, value.step)))
+        case bool() | None | str():
+            return value
+        case int():
+            return "int"
+        case float():
+            return "float"
+        case _:
+            return str(value)
+
+
+class _Merge:
+    """Captures of one structure as one generic graph, which is the first one's with its numbers explained."""
+
+    def __init__(self, group: Sequence[Observed]) -> None:
+        self._first = group[0].recording
+        self._graphs = [o.recording.graph for o in group]
+        self._recordings = [o.recording for o in group]
+        self._fitter = Fitter([o.sizes for o in group])
+        self._data: list[str] = []
+
+    def run(self) -> Generic:
+        explained: dict[fx.Node, dict[str, Any]] = {}
+        dropped: list[fx.Node] = []
+        for nodes in list(zip(*(g.nodes for g in self._graphs), strict=True)):
+            if is_read(nodes[0]) and self._explained(nodes):
+                dropped.append(nodes[0])
+            else:
+                explained[nodes[0]] = self._node(nodes)
+        for node, meta in explained.items():
+            if "target" in meta:
+                node.op, node.target = "call_function", meta.pop("target")
+            node.meta |= meta
+        for node in dropped:
+            self._first.graph.erase_node(node)
+        self._first.graph.eliminate_dead_code(needed)
+        return self._generic()
+
+    def _generic(self) -> Generic:
+        graph = self._first.graph
+        used = {n.target for n in graph.nodes if n.op == "get_attr"}
+        constants = {k: v for k, v in self._first.constants.items() if k in used}
+        return Generic(graph, constants, self._first.inputs, self._data)
+
+    def _node(self, nodes: Sequence[fx.Node]) -> dict[str, Any]:
+        first = nodes[0]
+        if first.op == "get_attr" and first.target in self._first.constants:
+            return self._constant(nodes)
+        meta: dict[str, Any] = {}
+        if first.op != "output":
+            meta["args"] = self._value(first, [n.args for n in nodes])
+            meta["kwargs"] = self._value(first, [n.kwargs for n in nodes])
+        if "shape" in first.meta:
+            meta["shape"] = self._shape(first, [n.meta["shape"] for n in nodes])
+        if "results" in first.meta:
+            results = zip(*(n.meta["results"] for n in nodes), strict=True)
+            meta["results"] = [r[0] | {"shape": self._shape(first, [x["shape"] for x in r])} for r in results]
+        return meta
+
+    def _shape(self, node: fx.Node, shapes: list[tuple[int, ...]]) -> tuple[Expr, ...]:
+        return tuple(self._dim(node, dims) for dims in zip(*shapes, strict=True))
+
+    def _value(self, node: fx.Node, values: list[Any]) -> Any:
+        """One argument of all captures as one structure."""
+        first = values[0]
+        match first:
+            case fx.Node() | bool() | None | str():
+                return first
+            case list() | tuple():
+                return type(first)(self._value(node, list(v)) for v in zip(*values, strict=True)) if not hasattr(first, "_fields") else first
+            case dict():
+                return {k: self._value(node, [v[k] for v in values]) for k in first}
+            case slice():
+                return slice(*(self._value(node, [getattr(v, part) for v in values]) for part in ("start", "stop", "step")))
+            case int():
+                return self._found(node, values, self._fitter.integer(values))
+            case float():
+                return self._found(node, values, self._fitter.real(values))
+            case _:
+                return first
+
+    def _found(self, node: fx.Node, values: list[Any], expr: Expr | float | None) -> Any:
+        if expr is None:
+            message = f"a number in {node.target} moves with the batch, and no expression over its sizes explains it"
+            raise Unexplained(Diagnostic(message, node.meta["where"], tuple(values)))
+        return int(expr) if isinstance(expr, sympy.Integer) else expr
+
+    def _dim(self, node: fx.Node, values: Sequence[int]) -> Expr:
+        expr = self._fitter.integer(values)
+        if expr is not None:
+            return expr
+        if not _dynamic(node):
+            message = f"a dim of the result of {node.target} moves with the batch, and no expression over its sizes explains it"
+            raise Unexplained(Diagnostic(message, node.meta["where"], tuple(values)))
+        name = f"rows_{len(self._data)}"
+        self._data.append(name)
+        self._fitter = self._fitter.with_symbol(name, values)
+        found = self._fitter.integer(values)
+        assert found is not None
+        return found
+
+    def _explained(self, nodes: Sequence[fx.Node]) -> bool:
+        """Whether a read may be forgotten: sizes explain it, or it was seen both true and false and changed nothing.
+
+        A value that never moved is a guard; one that moved and is not explained is a problem.
+        """
+        values = [n.meta["read"][1] for n in nodes]
+        if all(v == values[0] for v in values):
+            return False
+        if all(isinstance(v, bool) for v in values):
+            return True
+        try:
+            self._value(nodes[0], values)
+        except (Unexplained, ValueError):
+            kind = nodes[0].meta["read"][0]
+            message = f"Python reads a value ({kind}) of the inputs that sizes do not explain"
+            raise Unexplained(Diagnostic(message, nodes[0].meta["where"], tuple(values))) from None
+        return True
+
+    def _constant(self, nodes: Sequence[fx.Node]) -> dict[str, Any]:
+        """A tensor made of Python data: the same in all captures, or a size, or a range of a size."""
+        node = nodes[0]
+        tensors = [r.constants[str(n.target)] for r, n in zip(self._recordings, nodes, strict=True)]
+        if all(t.shape == tensors[0].shape and torch.equal(t, tensors[0]) for t in tensors):
+            shape = tuple(sympy.Integer(s) for s in tensors[0].shape)
+            return {"args": (), "kwargs": {}, "shape": shape}
+        shape = self._shape(node, [tuple(t.shape) for t in tensors])
+        made = self._full(node, tensors, shape) or self._range(node, tensors)
+        if made is None:
+            values = tuple(t.tolist() for t in tensors)
+            raise Unexplained(Diagnostic("a tensor made of Python data changes with the batch", node.meta["where"] or _user(node), values))
+        target, args = made
+        kwargs = {"dtype": tensors[0].dtype, "device": torch.device("cpu")}
+        modes = {"where": _user(node), "grad": False, "autocast": "", "requires_grad": False}
+        return {"target": target, "args": args, "kwargs": kwargs, "shape": shape} | modes
+
+    def _full(self, node: fx.Node, tensors: list[torch.Tensor], shape: tuple[Expr, ...]) -> tuple[Any, tuple[Any, ...]] | None:
+        values = [t.flatten().tolist() for t in tensors]
+        if not all(v and all(x == v[0] for x in v) for v in values):
+            return None
+        return aten.full.default, (list(shape), self._value(node, [v[0] for v in values]))
+
+    def _range(self, node: fx.Node, tensors: list[torch.Tensor]) -> tuple[Any, tuple[Any, ...]] | None:
+        if any(t.ndim != 1 or not torch.equal(t, torch.arange(len(t), dtype=t.dtype)) for t in tensors):
+            return None
+        return aten.arange.default, (self._value(node, [len(t) for t in tensors]),)
+
+
+def _user(node: fx.Node) -> str:
+    return next((u.meta["where"] for u in node.users), "")
+
+
+def _dynamic(node: fx.Node) -> bool:
+    """Whether the values of an op's inputs decide its shape."""
+    source = node.args[0] if node.target is operator.getitem else node
+    target = source.target if isinstance(source, fx.Node) else None
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.dynamic_output_shape in target.tags
+
+
+def _difference(groups: list[list[Observed]]) -> Diagnostic | None:
+    """Where the two most common ways differ first, if there are two."""
+    if len(groups) < 2:
+        return None
+    a, b = (g[0].recording.graph for g in sorted(groups, key=len, reverse=True)[:2])
+    for x, y, s, t in zip(a.nodes, b.nodes, signature(a), signature(b), strict=False):
+        if s != t:
+            message = "the glue's ops change with the batch in a way that no capture explains: they differ first here"
+            return Diagnostic(message, x.meta.get("where") or y.meta.get("where", ""), (_shown(x), _shown(y)))
+    return None
+
+
+def _shown(node: fx.Node) -> str:
+    return f"{node.target}{node.args}" if node.target is not take else str(node)

@@ -1,0 +1,138 @@
+"""Explaining numbers that moved between captures as expressions over the sizes of the inputs.
+
+A number is known at a few micro-batches whose sizes are known too. The simplest expression that fits all of them exactly is taken, if it has
+fewer free coefficients than there are observations, so that at least one of them checks what the others determined.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from math import prod
+
+import sympy
+
+from secc.ir.expr import Expr, symbol
+
+DEGREE = 3
+DENOMINATORS = 8  # S*(S + 1)//2 and its like; a larger denominator is chance
+DIVISORS = (*range(2, 17), 20, 24, 28, 32, 48, 64)
+
+Column = tuple[int, ...]
+
+
+class Fitter:
+    """Expressions over symbols; `rows` are the sizes at each observation, in the order of the values to explain."""
+
+    def __init__(self, rows: Sequence[Mapping[str, int]]) -> None:
+        self.rows = [dict(r) for r in rows]
+        self.moving = [n for n in self.rows[0] if len({r[n] for r in self.rows}) > 1]
+        self._monomials = [(_monomial(names), self._column(names)) for names in self._products()]
+        self._integers: dict[Column, Expr | None] = {}
+
+    def with_symbol(self, name: str, values: Sequence[int]) -> Fitter:
+        """A fitter that knows one more symbol."""
+        return Fitter([{**row, name: value} for row, value in zip(self.rows, values, strict=True)])
+
+    def integer(self, values: Sequence[int]) -> Expr | None:
+        """An expression with these values, None if none of those considered fits."""
+        key = tuple(values)
+        if key not in self._integers:
+            self._integers[key] = next(self._candidates(key), None)
+        return self._integers[key]
+
+    def real(self, values: Sequence[float]) -> Expr | float | None:
+        """The number itself if it never moved, else a multiple of an integer expression or of its reciprocal; None if neither fits."""
+        if len(set(values)) == 1:
+            return values[0]
+        if all(float(v).is_integer() for v in values):
+            return self.integer([int(v) for v in values])
+        for expr, column in self._factors():
+            for power in (1, -1):
+                ratios = [v / c**power for v, c in zip(values, column, strict=True)]
+                if max(ratios) - min(ratios) <= 1e-12 * abs(ratios[0]):
+                    return _nice(ratios[0]) * expr**power
+        return None
+
+    def _products(self) -> Iterator[tuple[str, ...]]:
+        for degree in range(1, DEGREE + 1):
+            yield from itertools.combinations_with_replacement(self.moving, degree)
+
+    def _column(self, names: Sequence[str]) -> Column:
+        return tuple(prod(row[n] for n in names) for row in self.rows)
+
+    def _candidates(self, values: Column) -> Iterator[Expr]:
+        """Expressions that fit, simple ones first."""
+        if len(set(values)) == 1:
+            yield sympy.Integer(values[0])
+            return
+        one = (sympy.Integer(1), (1,) * len(values))
+        yield from self._combinations(values, [(m,) for m in self._monomials])
+        yield from self._combinations(values, [(m, one) for m in self._monomials])
+        yield from self._combinations(values, itertools.combinations(self._monomials, 2))
+        small = [m for m in self._monomials if sympy.total_degree(m[0]) <= 2]
+        yield from self._combinations(values, [(*pair, one) for pair in itertools.combinations(small, 2)])
+        yield from self._combinations(values, itertools.combinations(small, 3))
+        yield from self._combinations(values, [p for q in self._quotients() for p in ((q,), (q, one))])
+
+    def _combinations(self, values: Column, bases: Sequence[tuple[tuple[Expr, Column], ...]] | Iterator[tuple[tuple[Expr, Column], ...]]) -> Iterator[Expr]:
+        for basis in bases:
+            if len(basis) >= len(values):
+                continue
+            coefficients = _solve([column for _, column in basis], values)
+            if coefficients is not None and all(0 < c.denominator <= DENOMINATORS for c in coefficients):
+                terms = [sympy.Rational(c.numerator, c.denominator) * e for c, (e, _) in zip(coefficients, basis, strict=True)]
+                yield sympy.Add(*terms)
+
+    def _quotients(self) -> Iterator[tuple[Expr, Column]]:
+        """Floor divisions such as (S + 3)//4, and their products with a symbol."""
+        factors: list[tuple[Expr, Column]] = [(sympy.Integer(1), (1,) * len(self.rows))]
+        factors += [(symbol(n), self._column([n])) for n in self.moving]
+        for factor, outer in factors:
+            for name, divisor in itertools.product(self.moving, DIVISORS):
+                inner = self._column([name])
+                for offset in range(divisor):
+                    column = tuple(o * ((i + offset) // divisor) for o, i in zip(outer, inner, strict=True))
+                    if len(set(column)) > 1:
+                        yield factor * sympy.floor((symbol(name) + offset) / sympy.Integer(divisor)), column
+
+    def _factors(self) -> Iterator[tuple[Expr, Column]]:
+        """What a moved real number may be a multiple of: monomials, and those with one symbol less a few (B*(S - 1))."""
+        yield from ((e, c) for e, c in self._monomials if 0 not in c)
+        ones: list[tuple[Expr, Column]] = [(sympy.Integer(1), (1,) * len(self.rows))]
+        for (e, c), name, shift in itertools.product(ones + self._monomials, self.moving, (-1, 1, -2, 2)):
+            column = tuple(v * (row[name] + shift) for v, row in zip(c, self.rows, strict=True))
+            if 0 not in column:
+                yield e * (symbol(name) + shift), column
+
+
+def _monomial(names: Sequence[str]) -> Expr:
+    return sympy.Mul(*(symbol(n) for n in names))
+
+
+def _solve(columns: Sequence[Column], values: Column) -> list[Fraction] | None:
+    """Coefficients with which the columns add up to the values exactly, None if there are none or they are not determined."""
+    rows = [[Fraction(c[i]) for c in columns] + [Fraction(v)] for i, v in enumerate(values)]
+    n = len(columns)
+    for k in range(n):
+        pivot = next((i for i in range(k, len(rows)) if rows[i][k]), None)
+        if pivot is None:
+            return None
+        rows[k], rows[pivot] = rows[pivot], rows[k]
+        rows[k] = [x / rows[k][k] for x in rows[k]]
+        for i, row in enumerate(rows):
+            if i != k and row[k]:
+                rows[i] = [x - row[k] * y for x, y in zip(row, rows[k], strict=True)]
+    if any(row[n] for row in rows[n:]):
+        return None
+    found = [row[n] for row in rows[:n]]
+    return found if all(found) else None
+
+
+def _nice(value: float) -> Expr:
+    """A float as the rational number that it stands for, if it is a simple one."""
+    near = Fraction(value).limit_denominator(10_000)
+    if near and abs(float(near) - value) <= 1e-12 * abs(value):
+        return sympy.Rational(near.numerator, near.denominator)
+    return sympy.Float(value)

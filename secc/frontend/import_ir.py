@@ -1,0 +1,259 @@
+"""A capture as a module of the dialect `sec`: declarations, then one case for each captured way."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from xdsl.dialects.builtin import IntAttr, ModuleOp, StringAttr, UnitAttr
+from xdsl.ir import Attribute, Operation, SSAValue
+
+from secc.errors import UserError
+from secc.frontend.capture import Block, Capture, Case
+from secc.ir import expr, template
+from secc.ir.attributes import number
+from secc.ir.dialect import (
+    BlockOp,
+    CallOp,
+    CaseOp,
+    ConstOp,
+    GlueOp,
+    GraphOp,
+    GuardOp,
+    InputOp,
+    KeyOp,
+    ParamOp,
+    PatternOp,
+    ReturnOp,
+    SymbolOp,
+    TieOp,
+    new_block,
+    texts,
+)
+from secc.ir.types import TensorType
+from secc.runtime import plan
+from secc.runtime.recorder import Hazard, is_read, read_value, take
+
+_COUPLES = {"batch_norm": "batch norm in training mode"}
+
+
+def to_ir(capture: Capture) -> ModuleOp:
+    """The IR of a capture. Raises UserError for glue that the IR cannot say."""
+    inputs = capture.inputs
+    data = sorted({name for case in capture.cases for name in case.generic.data})
+    ops: list[Operation] = [_symbol(s) for s in inputs.symbols]
+    ops += [_symbol(plan.Symbol(name, "data", "", 0)) for name in data]
+    ops += [_key(i) for i in inputs.inputs]
+    ops += _patterns(capture)
+    ops += [_block(b, [h for h in capture.hazards if h.path == b.path]) for b in capture.blocks.values()]
+    ops += [TieOp.create(properties={"names": texts(names)}) for names in capture.ties]
+    ops += [_Case(case, capture).op() for case in capture.cases]
+    properties: dict[str, Attribute] = {"sym": StringAttr("model")}
+    if capture.optional:
+        properties["optional"] = texts(sorted(capture.optional))
+    if inputs.labels_key:
+        properties["labels"] = StringAttr(inputs.labels_key)
+    return ModuleOp([GraphOp.create(properties=properties, regions=[new_block(ops)])])
+
+
+def _symbol(s: plan.Symbol) -> SymbolOp:
+    properties = {"sym": StringAttr(s.name), "kind": StringAttr(s.kind), "key": StringAttr(s.key), "dim": IntAttr(s.dim)}
+    return SymbolOp.create(properties=properties)
+
+
+def _key(i: plan.Input) -> KeyOp:
+    properties: dict[str, Attribute] = {"key": StringAttr(i.key)}
+    if i.optional:
+        properties["optional"] = UnitAttr()
+    if i.pads:
+        properties["pads"] = texts(f"{dim} {side} {value:g}" for dim, side, value in i.pads)
+    return KeyOp.create(properties=properties, result_types=[TensorType.of(i.dims, i.dtype)])
+
+
+def _patterns(capture: Capture) -> list[Operation]:
+    """The share of samples with each pattern, and the mean sizes of one."""
+    inputs = capture.inputs
+    found: list[Operation] = []
+    for pattern, count in Counter(inputs.patterns).most_common():
+        sizes = [s for s, p in zip(inputs.sizes, inputs.patterns, strict=True) if p == pattern]
+        share = StringAttr(f"{count / len(inputs.patterns):.4g}")
+        op = PatternOp.create(properties={"when": texts(sorted(pattern)), "share": share})
+        op.attributes |= {s.name: number(sum(one[s.name] for one in sizes) / len(sizes)) for s in inputs.symbols}
+        found.append(op)
+    return found
+
+
+def _block(block: Block, hazards: list[Hazard]) -> BlockOp:
+    properties: dict[str, Attribute] = {
+        "path": StringAttr(block.path),
+        "cls": StringAttr(block.cls),
+        "params": IntAttr(block.params),
+        "trainable": IntAttr(block.trainable),
+        "component": StringAttr(block.component),
+        "layers": IntAttr(block.layers),
+    }
+    if block.where:
+        properties["where"] = StringAttr(block.where)
+    couples = next((f"{_COUPLES[h.kind]} ({h.op}) at {h.where}" for h in hazards if h.kind in _COUPLES), None)
+    if couples is not None:
+        properties["couples"] = StringAttr(couples)
+    return BlockOp.create(properties=properties)
+
+
+class _Case:
+    """Imports one case."""
+
+    def __init__(self, case: Case, capture: Capture) -> None:
+        self._case, self._parameters = case, capture.parameters
+        self._dims = {i.key: i.dims for i in capture.inputs.inputs}
+        self._values: dict[fx.Node, SSAValue] = {}
+        self._data = set(case.generic.data)
+        self._ops: list[Operation] = []
+
+    def op(self) -> CaseOp:
+        for node in self._case.generic.graph.nodes:
+            self._node(node)
+        properties = {"sym": StringAttr(self._case.name), "when": texts(sorted(self._case.pattern))}
+        return CaseOp.create(properties=properties, regions=[new_block(self._ops)])
+
+    def _node(self, node: fx.Node) -> None:
+        if node.op in ("placeholder", "get_attr"):
+            self._head(node)
+        elif node.op == "output":
+            self._add(ReturnOp.create(operands=[self._values[node.args[0]]]))  # type: ignore[index]
+        elif node.op == "call_module":
+            self._call(node)
+        elif is_read(node):
+            self._guard(node)
+        elif node.target is not take and node.target is not operator.getitem:
+            self._glue(node)
+
+    def _add(self, op: Operation, *nodes: fx.Node | None) -> None:
+        """Append an op whose results are what `nodes` stand for; None for a result that nothing uses."""
+        self._ops.append(op)
+        for node, result in zip(nodes, op.results, strict=True):
+            if node is not None:
+                self._values[node] = result
+
+    def _head(self, node: fx.Node) -> None:
+        name = str(node.target)
+        if node.op == "placeholder":
+            if node.users:
+                type = TensorType.of(self._dims.get(name, node.meta["shape"]), _dtype(node))
+                self._add(InputOp.of(name, type), node)
+        elif name in self._case.generic.constants:
+            self._add(ConstOp.of(name, _type(node)), node)
+        else:
+            self._add(ParamOp.of(name, _type(node)), node)
+
+    def _call(self, node: fx.Node) -> None:
+        outs = [u for u in node.users if u.target is take]
+        operands, args = self._arguments(node)
+        properties: dict[str, Attribute | None] = {**_modes(node), "outs": texts(str(o.args[1]) for o in outs)}
+        if node.meta["autocast"]:
+            device, dtype = node.meta["autocast"].split()
+            properties["autocast"] = StringAttr(f'"{device}", dtype=torch.{dtype}')
+        self._add(CallOp.of(str(node.target), operands, args, [_type(o) for o in outs], **properties), *outs)
+
+    def _glue(self, node: fx.Node) -> None:
+        operands, args = self._arguments(node)
+        results: list[fx.Node | None] = [node]
+        types = [_type(node)] if "shape" in node.meta else []
+        if "results" in node.meta:
+            items = {u.args[1]: u for u in node.users if u.target is operator.getitem}
+            types = [_result(node, r) for r in node.meta["results"]]
+            results = [items.get(i) for i in range(len(types))]
+        if len(types) != len(results) or ("results" in node.meta and len(types) < 2):
+            raise UserError(f"the glue's op {node.target} has results that a plan cannot name", node.meta["where"], "move it into a module")
+        self._add(GlueOp.of(str(node.target), operands, args, types, **_modes(node)), *results)
+
+    def _guard(self, node: fx.Node) -> None:
+        tensor = next(a for a in node.args if isinstance(a, fx.Node))
+        properties: dict[str, Attribute] = {"equals": StringAttr(_equals(node, tensor))}
+        if node.meta["where"]:
+            properties["where"] = StringAttr(node.meta["where"])
+        self._add(GuardOp.create(operands=[self._values[tensor]], properties=properties))
+
+    def _arguments(self, node: fx.Node) -> tuple[list[SSAValue], str]:
+        """Operands and the argument template."""
+        operands: dict[SSAValue, int] = {}
+
+        def leaf(value: Any) -> Any:
+            match value:
+                case fx.Node():
+                    return template.Ref(operands.setdefault(self._values[value], len(operands)))
+                case torch.device():
+                    return template.Name("device")
+                case torch.dtype() | torch.memory_format() | torch.layout():
+                    return template.Name(str(value))
+                case sympy.Expr():
+                    self._check_size(node, value)
+                    return value
+                case _:
+                    return value
+
+        args, kwargs = _mapped((_inferred(node, self._data), node.meta["kwargs"]), leaf)
+        text = template.format(template.Arguments(list(args), dict(kwargs)))
+        return list(operands), text
+
+    def _check_size(self, node: fx.Node, size: sympy.Expr) -> None:
+        if expr.symbols(size) & self._data:
+            message = f"an argument of {node.target} is a number of rows that values of the inputs decide"
+            raise UserError(message, node.meta["where"], "use -1 in reshape or view, or put it into a module of its own")
+
+
+def _inferred(node: fx.Node, data: set[str]) -> Any:
+    """The arguments; in a reshape, one size that the inputs' values decide is left to torch."""
+    args = node.meta["args"]
+    if node.target is not torch.ops.aten.reshape.default or -1 in args[1]:
+        return args
+    unknown = [i for i, s in enumerate(args[1]) if isinstance(s, sympy.Expr) and expr.symbols(s) & data]
+    return (args[0], [-1 if i == unknown[0] else s for i, s in enumerate(args[1])]) if len(unknown) == 1 else args
+
+
+def _mapped(value: Any, leaf: Any) -> Any:
+    match value:
+        case list():
+            return [_mapped(v, leaf) for v in value]
+        case tuple():
+            return tuple(_mapped(v, leaf) for v in value)
+        case dict():
+            return {k: _mapped(v, leaf) for k, v in value.items()}
+        case slice():
+            return slice(*(_mapped(v, leaf) for v in (value.start, value.stop, value.step)))
+        case _:
+            return leaf(value)
+
+
+def _modes(node: fx.Node) -> dict[str, Attribute | None]:
+    where = node.meta["where"]
+    return {"no_grad": None if node.meta["grad"] else UnitAttr(), "where": StringAttr(where) if where else None}
+
+
+def _dtype(node: fx.Node) -> str:
+    return str(node.meta["dtype"]).removeprefix("torch.")
+
+
+def _type(node: fx.Node) -> TensorType:
+    return TensorType.of(node.meta["shape"], _dtype(node), bool(node.meta.get("requires_grad")))
+
+
+def _result(node: fx.Node, result: Mapping[str, Any]) -> TensorType:
+    """One of several results of an op."""
+    dtype: torch.dtype = result["dtype"]
+    grad = bool(node.meta.get("requires_grad")) and dtype.is_floating_point
+    return TensorType.of(result["shape"], str(dtype).removeprefix("torch."), grad)
+
+
+def _equals(node: fx.Node, tensor: fx.Node) -> str:
+    """The guard's value as `tensor.tolist()` will give it."""
+    value = node.meta["read"][1]
+    if node.target is not read_value:
+        for _ in tensor.meta["shape"]:
+            value = [value]
+    return repr(value)
