@@ -83,8 +83,9 @@ def _rewrite(found: CaseTerms, names: Names, structure: Structure, only: str | N
 
     def leaf(value: SSAValue) -> SSAValue:
         if value not in leaves:
-            properties = {"sym": StringAttr(names.leaf(structure.value(value), current))}
-            leaves[value] = shop.add(LeafOp.create(operands=[_scalar(found.context, value)], result_types=[SCALAR], properties=properties)).results[0]
+            name = StringAttr(names.leaf(structure.value(value), current))
+            scalar = _scalar(found.context, value)
+            leaves[value] = shop.add(LeafOp.create(operands=[scalar], result_types=[SCALAR], properties={"sym": name})).results[0]
         return leaves[value]
 
     emitter = Emitter(shop, leaf)
@@ -145,7 +146,7 @@ def _same_in_a_pattern(found: list[CaseTerms], coefficients: list[dict[str, str]
         for name in known.keys() & texts.keys():
             if known[name] != texts[name]:
                 place = next((where(op) for op in f.case.ops if isinstance(op, TermOp) and op.sym.data == name), "")
-                message = f"the divisor of the loss depends on values that Python reads from a micro-batch (term {name}, case {f.case.sym.data})"
+                message = f"the divisor of loss term {name} depends on what Python reads from a micro-batch (case {f.case.sym.data})"
                 raise UserError(message, place, "compute the divisor with tensor operations instead of Python branches")
 
 

@@ -9,7 +9,6 @@ from xdsl.ir import SSAValue
 from secc.ir import template
 from secc.ir.dialect import Computation
 from secc.ir.types import TensorType, tensor
-from secc.passes.loss.aten import base
 from secc.passes.loss.coefficient import ONE, Coefficient, of_number
 from secc.passes.loss.context import Context, one_entry
 from secc.passes.loss.states import Bad, Local, Part, Stack, State, Sum
@@ -65,7 +64,7 @@ def add(ctx: Context, op: Computation) -> State | None:
         return None
     terms = [operand(op, a) for a in arguments.args[:2]]
     alpha = of_number(argument(op, 2, "alpha", 1))
-    name = base(op)
+    name = op.base
     if None in terms or alpha is None or plain(ctx, [t for t in terms if t is not None]):
         return None
     signs = {"add": (ONE, alpha), "sub": (ONE, -alpha), "rsub": (-alpha, ONE)}[name]

@@ -1,20 +1,9 @@
-"""Tables of ATen ops: which mix along a dim, which are linear, which draw random numbers. Rules read them; a new op is a new entry.
+"""Tables of ATen ops: which mix along a dim, which reduce, which are linear. Rules read them; a new op is a new entry.
 
 Ops are known by their base name, without overload: `sum` for `aten.sum.dim_IntList`.
 """
 
 from __future__ import annotations
-
-from xdsl.dialects.builtin import StringAttr
-from xdsl.ir import Operation
-
-
-def base(op: Operation) -> str:
-    """The base name of an op's target: `sum` for `aten.sum.dim_IntList`, the target itself where it is no ATen op."""
-    target = op.properties.get("target")
-    name = target.data if isinstance(target, StringAttr) else op.name
-    return name.split(".")[1] if name.startswith("aten.") else name
-
 
 # Every entry of the result depends on a whole line along the dim: (position of the argument, its name, default).
 ALONG_DIM: dict[str, tuple[int, str, int | None]] = {
@@ -51,25 +40,25 @@ REDUCTIONS: dict[str, tuple[int, str]] = {
 
 # Linear in operand 0 with everything else fixed: the result of a sum is the sum of the results.
 LINEAR = frozenset({
-    "view", "_unsafe_view", "reshape", "_reshape_alias", "as_strided", "expand", "expand_as", "broadcast_to", "unsqueeze", "squeeze", "transpose",
-    "t", "permute", "movedim", "swapaxes", "clone", "contiguous", "alias", "detach", "neg", "select", "slice", "narrow", "diagonal", "index",
-    "index_select", "gather", "repeat", "flip", "lift_fresh", "lift_fresh_copy", "lift", "unbind", "split", "split_with_sizes", "chunk", "flatten",
+    "view", "_unsafe_view", "reshape", "_reshape_alias", "as_strided", "expand", "expand_as", "broadcast_to", "unsqueeze", "squeeze",
+    "transpose",
+    "t", "permute", "movedim", "swapaxes", "clone", "contiguous", "alias", "detach", "neg", "select", "slice", "narrow", "diagonal",
+    "index",
+    "index_select", "gather", "repeat", "flip", "lift_fresh", "lift_fresh_copy", "lift", "unbind", "split", "split_with_sizes", "chunk",
+    "flatten",
     "unflatten", "positive", "cumsum", "view_as", "constant_pad_nd", "take_along_dim", "numpy_T", "mT", "trace", "tril", "triu", "real",
-    "view_copy", "expand_copy", "squeeze_copy", "unsqueeze_copy", "select_copy", "slice_copy", "transpose_copy", "permute_copy", "detach_copy",
+    "view_copy", "expand_copy", "squeeze_copy", "unsqueeze_copy", "select_copy", "slice_copy", "transpose_copy", "permute_copy",
+    "detach_copy",
 })  # fmt: skip
 
 # A shape alone changes: a plain coefficient goes through unchanged.
 RESHAPES = frozenset({
-    "view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "clone", "contiguous", "alias", "detach", "lift_fresh", "lift_fresh_copy", "lift",
+    "view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "clone", "contiguous", "alias", "detach", "lift_fresh", "lift_fresh_copy",
+    "lift",
     "expand", "permute", "transpose", "t", "positive", "flatten", "view_as", "_to_copy", "to", "sum", "mean",
 })  # fmt: skip
 
 PRODUCTS = frozenset({"mm", "bmm", "dot", "vdot", "mv", "matmul", "inner", "linalg_vecdot"})
-
-RANDOM = frozenset({
-    "rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "normal", "normal_functional", "bernoulli", "multinomial",
-    "uniform", "native_dropout", "dropout", "_fused_dropout", "rrelu_with_noise", "exponential", "poisson", "binomial",
-})  # fmt: skip
 
 # Normalisation by statistics of the batch: the position of the argument that says whether they come from the batch (None: always).
 BATCH_NORMS: dict[str, int | None] = {
@@ -78,11 +67,13 @@ BATCH_NORMS: dict[str, int | None] = {
 }  # fmt: skip
 
 # The values of their operands do not matter, only shapes.
-FACTORIES = frozenset({"new_zeros", "new_ones", "new_full", "new_empty", "zeros_like", "ones_like", "full_like", "empty_like", "fill", "zero"})
+FACTORIES = frozenset({"new_zeros", "new_ones", "new_full", "new_empty", "zeros_like", "ones_like", "full_like", "empty_like", "fill",
+"zero"})
 
 # Losses of torch with a `reduction` argument (0 none, 1 mean, 2 sum) over entries: the position of that argument.
 ENTRY_LOSSES = {
-    "mse_loss": 2, "binary_cross_entropy": 3, "binary_cross_entropy_with_logits": 4, "smooth_l1_loss": 2, "huber_loss": 2, "soft_margin_loss": 2,
+    "mse_loss": 2, "binary_cross_entropy": 3, "binary_cross_entropy_with_logits": 4, "smooth_l1_loss": 2, "huber_loss": 2,
+    "soft_margin_loss": 2,
     "l1_loss": 2,
 }  # fmt: skip
 # The same over rows (dim 0 of operand 0).
@@ -93,5 +84,6 @@ LABEL_LOSSES = frozenset({"nll_loss_forward", "nll_loss2d_forward", "nll_loss", 
 NAMES = {
     "nll_loss_forward": "cross_entropy", "nll_loss2d_forward": "cross_entropy", "nll_loss": "cross_entropy", "nll_loss2d": "cross_entropy",
     "mse_loss": "mse", "binary_cross_entropy": "bce", "binary_cross_entropy_with_logits": "bce", "smooth_l1_loss": "smooth_l1",
-    "huber_loss": "huber", "soft_margin_loss": "soft_margin", "multi_margin_loss": "multi_margin", "multilabel_margin_loss_forward": "multilabel",
+    "huber_loss": "huber", "soft_margin_loss": "soft_margin", "multi_margin_loss": "multi_margin", "multilabel_margin_loss_forward":
+    "multilabel",
 }  # fmt: skip

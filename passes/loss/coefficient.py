@@ -21,6 +21,7 @@ from secc.ir.expr import Expr
 from secc.ir.types import TensorType
 from secc.passes.loss.workshop import Workshop
 
+_ONE = sympy.Integer(1)
 SCALAR = TensorType.of([], "f64")
 
 
@@ -61,7 +62,7 @@ class Coefficient:
     """`number * size * product of factor**power`; `size` is a quotient of size expressions."""
 
     number: float = 1.0
-    size: Expr = sympy.Integer(1)
+    size: Expr = _ONE
     factors: tuple[tuple[Factor, int], ...] = ()
 
     def __mul__(self, other: Coefficient) -> Coefficient:

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import sympy
 from xdsl.ir import Operation, SSAValue
 
+from secc.ir.analysis import is_random
 from secc.ir.dialect import CaseOp, Computation, ConstOp, GlueOp, GraphOp, InputOp
 from secc.ir.types import TensorType, tensor
-from secc.passes.loss.aten import RANDOM, base
 from secc.passes.loss.coefficient import ONE, Applied, Coefficient, Given, Leaf, of_factor, total
 from secc.passes.loss.states import Bad, Local, Part, Stack, State, Sum
 from secc.passes.loss.workshop import Workshop
@@ -33,7 +33,7 @@ class Context:
 
     def _classify(self, op: Operation) -> None:
         """Record whether results depend on inputs and constants alone, and whether they depend on no input at all."""
-        pure = isinstance(op, InputOp | ConstOp) or (isinstance(op, GlueOp) and base(op) not in RANDOM)
+        pure = isinstance(op, InputOp | ConstOp) or (isinstance(op, GlueOp) and not is_random(op))
         if pure and all(o in self.inputs_alone for o in op.operands):
             self.inputs_alone.update(op.results)
             if not isinstance(op, InputOp) and all(o in self.given for o in op.operands):
@@ -99,7 +99,7 @@ class Context:
     def applied(self, op: Computation) -> Coefficient | None:
         """An op on coefficients as a coefficient."""
         operands = [self.coefficient(o) for o in op.operands]
-        if not isinstance(op, GlueOp) or len(op.results) != 1 or not one_entry(tensor(op.results[0])) or base(op) in RANDOM:
+        if not isinstance(op, GlueOp) or len(op.results) != 1 or not one_entry(tensor(op.results[0])) or is_random(op):
             return None
         known = tuple(o for o in operands if o is not None)
         return of_factor(Applied(op, known)) if len(known) == len(operands) else None

@@ -8,7 +8,7 @@ from xdsl.ir import Operation, SSAValue
 
 from secc.ir.dialect import CallOp, Computation
 from secc.ir.verify import where
-from secc.passes.loss.aten import NAMES, base
+from secc.passes.loss.aten import NAMES
 from secc.passes.loss.coefficient import Applied, Coefficient, Factor, Given, Leaf, Total
 from secc.passes.loss.states import Part
 
@@ -92,8 +92,8 @@ def keys(parts: list[Part]) -> list[tuple[object, ...]]:
     for part in parts:
         source = part.origin or (part.atom.owner if part.atom is not None else None)
         key: tuple[object, ...] = (CONSTANT,)
-        if isinstance(source, Operation):
-            key = (part.summed, where(source), base(source), nearest_blocks(source))
+        if isinstance(source, Computation):
+            key = (part.summed, where(source), source.base, nearest_blocks(source))
         seen[key] = seen.get(key, -1) + 1
         found.append((*key, seen[key]))
     return found
@@ -120,7 +120,7 @@ def label(part: Part) -> str:
     """What a term is called after."""
     if not part.summed or part.origin is None:
         return CONSTANT
-    name = base(part.origin)
+    name = part.origin.base
     if name in NAMES:
         return NAMES[name]
     return "kl" if _is_kl(part.origin) else "loss"
@@ -134,7 +134,7 @@ def _is_kl(op: Operation) -> bool:
         current, level = stack.pop()
         if level > depth or not isinstance(current, Computation) or isinstance(current, CallOp):
             continue
-        near.add(base(current))
+        near.add(current.base)
         stack.extend((o.owner, level + 1) for o in current.operands if isinstance(o.owner, Operation))
     return {"xlogy", "mul", "sub"} <= near or {"exp", "mul", "sub", "_log_softmax"} <= near
 

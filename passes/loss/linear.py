@@ -10,7 +10,7 @@ from secc.ir import template
 from secc.ir.dialect import Computation
 from secc.ir.types import TensorType, tensor
 from secc.passes.loss.arithmetic import result, spread
-from secc.passes.loss.aten import RESHAPES, base
+from secc.passes.loss.aten import RESHAPES
 from secc.passes.loss.coefficient import ONE, of_number
 from secc.passes.loss.context import Context, floating, one_entry
 from secc.passes.loss.states import Local, Part, Stack, State, Sum
@@ -24,7 +24,7 @@ def linear(ctx: Context, op: Computation) -> State | list[State] | None:
     state = ctx.state(op.operands[0])
     if isinstance(state, Stack):
         return _item(op, state)
-    if base(op) == "constant_pad_nd" and argument(op, 2, "value", 0) != 0:
+    if op.base == "constant_pad_nd" and argument(op, 2, "value", 0) != 0:
         return None
     found: list[list[Part]] = [[] for _ in op.results]
     for part in ctx.parts(op.operands[0]) or ():
@@ -37,9 +37,9 @@ def linear(ctx: Context, op: Computation) -> State | list[State] | None:
 
 def _apply(ctx: Context, op: Computation, part: Part) -> list[Part]:
     if part.atom is None:
-        if base(op) in RESHAPES and one_entry(tensor(op.results[0])):
+        if op.base in RESHAPES and one_entry(tensor(op.results[0])):
             return [part]
-        if base(op) == "neg":
+        if op.base == "neg":
             return [part.scaled(-ONE)]
         shaped = spread(ctx, op, part, tensor(op.operands[0]))
         value = shaped.atom if shaped is not None and shaped.atom is not None else _one(ctx, op)
@@ -57,7 +57,7 @@ def _one(ctx: Context, op: Computation) -> SSAValue:
 
 def _item(op: Computation, stack: Stack) -> list[State] | None:
     """One scalar of a stack, or all of them, or the same stack in another form."""
-    name = base(op)
+    name = op.base
     if name == "select":
         return [stack.items[cast(int, argument(op, 2, "index")) % len(stack.items)]]
     if name == "unbind":
@@ -150,6 +150,6 @@ def filled(ctx: Context, op: Computation) -> State | None:
     """A scalar made of a size, such as `torch.tensor(len(batch))`, is a coefficient."""
     if op.operands or not one_entry(tensor(op.results[0])):
         return None
-    position = 1 if base(op) == "full" else 0
+    position = 1 if op.base == "full" else 0
     value = of_number(argument(op, position, "fill_value" if position else "s"))
     return Sum((Part(value),)) if value is not None and ctx.moves(value) else None

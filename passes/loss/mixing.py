@@ -6,10 +6,10 @@ from xdsl.ir import Operation
 
 from secc.ir.dialect import CallOp, Computation
 from secc.ir.types import tensor
-from secc.passes.loss.aten import ALONG_DIM, BATCH_NORMS, FACTORIES, base
+from secc.passes.loss.aten import ALONG_DIM, BATCH_NORMS, FACTORIES
 from secc.passes.loss.context import Context, floating, one_entry
 from secc.passes.loss.reductions import reduced_dims
-from secc.passes.loss.states import LOCAL, Bad, Local, Part, State, Sum
+from secc.passes.loss.states import LOCAL, Bad, Part, State, Sum
 from secc.passes.loss.workshop import argument
 
 NO_BATCH_STATISTICS = "use a norm without batch statistics (LayerNorm, GroupNorm), or put it in eval mode"
@@ -17,7 +17,7 @@ NO_BATCH_STATISTICS = "use a norm without batch statistics (LayerNorm, GroupNorm
 
 def mixing(ctx: Context, op: Computation) -> Bad | None:
     """A known op that makes each sample depend on others."""
-    name = base(op)
+    name = op.base
     if not op.operands or (ctx.input_only(op.results[0]) and not floating(tensor(op.results[0]))):
         return None  # positions and offsets that inputs give are bookkeeping
     if name in BATCH_NORMS:
@@ -61,7 +61,7 @@ def call(ctx: Context, op: CallOp) -> list[State]:
 
 def other(ctx: Context, op: Computation) -> list[State]:
     """The rule for every other op: functions of coefficients are coefficients; rows stay rows."""
-    if base(op) in FACTORIES:
+    if op.base in FACTORIES:
         return [LOCAL] * len(op.results)
     if not all(ctx.plain(o) for o in op.operands):
         return _not_plain(ctx, op)

@@ -8,12 +8,12 @@ from xdsl.ir import SSAValue
 
 from secc.ir.dialect import Computation
 from secc.ir.types import TensorType, tensor
-from secc.passes.loss.aten import ENTRY_LOSSES, REDUCTIONS, ROW_LOSSES, base
 from secc.passes.loss.arithmetic import scaled
+from secc.passes.loss.aten import ENTRY_LOSSES, REDUCTIONS, ROW_LOSSES
 from secc.passes.loss.coefficient import ONE, Coefficient, of_number
 from secc.passes.loss.context import Context
 from secc.passes.loss.states import Local, Part, Stack, State, Sum
-from secc.passes.loss.workshop import argument, carry_grad, with_argument
+from secc.passes.loss.workshop import argument, with_argument
 
 NONE, MEAN, SUM = 0, 1, 2
 COUNT = TensorType.of([], "i64")
@@ -33,7 +33,7 @@ def sum_or_mean(ctx: Context, op: Computation) -> State | None:
     type = tensor(value)
     dim_argument = None if op.properties["target"].data.endswith(".default") else argument(op, 1, "dim")  # pyright: ignore
     dims = reduced_dims(dim_argument, len(type.dims))
-    mean = base(op) == "mean"
+    mean = op.base == "mean"
     state = ctx.state(value)
     if isinstance(state, Stack):
         return _of_stack(state, mean)
@@ -70,7 +70,7 @@ def _of_stack(stack: Stack, mean: bool) -> State:
 
 def other_reduction(ctx: Context, op: Computation) -> State | None:
     """A reduction that is not linear: fine inside a sample, never over samples."""
-    name = base(op)
+    name = op.base
     type = tensor(op.operands[0])
     if len(op.operands) > 1 or not ctx.samples(type):
         return None  # max of two tensors is pointwise
@@ -81,7 +81,7 @@ def other_reduction(ctx: Context, op: Computation) -> State | None:
 
 def loss(ctx: Context, op: Computation) -> State | None:
     """A loss of torch with a `reduction` argument: its sum form is the numerator, the number of entries (or rows) the divisor."""
-    name = base(op)
+    name = op.base
     rows = name in ROW_LOSSES
     position = ROW_LOSSES[name] if rows else ENTRY_LOSSES[name]
     reduction = argument(op, position, "reduction", MEAN)
@@ -133,5 +133,6 @@ def _label_count(ctx: Context, op: Computation, labels: SSAValue) -> SSAValue:
 def _broadcast(types: list[TensorType]) -> TensorType:
     """The type of a pointwise op's result."""
     rank = max(len(t.dims) for t in types)
-    shape = [next((t.shape[d + len(t.dims)] for t in types if d + len(t.dims) >= 0 and t.shape[d + len(t.dims)] != 1), 1) for d in range(-rank, 0)]
-    return carry_grad(TensorType.of(shape, types[0].dtype.data), [], False)
+    dims = [[t.shape[d] for t in types if len(t.dims) >= -d] for d in range(-rank, 0)]
+    shape = [next((size for size in sizes if size != 1), 1) for sizes in dims]
+    return TensorType.of(shape, types[0].dtype.data)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from xdsl.ir import Operation, SSAValue
 
+from secc.ir.dialect import Computation
 from secc.passes.loss.coefficient import Coefficient
 
 
@@ -22,7 +23,7 @@ class Part:
     coefficient: Coefficient
     atom: SSAValue | None = None
     summed: bool = False
-    origin: Operation | None = None
+    origin: Computation | None = None
 
     def scaled(self, coefficient: Coefficient) -> Part:
         return replace(self, coefficient=self.coefficient * coefficient)

@@ -9,7 +9,7 @@ from xdsl.ir import Operation, SSAValue
 from secc.ir.dialect import CallOp, CaseOp, Computation, GraphOp, ReturnOp
 from secc.ir.types import tensor
 from secc.passes.loss import arithmetic, linear, reductions
-from secc.passes.loss.aten import ENTRY_LOSSES, LABEL_LOSSES, LINEAR, PRODUCTS, REDUCTIONS, ROW_LOSSES, base
+from secc.passes.loss.aten import ENTRY_LOSSES, LABEL_LOSSES, LINEAR, PRODUCTS, REDUCTIONS, ROW_LOSSES
 from secc.passes.loss.context import Context, floating
 from secc.passes.loss.mixing import call, mixing, other
 from secc.passes.loss.states import LOCAL, Bad, State
@@ -64,7 +64,7 @@ def _states(ctx: Context, op: Computation) -> list[State]:
         return call(ctx, op)
     if (bad := mixing(ctx, op)) is not None:
         return [bad] * len(op.results)
-    rule = RULES.get(base(op))
+    rule = RULES.get(op.base)
     found = rule(ctx, op) if rule is not None else None
     if found is None:
         return other(ctx, op)

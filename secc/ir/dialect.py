@@ -258,6 +258,13 @@ class Computation(LineOp):
         assert isinstance(properties, StringAttr)
         return template.parse(properties.data)
 
+    @property
+    def base(self) -> str:
+        """The name of an ATen op without overload, `sum` for `aten.sum.dim_IntList`; any other target as it is."""
+        target = self.properties["target"]
+        assert isinstance(target, StringAttr)
+        return target.data.split(".")[1] if target.data.startswith("aten.") else target.data
+
     @classmethod
     def of(
         cls,

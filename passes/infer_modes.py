@@ -1,0 +1,61 @@
+"""`infer-modes`: what backward every call owes: `train` where parameters take a gradient, `dgrad` where gradients pass, else `forward`.
+
+A gradient must both leave a call (grad mode on, and trainable parameters or an operand that carries one) and arrive there: a call whose
+results reach the loss through `detach`, comparisons or indices alone owes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from xdsl.context import Context
+from xdsl.dialects.builtin import ModuleOp, StringAttr
+from xdsl.ir import SSAValue
+from xdsl.passes import ModulePass
+
+from secc.ir.dialect import CallOp, CaseOp, Computation, GlueOp, GraphOp, ParamOp, ReturnOp, TermOp, graph_of
+from secc.ir.types import tensor
+
+_STOPS = ("aten.detach.default", "aten.detach_copy.default")
+
+
+@dataclass(frozen=True)
+class InferModes(ModulePass):
+    name = "infer-modes"
+
+    def apply(self, ctx: Context, op: ModuleOp) -> None:
+        graph = graph_of(op)
+        for case in graph.cases:
+            wanted = with_gradient(case)
+            for inner in case.ops:
+                reads = any(isinstance(o.owner, ParamOp) for o in inner.operands)
+                if isinstance(inner, CallOp) or (isinstance(inner, GlueOp) and reads):
+                    inner.attributes["mode"] = StringAttr(mode(graph, inner, wanted))
+
+
+def with_gradient(case: CaseOp) -> set[SSAValue]:
+    """The values of a case that a gradient of the loss reaches."""
+    wanted: set[SSAValue] = set()
+    for op in reversed(case.ops):
+        match op:
+            case ReturnOp() | TermOp():
+                taken = list(op.operands)
+            case Computation() if "no_grad" not in op.properties and any(r in wanted for r in op.results):
+                target = op.properties["target"]
+                taken = [] if isinstance(target, StringAttr) and target.data in _STOPS else list(op.operands)
+            case _:
+                continue
+        wanted.update(value for value in taken if tensor(value).requires_grad)
+    return wanted
+
+
+def mode(graph: GraphOp, op: Computation, wanted: set[SSAValue]) -> str:
+    """The mode of a call, or of glue that reads parameters."""
+    if "no_grad" in op.properties or not any(r in wanted for r in op.results):
+        return "forward"
+    trainable = any(isinstance(o.owner, ParamOp) and tensor(o).requires_grad for o in op.operands)
+    if isinstance(op, CallOp):
+        trainable = trainable or graph.blocks[op.target.data].trainable.data > 0
+    if trainable:
+        return "train"
+    return "dgrad" if any(tensor(o).requires_grad for o in op.operands) else "forward"
