@@ -120,10 +120,13 @@ def run_plan(directory: str | Path, arguments: Sequence[str] = ()) -> int:
 
 
 def _ended(failures: dict[int, ProcessFailure]) -> int:
-    """The exit code for how ranks ended, after a message about the rank that was the cause, unless a rank has printed one."""
+    """The exit code for how ranks ended, after a message about the rank that was the cause, unless a rank has printed one.
+
+    The agent ends with SIGTERM the ranks that were left.
+    """
     if any(f.exitcode == 2 for f in failures.values()):
         return 2
-    causes = {rank: f for rank, f in failures.items() if f.exitcode != LOST} or failures
+    causes = {rank: f for rank, f in failures.items() if f.exitcode not in (LOST, -signal.SIGTERM)} or failures
     for rank, failure in sorted(causes.items()):
         code = failure.exitcode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

@@ -27,8 +27,9 @@ TOGETHER: Layout = {"encoder": (0, 1), "teacher": (0, 1), "decoder": (0, 1)}
 ALONE: Layout = {"encoder": (0,), "teacher": (0,), "decoder": (0,)}
 
 
-def make_plan(layout: Layout, widths: str = "own", micro_batch: int = 2) -> Plan:
-    """The captioner's plan with each section's replicas on the ranks of `layout`."""
+def make_plan(layout: Layout, widths: str = "own", micro_batch: int = 2, source: str | None = None) -> Plan:
+    """The captioner's plan with each section's replicas on the ranks of `layout`; `source` stands in for the text of its model file."""
+    source = (FIXTURE / "model.py").read_text() if source is None else source
     table = parameter_table(user_model.load(FIXTURE / "model.py").model())
 
     def section(name: str, mode: str, blocks: tuple[str, ...], when: tuple[str, ...] = ()) -> Section:
@@ -41,7 +42,7 @@ def make_plan(layout: Layout, widths: str = "own", micro_batch: int = 2) -> Plan
     return Plan(
         version=1,
         hash="",
-        model=ModelRef("model.py", hashlib.sha256((FIXTURE / "model.py").read_bytes()).hexdigest(), table),
+        model=ModelRef("model.py", hashlib.sha256(source.encode()).hexdigest(), table),
         world_size=1 + max(r for ranks in layout.values() for r in ranks),
         global_batch=GLOBAL_BATCH,
         widths=widths,
@@ -56,7 +57,11 @@ def make_plan(layout: Layout, widths: str = "own", micro_batch: int = 2) -> Plan
             Edge("image_features", "encoder", "decoder", "float32", ("n_images", "4", "16"), 0, "n_images", True, ("images",)),
             Edge("target", "teacher", "decoder", "float32", ("B", "S", "16"), 0, "1", False, extents=((1, "S", "right"),)),
         ),
-        terms=(Term("penalty", "encoder", "0.01 / n_images"), Term("cross_entropy", "decoder", "1 / labels"), Term("imitation", "decoder", "")),
+        terms=(
+            Term("penalty", "encoder", "0.01 / n_images"),
+            Term("cross_entropy", "decoder", "1 / labels"),
+            Term("imitation", "decoder", "0.1 / labels"),
+        ),
         ties=(Tie(("encoder.gate", "decoder.gate"), ("encoder", "decoder")), Tie(("embed.weight", "head.weight"), ("decoder",))),
         cluster={},
         solver={},
@@ -65,11 +70,13 @@ def make_plan(layout: Layout, widths: str = "own", micro_batch: int = 2) -> Plan
     )
 
 
-def write_plan(directory: Path, layout: Layout, widths: str = "own", micro_batch: int = 2) -> Plan:
+def write_plan(directory: Path, layout: Layout, widths: str = "own", micro_batch: int = 2, source: str | None = None) -> Plan:
     """A plan directory, as `secc compile` would write it."""
-    plan = make_plan(layout, widths, micro_batch)
+    plan = make_plan(layout, widths, micro_batch, source)
     shutil.copytree(FIXTURE, directory, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(FIXTURE / "model.py", directory / "model.py.txt")
+    if source is not None:
+        (directory / "model.py").write_text(source)
+    shutil.copy(directory / "model.py", directory / "model.py.txt")
     (directory / "plan.json").write_text(to_json(plan))
     pattern = (FIXTURE / "ranks" / "rank_00001.py").read_text()
     for rank in range(plan.world_size):

@@ -2,54 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.runtime.captioner import ALONE, APART, TOGETHER, UNEVEN, Layout, Reference, reference, write_plan
-from tests.runtime.workers import enter_plan, run_ranks
+from tests.runtime.training import metrics, train
 
 STEPS = 5
 pytestmark = pytest.mark.gloo
 
 
-def train(directory: Path, layout: Layout, steps: int, *arguments: str) -> list[dict[str, Any]]:
-    """Train under the plan in `directory`; each rank returns its gradients of each step and its state dict at the end."""
-    world_size = 1 + max(r for ranks in layout.values() for r in ranks)
-
-    def target(rank: int) -> dict[str, Any]:
-        enter_plan(directory)
-        from sections import decoder, encoder, teacher, terms
-
-        from secc.runtime.options import parse
-        from secc.runtime.run import Run
-        from secc.runtime.trainer import Trainer
-
-        classes = {"encoder": encoder.Encoder, "teacher": teacher.Teacher, "decoder": decoder.Decoder}
-        with Run(directory, parse(["--steps", str(steps), "--workers", "0", *arguments]), terms) as run:
-            model = run.model()
-            trainer = Trainer(run, model, [classes[n](model) for n, ranks in layout.items() if rank in ranks])
-            gradients = []
-            for batch in trainer.batches():
-                trainer.step(batch)
-                held = [(n, p) for n, p in model.named_parameters() if not p.is_meta]
-                gradients.append({n: None if p.grad is None else p.grad.clone() for n, p in held})
-            return {"gradients": gradients, "state": {k: v.clone() for k, v in model.state_dict().items() if not v.is_meta}}
-
-    return run_ranks(world_size, target)
-
-
 @pytest.fixture(scope="module")
 def plain() -> Reference:
     return reference(STEPS)
-
-
-def metrics(directory: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (directory / "logs" / "metrics.jsonl").read_text().splitlines()]
 
 
 def assert_gradients(found: dict[str, torch.Tensor | None], expected: dict[str, torch.Tensor | None]) -> None:
