@@ -7,7 +7,7 @@ handed out group by group, the one with the most work first.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from xdsl.context import Context
 from xdsl.dialects.builtin import ModuleOp, StringAttr
@@ -17,7 +17,7 @@ from secc.alloc import pins as pins_
 from secc.alloc.candidates import Load, Workload, problem, workload
 from secc.alloc.evaluate import Value, evaluate
 from secc.alloc.infeasible import explain
-from secc.alloc.model import solve
+from secc.alloc.model import least_memory, solve
 from secc.alloc.types import STRATEGIES, Candidate, Problem, Solution
 from secc.cluster import GIB, Cluster, parse
 from secc.errors import UserError
@@ -31,7 +31,8 @@ SAMPLES_PER_RANK = 8  # of the global batch, where none is given
 @dataclass(frozen=True)
 class Allocate(ModulePass):
     """`cluster` as `secc.cluster.parse` reads it; `ranks` of it (0: all); `global_batch` samples (0: eight for each rank); `set` pins
-    choices, NAME.KEY=VALUE; `strategy` is auto, apart, colocate or uniform."""
+    choices, NAME.KEY=VALUE; `strategy` is auto, apart, colocate or uniform. With `fit=false` a model that fits no device is planned
+    with the least memory instead of refused, and the prediction says what is missing."""
 
     name = "allocate"
     cluster: str = "local"
@@ -39,6 +40,7 @@ class Allocate(ModulePass):
     global_batch: int = 0
     set: tuple[str, ...] = ()
     strategy: str = "auto"
+    fit: bool = True
 
     def apply(self, ctx: Context, op: ModuleOp) -> None:
         graph = graph_of(op)
@@ -49,6 +51,9 @@ class Allocate(ModulePass):
         self._check(work, ranks)
         asked = problem(work, ranks, self.strategy, pins)
         solution = solve(asked)
+        if solution is None and not self.fit and (need := least_memory(asked)) is not None:
+            asked = replace(asked, capacity=need)
+            solution = solve(asked)
         if solution is None:
             raise explain(work, asked, pins)
         _write(graph, work, asked, solution)
@@ -58,6 +63,12 @@ class Allocate(ModulePass):
             raise UserError(f"{self.ranks} ranks asked for, but the cluster {cluster.name} has {cluster.ranks}", remedy="ask for fewer")
         if self.ranks < 0 or self.global_batch < 0:
             raise UserError("ranks and global batch cannot be negative", remedy="correct the number")
+        if self.ranks > cluster.per_node and self.ranks % cluster.per_node:
+            whole = self.ranks // cluster.per_node * cluster.per_node
+            raise UserError(
+                f"{self.ranks} ranks are not whole nodes of the cluster {cluster.name}, which have {cluster.per_node} devices each",
+                remedy=f"ask for {whole} or {whole + cluster.per_node} ranks",
+            )
         return self.ranks or cluster.ranks
 
     def _check(self, work: Workload, ranks: int) -> None:
@@ -83,8 +94,14 @@ def _write(graph: GraphOp, work: Workload, asked: Problem, solution: Solution) -
         "global_batch": integer(work.global_batch),
         "cluster": StringAttr(work.cluster.to_json()),
         "solver": StringAttr(json.dumps({"status": solution.status, "gap": solution.gap})),
-        "prediction": StringAttr(json.dumps({"step_time_s": solution.time_ns / 10**9, "label": label})),
+        "prediction": StringAttr(json.dumps({"step_time_s": solution.time_ns / 10**9, "label": label, **_missing(work, value)})),
     }
+
+
+def _missing(work: Workload, value: Value) -> dict[str, float]:
+    """How much more memory a rank needs than it can use, if it does."""
+    missing = max(value.memory.values()) - work.cluster.device.usable
+    return {"missing_gib": round(missing / GIB, 4)} if missing > 0 else {}
 
 
 def _memory(value: Value, solution: Solution, section: str) -> float:

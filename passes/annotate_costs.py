@@ -1,7 +1,7 @@
 """`annotate-costs`: sums what calls and glue cost into each section, as expressions over a micro-batch's sizes.
 
-The costs of calls come from `secc.cost.measure`, which has the user's modules; a call without them counts by estimate, and its section is labelled
-`default`. `allocate` computes the same sums anew, since passes between the two may move ops across sections.
+The costs of calls come from `secc.cost.measure`, which has the user's modules; a call without them counts by estimate, and its section is
+labelled `default`. `allocate` computes the same sums anew, since passes between the two may move ops across sections.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """From the IR and a cluster to the solver's problem: each section's candidates with their times and memory, and what edges cost.
 
-Expected load: a global batch holds `global_batch x share` samples of each pattern, and the busiest of dp replicas gets the dp-th part of the
-active ones, rounded up. A micro-batch holds samples of one pattern, as the wavefront composes them, at the pattern's mean sizes.
+Expected load: a global batch holds `global_batch x share` samples of each pattern, and the busiest of dp replicas gets the dp-th part of
+the active ones, rounded up. A micro-batch holds samples of one pattern, as the wavefront composes them, at the pattern's mean sizes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from secc.errors import UserError
 from secc.ir.dialect import GraphOp, SectionOp
 from secc.runtime.expr import evaluate
 
-AHEAD_SHARED = 2  # micro-batches in flight where backward follows forward: one ends while the next begins
+IN_TURN = 2  # micro-batches in flight of a section whose consumers share its ranks: one waits for them while the next runs
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def problem(work: Workload, ranks: int, strategy: str, pins: Pins) -> Problem:
     """The solver's problem for `ranks` devices. Raises UserError for pins that leave a section without a candidate."""
     sections = {name: _candidates(work, load, ranks, pins) for name, load in work.loads.items()}
     edges = tuple(_edge(work, c, sections) for c in work.crossings)
-    return Problem(sections, edges, ranks, work.cluster.device.usable, strategy, pins.together)
+    return Problem(sections, edges, ranks, work.cluster.device.usable, strategy, pins.together, work.cluster.per_node)
 
 
 def _candidates(work: Workload, load: Load, ranks: int, pins: Pins) -> tuple[Candidate, ...]:
@@ -127,7 +127,7 @@ def candidate(work: Workload, load: Load, dp: int, size: int) -> Candidate:
     step = time.reduce_ns(cost.trainable_bytes, dp, work.cluster) + time.optimizer_ns(cost, device) if load.mode == "train" else 0
     micro_batches = max(1, ceil(count))
     room = memory(cost, max((_activation(work, load, p, size) for p in load.active), default=0))
-    ahead = micro_batches if load.mode != "forward" else AHEAD_SHARED
+    in_turn = min(micro_batches, IN_TURN if any(c.src == load.name for c in work.crossings) else 1)
     return Candidate(
         dp=dp,
         micro_batch=size,
@@ -135,8 +135,8 @@ def candidate(work: Workload, load: Load, dp: int, size: int) -> Candidate:
         fill_ns=fill,
         drain_ns=drain,
         micro_batches=micro_batches,
-        memory=room.total(min(AHEAD_SHARED, micro_batches)),
-        memory_ahead=room.total(max(ahead, min(AHEAD_SHARED, micro_batches))),
+        memory=room.total(in_turn),
+        memory_ahead=room.total(in_turn if load.mode == "forward" else micro_batches),
     )
 
 
@@ -158,10 +158,13 @@ def _edge(work: Workload, crossing: Crossing, sections: dict[str, tuple[Candidat
     directions = 2 if gradient else 1
     free = _independent(src, dst)
     message = {c.micro_batch: _message(work, crossing, src, c.micro_batch) for c in sections[crossing.src]}
+    total = work.global_batch * sum(p.share * evaluate(crossing.size, p.sizes) for p in src.active)
     latency = work.cluster.link(work.cluster.ranks).latency_ns
     return Edge(
         src=crossing.src,
         dst=crossing.dst,
+        sent=tuple(ceil(total / c.dp) for c in sections[crossing.src]),
+        returned=tuple(ceil(gradient * total / c.dp) for c in sections[crossing.dst]),
         latency=tuple(c.fill_ns + gradient * c.drain_ns + directions * message[c.micro_batch] for c in sections[crossing.src]),
         slack=tuple((c.micro_batches - 1) * c.drain_ns for c in sections[crossing.src]),
         free=tuple(int(free * c.time_ns) for c in sections[crossing.dst]),

@@ -26,13 +26,22 @@ def evaluate(problem: Problem, assignment: Assignment) -> Value:
     group = assignment.group
     work, memory, ranks = dict.fromkeys(group.values(), 0), dict.fromkeys(group.values(), 0), dict.fromkeys(group.values(), 0)
     for s, c in chosen.items():
-        ahead = any(e.src == s and group[e.dst] != group[s] for e in problem.edges)
         work[group[s]] += c.time_ns
-        memory[group[s]] += c.memory_ahead if ahead else c.memory
+        memory[group[s]] += _memory(problem, assignment, s, c)
         ranks[group[s]] = c.ranks
-    if sum(ranks.values()) > problem.ranks or max(memory.values()) > problem.capacity:
+    used = sum(ranks.values())
+    if used > problem.per_node and used % problem.per_node:
+        raise ValueError(f"{used} ranks are not whole nodes of {problem.per_node}")
+    if used > problem.ranks or max(memory.values()) > problem.capacity:
         raise ValueError("the assignment needs more ranks or memory than there is")
-    return Value(_time(problem, assignment, work), sum(ranks.values()), memory)
+    return Value(_time(problem, assignment, work), used, memory)
+
+
+def _memory(problem: Problem, assignment: Assignment, section: str, chosen: Candidate) -> int:
+    apart = [e for e in problem.edges if assignment.group[e.src] != assignment.group[e.dst]]
+    own = assignment.choice[section]
+    messages = sum(e.sent[own] for e in apart if e.src == section) + sum(e.returned[own] for e in apart if e.dst == section)
+    return messages + (chosen.memory_ahead if any(e.src == section for e in apart) else chosen.memory)
 
 
 def _time(problem: Problem, assignment: Assignment, work: dict[str, int]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from secc.alloc.candidates import Workload, problem
-from secc.alloc.model import solve
+from secc.alloc.model import least_memory, solve
 from secc.alloc.pins import Pins
 from secc.alloc.types import Problem
 from secc.cluster import GIB
@@ -14,21 +14,20 @@ from secc.errors import UserError
 
 def explain(work: Workload, asked: Problem, pins: Pins) -> UserError:
     """The error for a problem without a solution."""
-    unlimited = replace(asked, capacity=1 << 60)
-    if solve(unlimited) is None:
+    need = least_memory(asked)
+    if need is None:
         return _no_ranks(work, asked, pins)
-    need, section = _least_memory(asked)
-    cluster = work.cluster
+    section, device = _largest(replace(asked, capacity=need)), work.cluster.device
     cause = (
-        f"section {section} does not fit: its devices need {need / GIB:.2f} GiB, and of the {cluster.device.memory / GIB:.2f} GiB of a "
-        f"{cluster.device.kind} {asked.capacity / GIB:.2f} GiB can be used"
+        f"section {section} does not fit: its ranks need {need / GIB:.2f} GiB, and of the {device.memory / GIB:.2f} GiB of a "
+        f"{device.kind} {asked.capacity / GIB:.2f} GiB can be used"
     )
-    return UserError(cause, f"cluster {cluster.name}", _remedy(work, asked, pins, section, need))
+    return UserError(cause, f"cluster {work.cluster.name}", _remedy(work, asked, pins, section, need))
 
 
 def _no_ranks(work: Workload, asked: Problem, pins: Pins) -> UserError:
     names = ", ".join(asked.sections)
-    if pins.text and solve(replace(problem(work, asked.ranks, asked.strategy, Pins()), capacity=1 << 60)) is not None:
+    if pins.text and least_memory(problem(work, asked.ranks, asked.strategy, Pins())) is not None:
         return UserError(f"the choices {pins.text} cannot be met together on {asked.ranks} ranks", remedy="change or drop one of them")
     if asked.strategy == "apart":
         return UserError(
@@ -39,17 +38,6 @@ def _no_ranks(work: Workload, asked: Problem, pins: Pins) -> UserError:
         f"the strategy {asked.strategy} cannot put {names} on {asked.ranks} ranks",
         remedy=f"give at most {work.usable_ranks(asked.strategy)} ranks, or a larger global batch",
     )
-
-
-def _least_memory(asked: Problem) -> tuple[int, str]:
-    """The least memory of a device with which there is a plan, and the section that needs most of it."""
-    low, high = asked.capacity, asked.capacity
-    while solve(replace(asked, capacity=high)) is None:
-        low, high = high, 2 * high
-    while high - low > max(low // 100, 1 << 20):
-        middle = (low + high) // 2
-        low, high = (middle, high) if solve(replace(asked, capacity=middle)) is None else (low, middle)
-    return high, _largest(replace(asked, capacity=high))
 
 
 def _largest(fitting: Problem) -> str:
@@ -69,4 +57,5 @@ def _remedy(work: Workload, asked: Problem, pins: Pins, section: str, need: int)
         if ranks <= work.usable_ranks(asked.strategy) and solve(problem(work, ranks, asked.strategy, pins)) is not None:
             return f"give {ranks} ranks"
     gib = -(-need * 100 // 95 + work.cluster.device.reserved) / GIB
-    return f"use devices with at least {gib:.1f} GiB, or make {section} smaller: fewer parameters, shorter samples, or a dtype of fewer bytes"
+    smaller = f"make {section} smaller: fewer parameters, shorter samples, or a dtype of fewer bytes"
+    return f"use devices with at least {gib:.1f} GiB, or {smaller}"

@@ -13,12 +13,13 @@ Variables
     R[g]     ranks of group g,  W[g] its work in a step
     D[s]     how long section s waits at the start and the end of a step for sections elsewhere
     T        time of a step
+    K        bytes on the fullest rank
 
 Constraints, each family by the function that adds it
     sum_c x[s,c] = 1,  sum_g y[s,g] = 1,  y[s,g] <= y[g,g]                       `_choose`
-    y[s,g] => R[g] = r[s],  not y[g,g] => R[g] = 0,  sum_g R[g] <= N              `_ranks`
+    y[s,g] => R[g] = r[s],  not y[g,g] => R[g] = 0,  sum_g R[g] <= N, whole nodes  `_ranks`
     W[g] = sum of w[s] over s in g                                               `_work`
-    sum of m[s] over s in g <= capacity, with m'[s] where a[s,t] for some t        `_memory`
+    sum of m[s] over s in g <= K, with m'[s] for m[s] where a[s,t] for some t, and messages where a    `_memory`
     a[u,s] = 1 iff no group holds both                                           `_apart`
     D[s] >= D[u] + a[u,s] (latency[u] - free[s] + messages[s]),  D[s] >= 0         `_delays`
     T >= W[g] + D[s] for s in g,  T >= W[g] + D[u] + round[s] - slack[u] for u in g, a[u,s]   `_step_time`
@@ -26,8 +27,8 @@ Constraints, each family by the function that adds it
 
 where r, w, m, latency, ... of a section stand for their sums over c weighted with x[s,c].
 
-Objective: the least T, and among equals the fewest ranks. Fixed seed, one worker and a deterministic time limit make the answer the same
-on every machine; the bound that CP-SAT proves gives the gap.
+Objective: the least T under K <= capacity, and among equals the fewest ranks; or (`least_memory`) the least K. Fixed seed, one worker and a
+deterministic time limit make the answer the same on every machine; the bound that CP-SAT proves gives the gap.
 """
 
 from __future__ import annotations
@@ -47,23 +48,36 @@ SEED = 7
 
 
 def solve(problem: Problem, limit: float = DETERMINISTIC_LIMIT) -> Solution | None:
-    """The best assignment, or None if there is none. Raises RuntimeError if none was found or refuted within the limit."""
-    coarse = _coarsened(problem)
-    model = Model(coarse)
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1
-    solver.parameters.random_seed = SEED
-    solver.parameters.max_deterministic_time = limit
-    status = solver.solve(model.cp)
+    """The fastest assignment, or None if there is none. Raises RuntimeError if none was found or refuted within the limit."""
+    model = Model(_coarsened(problem))
+    model.cp.minimize(model.time * (problem.ranks + 1) + sum(model.ranks.values()))
+    solver, status = _run(model, limit)
     if status == cp_model.INFEASIBLE:
         return None
-    if status not in {cp_model.OPTIMAL, cp_model.FEASIBLE}:
-        raise RuntimeError(f"the allocation was not solved within its limit: {solver.status_name(status)}")
     assignment = model.assignment(solver)
     value = evaluate(problem, assignment)
     found, bound = solver.value(model.time), int(solver.best_objective_bound) // (problem.ranks + 1)
     gap = 0.0 if status == cp_model.OPTIMAL else max(0.0, (found - bound) / max(found, 1))
     return Solution(assignment, value.time_ns, solver.status_name(status), round(gap, 6), value.ranks)
+
+
+def least_memory(problem: Problem, limit: float = DETERMINISTIC_LIMIT) -> int | None:
+    """The bytes a rank needs at least, whatever the time, or None if no assignment meets the other constraints."""
+    model = Model(_coarsened(replace(problem, capacity=_total_memory(problem))))
+    model.cp.minimize(model.capacity)
+    solver, status = _run(model, limit)
+    return None if status == cp_model.INFEASIBLE else solver.value(model.capacity) << 20
+
+
+def _run(model: Model, limit: float) -> tuple[cp_model.CpSolver, Any]:
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = SEED
+    solver.parameters.max_deterministic_time = limit
+    status = solver.solve(model.cp)
+    if status not in {cp_model.OPTIMAL, cp_model.FEASIBLE, cp_model.INFEASIBLE}:
+        raise RuntimeError(f"the allocation was not solved within its limit: {solver.status_name(status)}")
+    return solver, status
 
 
 def _coarsened(problem: Problem) -> Problem:
@@ -87,7 +101,7 @@ def _coarsened(problem: Problem) -> Problem:
 
 
 class Model:
-    """The CP-SAT model of a problem; `time` is its step time."""
+    """The constraints of a problem; `time` is its step time, `capacity` the MiB on the fullest rank. Objectives are the callers'."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.cp = problem, cp_model.CpModel()
@@ -100,9 +114,9 @@ class Model:
         self.work = {g: self.cp.new_int_var(0, self.horizon, f"W[{g}]") for g in self.names}
         self.delay = {s: self.cp.new_int_var(0, self.horizon, f"D[{s}]") for s in self.names}
         self.time = self.cp.new_int_var(0, self.horizon, "T")
+        self.capacity = self.cp.new_int_var(0, problem.capacity >> 20, "K")
         for family in (self._choose, self._ranks, self._work, self._apart, self._memory, self._delays, self._step_time, self._strategy):
             family()
-        self.cp.minimize(self.time * (problem.ranks + 1) + sum(self.ranks.values()))
 
     def assignment(self, solver: cp_model.CpSolver) -> Assignment:
         """The assignment that a solver found."""
@@ -129,7 +143,12 @@ class Model:
             self.cp.add(self.ranks[g] == self._field(s, "ranks")).only_enforce_if(member)
         for g in self.names:
             self.cp.add(self.ranks[g] == 0).only_enforce_if(self.y[g, g].negated())
-        self.cp.add(sum(self.ranks.values()) <= self.problem.ranks)
+        used, per_node = sum(self.ranks.values()), self.problem.per_node
+        self.cp.add(used <= self.problem.ranks)
+        several = self.cp.new_bool_var("several nodes")
+        nodes = self.cp.new_int_var(0, self.problem.ranks // per_node, "nodes")
+        self.cp.add(used <= per_node).only_enforce_if(several.negated())
+        self.cp.add(used == per_node * nodes).only_enforce_if(several)
 
     def _work(self) -> None:
         self._sum_over_groups("time_ns", self.work)
@@ -137,19 +156,33 @@ class Model:
     def _memory(self) -> None:
         """Bytes as MiB, rounded up for each candidate."""
         parts: dict[str, list[Any]] = {g: [] for g in self.names}
-        for s, candidates in self.problem.sections.items():
-            most = max(max(_mib(c.memory), _mib(c.memory_ahead)) for c in candidates)
-            need = self.cp.new_int_var(0, most, f"m[{s}]")
-            self.cp.add(need >= self._of(s, [_mib(c.memory) for c in candidates]))
-            for (src, _), apart in self.a.items():
-                if src == s:
-                    self.cp.add(need >= self._of(s, [_mib(c.memory_ahead) for c in candidates])).only_enforce_if(apart)
+        for s in self.names:
+            need, most = self._need(s)
             for g in self.names[: self.names.index(s) + 1]:
                 part = self.cp.new_int_var(0, most, f"m[{s},{g}]")
                 self.cp.add(part >= need).only_enforce_if(self.y[s, g])
                 parts[g].append(part)
         for g in self.names:
-            self.cp.add(sum(parts[g]) <= self.problem.capacity >> 20)
+            self.cp.add(sum(parts[g]) <= self.capacity)
+
+    def _need(self, section: str) -> tuple[Any, int]:
+        """MiB of a section on a rank, and the most it can be: its own, more where it runs ahead, and messages to other ranks."""
+        candidates = self.problem.sections[section]
+        most = max(_mib(max(c.memory, c.memory_ahead)) for c in candidates)
+        own = self.cp.new_int_var(0, most, f"m[{section}]")
+        self.cp.add(own >= self._of(section, [_mib(c.memory) for c in candidates]))
+        total = own
+        for e in self.problem.edges:
+            if section not in (e.src, e.dst):
+                continue
+            apart = self.a[e.src, e.dst]
+            held = [_mib(b) for b in (e.sent if section == e.src else e.returned)]
+            messages = self.cp.new_int_var(0, max(held), f"messages[{section},{e.src},{e.dst}]")
+            self.cp.add(messages >= self._of(section, held)).only_enforce_if(apart)
+            if section == e.src:
+                self.cp.add(own >= self._of(section, [_mib(c.memory_ahead) for c in candidates])).only_enforce_if(apart)
+            total, most = total + messages, most + max(held)
+        return total, most
 
     def _sum_over_groups(self, name: str, totals: dict[str, cp_model.IntVar]) -> None:
         parts: dict[str, list[Any]] = {g: [] for g in self.names}
@@ -210,6 +243,13 @@ def _horizon(problem: Problem) -> int:
     """More than any step time: all work and all waits one after the other."""
     work = sum(max(c.time_ns for c in cs) for cs in problem.sections.values())
     return 2 * work + sum(max(e.latency) + max(e.messages) + max(e.round) for e in problem.edges) + 1
+
+
+def _total_memory(problem: Problem) -> int:
+    """More bytes than any assignment needs."""
+    held = sum(max(e.sent) + max(e.returned) for e in problem.edges)
+    own = sum(max(max(c.memory, c.memory_ahead) for c in cs) for cs in problem.sections.values())
+    return held + own + (len(problem.sections) + 2 * len(problem.edges) + 1 << 20)
 
 
 def _mib(size: int) -> int:

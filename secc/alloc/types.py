@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 STRATEGIES = ("auto", "apart", "colocate", "uniform")
 
@@ -37,15 +37,18 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Edge:
-    """Section `src` feeds `dst`; the times count only where the two run on different ranks.
+    """Section `src` feeds `dst`; times and bytes count only where the two run on different ranks.
 
-    For each candidate of `src`: `latency`, what its first micro-batch delays `dst` by and its last backward adds after it; `slack`, other
+    `sent` and `returned` are the bytes of messages that a rank of `src` and of `dst` holds until a step ends, for each candidate of it. For
+    each candidate of `src`: `latency`, what its first micro-batch delays `dst` by and its last backward adds after it; `slack`, other
     work of `src` beside which the last round trip through `dst` hides. For each candidate of `dst`: `free`, work that needs nothing of
     `src` and hides the latency; `messages`, what receiving costs; `round`, forward and backward of one micro-batch.
     """
 
     src: str
     dst: str
+    sent: tuple[int, ...]
+    returned: tuple[int, ...]
     latency: tuple[int, ...]
     slack: tuple[int, ...]
     free: tuple[int, ...]
@@ -57,7 +60,8 @@ class Edge:
 class Problem:
     """Sections in an order in which edges go forward, with their candidates; `ranks` devices of `capacity` bytes each.
 
-    `together` holds pairs of sections that must share devices.
+    `together` holds pairs of sections that must share devices. Nodes hold `per_node` ranks; more ranks than that are used by whole nodes,
+    as launchers start them.
     """
 
     sections: Mapping[str, tuple[Candidate, ...]]
@@ -66,6 +70,7 @@ class Problem:
     capacity: int
     strategy: str = "auto"
     together: tuple[tuple[str, str], ...] = ()
+    per_node: int = 1
 
 
 @dataclass(frozen=True)
@@ -78,10 +83,13 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Solution:
-    """What the solver found: `status` is "OPTIMAL" or "FEASIBLE", `gap` the proven distance of `time_ns` to the optimum, relative."""
+    """What the solver found: `status` is "OPTIMAL" or "FEASIBLE", `gap` the proven distance of `time_ns` to the optimum, relative.
+
+    ranks: how many of the problem's ranks are used.
+    """
 
     assignment: Assignment
     time_ns: int
     status: str
     gap: float
-    ranks: int = field(default=0)
+    ranks: int

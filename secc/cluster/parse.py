@@ -36,7 +36,8 @@ def _cluster(name: str, nodes: int, per_node: int, kind: str) -> Cluster:
         raise UserError(f"the cluster {name!r} has no devices", remedy=_FORMS)
     if kind.lower() not in DEVICES:
         known = ", ".join(d.kind for d in DEVICES.values())
-        raise UserError(f"the cluster {name!r} names an unknown device kind {kind!r}", remedy=f"known kinds are {known}; describe others in a .toml file")
+        remedy = f"known kinds are {known}; describe others in a .toml file"
+        raise UserError(f"the cluster {name!r} names an unknown device kind {kind!r}", remedy=remedy)
     inside, between = LINKS[kind.lower()]
     return Cluster(name, nodes, per_node, DEVICES[kind.lower()], inside, between)
 

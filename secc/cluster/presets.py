@@ -1,7 +1,7 @@
 """Figures of known devices: peak rates of dense matrix products, memory, links, each with its source.
 
-Peaks are the vendor's; what training reaches of them (`efficiency_percent`) is an assumption, a large GEMM in bf16 reaching about 0.7 to 0.8 of
-peak and whole training steps about half. Latencies and the CPU's figures are assumptions, too.
+Peaks are the vendor's; what training reaches of them (`efficiency_percent`) is an assumption, a large GEMM in bf16 reaching about 0.7 to
+0.8 of peak and whole training steps about half. Latencies and the CPU's figures are assumptions, too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ H100 = _gpu("H100", 989, 67, 80 * GIB, 3350)  # NVIDIA H100 datasheet, SXM: 1,97
 H200 = _gpu("H200", 989, 67, 141 * GB, 4800)  # NVIDIA H200 datasheet, SXM: rates of H100, 141 GB, 4.8 TB/s
 A100 = _gpu("A100", 312, 19, 80 * GIB, 2039)  # NVIDIA A100 datasheet, SXM 80 GB: 312 TFLOPS bf16, 19.5 f32, 2,039 GB/s
 A800 = _gpu("A800", 312, 19, 80 * GIB, 2039)  # as A100; NVLink cut to 400 GB/s
-B200 = _gpu("B200", 2250, 75, 180 * GB, 7700)  # NVIDIA HGX B200 datasheet, an eighth: 36 PFLOPS bf16 with sparsity, 600 f32, 1.44 TB, 62 TB/s
+B200 = _gpu("B200", 2250, 75, 180 * GB, 7700)  # NVIDIA HGX B200 datasheet / 8: 36 PFLOPS bf16 sparse, 600 TFLOPS f32, 1.44 TB, 62 TB/s
 L40S = _gpu("L40S", 362, 91, 48 * GB, 864)  # NVIDIA L40S datasheet: 362.05 TFLOPS bf16 dense, 91.6 f32, 48 GB, 864 GB/s
 
 # One process with one thread: no vendor's figure fits, so these are defaults of the order that a server core reaches.

@@ -104,9 +104,18 @@ def call_cost(graph: GraphOp, call: CallOp) -> CallCost:
 
 
 def largest(texts: Iterable[str]) -> str:
-    """An expression that is the maximum of others."""
-    distinct = sorted(set(texts))
-    return distinct[0] if len(distinct) == 1 else f"max({', '.join(distinct)})" if distinct else "0"
+    """An expression that is the maximum of others, without those that another one always exceeds."""
+    kept: list[str] = []
+    for text in sorted(set(texts)):
+        if not any(_exceeds(other, text) for other in kept):
+            kept = [other for other in kept if not _exceeds(text, other)] + [text]
+    return kept[0] if len(kept) == 1 else f"max({', '.join(kept)})" if kept else "0"
+
+
+def _exceeds(more: str, less: str) -> bool:
+    """Whether a polynomial is at least another one for all sizes, because no coefficient of the difference is negative."""
+    difference = sympy.expand(expr.parse(more) - expr.parse(less))
+    return all(c.is_nonnegative for c in difference.as_coefficients_dict().values())
 
 
 def _case_sum(graph: GraphOp, ops: list[Operation]) -> _Sum:
@@ -124,15 +133,14 @@ def _add_call(graph: GraphOp, call: CallOp, total: _Sum) -> None:
     total.flops[expr.text(cost.flops)] += 1
     total.ops += cost.ops
     if _owes_backward(call):
-        share = _backward_share(graph.blocks[call.target.data], call)
+        share = _backward_share(graph.blocks[call.target.data])
         total.backward[expr.text(sympy.expand(cost.flops * sympy.Rational(share.numerator, share.denominator)))] += 1
         total.saved[expr.text(cost.saved)] += 1
 
 
-def _backward_share(block: BlockOp, call: CallOp) -> Fraction:
-    """Backward FLOPs over forward FLOPs: one part for the inputs' gradients, one for those of the weights that train."""
-    inputs = int(any(tensor(o).requires_grad for o in call.operands))
-    return inputs + (Fraction(block.trainable.data, block.params.data) if block.params.data else Fraction(0))
+def _backward_share(block: BlockOp) -> Fraction:
+    """Backward FLOPs over forward FLOPs: one part for gradients that pass through the block, one for those of the weights that train."""
+    return 1 + (Fraction(block.trainable.data, block.params.data) if block.params.data else Fraction(0))
 
 
 def _add_glue(op: GlueOp, total: _Sum) -> None:

@@ -79,6 +79,12 @@ class _Printer(StrPrinter):
         numerator, denominator = sympy.fraction(sympy.together(expr.args[0]))
         return f"({self._print(sympy.expand(numerator))})//{self.parenthesize(denominator, 1000)}"
 
+    def _print_Pow(self, expr: Any, rational: bool = False) -> str:
+        base, exponent = expr.args
+        if not (exponent.is_Integer and exponent > 0):
+            return cast(str, super()._print_Pow(expr, rational))
+        return "*".join([self.parenthesize(base, 999)] * int(exponent))  # ranks know no powers
+
     def _print_Mod(self, expr: Any) -> str:
         return f"({self._print(expr.args[0])}) % {self.parenthesize(expr.args[1], 1000)}"
 
