@@ -31,6 +31,7 @@ from secc.runtime.processes import die_with_parent
 
 LOST = 75  # exit code of a rank whose peer has gone
 _GRACE_S = 10  # from the first failure until the ranks are killed
+_DEFAULTS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GLOO_SOCKET_IFNAME": "lo"}
 _STORE_TIMEOUT = timedelta(seconds=5)
 
 
@@ -109,7 +110,7 @@ def run_plan(directory: str | Path, arguments: Sequence[str] = ()) -> int:
         shutdown_timeout=_GRACE_S,
         logs_specs=DefaultLogsSpecs(),
     )
-    with _quiet(), _environment(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", GLOO_SOCKET_IFNAME="lo"), _signals_restored():
+    with _quiet(), _environment(), _signals_restored():
         try:
             elastic_launch(config, sys.executable)(str(directory / "run.py"), *arguments)
         except ChildFailedError as error:
@@ -146,15 +147,20 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _environment(**defaults: str) -> Iterator[None]:
-    """Environment of the ranks: `defaults` where the user has set nothing."""
-    added = [name for name in defaults if name not in os.environ]
-    os.environ.update({name: defaults[name] for name in added})
+def _environment() -> Iterator[None]:
+    """The ranks' environment: one thread each and the loopback device unless the user says otherwise, and this very secc importable."""
+    before = {name: os.environ.get(name) for name in (*_DEFAULTS, "PYTHONPATH")}
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [before["PYTHONPATH"], str(Path(__file__).parents[2])]))
     try:
         yield
     finally:
-        for name in added:
-            os.environ.pop(name, None)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 @contextmanager
