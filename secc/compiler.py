@@ -38,7 +38,7 @@ from secc.runtime.weights import parameter_table
 
 FITS_BYTES = 2 << 30  # a model up to this size is built here to show its plan exact
 PASSES = (
-    "canonicalize,dce,normalize-loss,dce,annotate-patterns,infer-modes,coarsen{coarsen},annotate-costs{costs},"
+    "canonicalize,dce,normalize-loss,dce,annotate-patterns,infer-modes,coarsen{coarsen},annotate-costs,"
     "sink-boundaries,allocate{allocate},insert-transfers,lower"
 )
 
@@ -49,7 +49,6 @@ class Options:
 
     cluster: str = "local"
     global_batch: int = 32
-    objective: str = "time"
     strategy: str = "auto"
     set: tuple[str, ...] = ()
     sections: tuple[str, ...] = ()
@@ -142,11 +141,10 @@ def pipeline_text(options: Options) -> str:
     """The pipeline string that these options ask for."""
     coarsen = {"max-sections": options.max_sections, "sections": options.sections}
     allocate = {
-        "cluster": options.cluster, "global-batch": options.global_batch, "objective": options.objective, "strategy": options.strategy,
+        "cluster": options.cluster, "global-batch": options.global_batch, "strategy": options.strategy,
         "set": options.set,
     }  # fmt: skip
-    text = PASSES.replace("{coarsen}", _spec(coarsen)).replace("{allocate}", _spec(allocate))
-    return text.replace("{costs}", _spec({"cluster": options.cluster}))
+    return PASSES.replace("{coarsen}", _spec(coarsen)).replace("{allocate}", _spec(allocate))
 
 
 def _spec(options: dict[str, object]) -> str:

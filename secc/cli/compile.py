@@ -19,7 +19,6 @@ def command(
     output: Annotated[Path, typer.Option("-o", "--output", help="the plan directory to write", metavar="PLAN/")],
     cluster: Annotated[str, typer.Option(help="local, local:N (CPU processes), 4x8xH100 (nodes x devices x kind), or a file")] = "local",
     global_batch: Annotated[int, typer.Option(help="samples in an optimizer step")] = 32,
-    objective: Annotated[str, typer.Option(help="time: the fastest step on these devices")] = "time",
     strategy: Annotated[str, typer.Option(help="auto, apart (own devices), colocate (all sections on all ranks), uniform")] = "auto",
     set_: Annotated[list[str] | None, typer.Option("--set", help="pin a choice: SECTION.KEY=VALUE", metavar="S.K=V")] = None,
     section: Annotated[list[str] | None, typer.Option(help="your own section: NAME=module.path+module.path", metavar="N=PATHS")] = None,
@@ -35,7 +34,7 @@ def command(
 
     check_output(output)
     options = Options(
-        cluster, global_batch, objective, strategy, tuple(set_ or ()), tuple(section or ()), max_sections, stats_samples, widths
+        cluster, global_batch, strategy, tuple(set_ or ()), tuple(section or ()), max_sections, stats_samples, widths
     )
     with progress(quiet=json) as show:
         compiled = compile_model(model, options, show)
