@@ -26,7 +26,8 @@ class Commands(TyperGroup):
         if cmd_name not in COMMANDS:
             return None
         app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        app.command(cmd_name, no_args_is_help=True)(importlib.import_module(f"secc.cli.{cmd_name}").command)
+        module = importlib.import_module(f"secc.cli.{cmd_name}")
+        app.command(cmd_name, no_args_is_help=True, context_settings=getattr(module, "CONTEXT", None))(module.command)
         found = typer.main.get_command(app)
         assert isinstance(found, TyperCommand)
         return found
