@@ -14,9 +14,7 @@ from xdsl.ir import Attribute
 from xdsl.passes import ModulePass
 
 from secc.errors import UserError
-from secc.ir.analysis import active
-from secc.ir.carry import vanishes
-from secc.ir.dialect import GraphOp, TransferOp, graph_of, section_of, strings, texts
+from secc.ir.dialect import TransferOp, graph_of, section_of, texts
 from secc.ir.edges import Crossing, Edge, edges_of, label
 
 
@@ -26,9 +24,9 @@ class InsertTransfers(ModulePass):
 
     def apply(self, ctx: Context, op: ModuleOp) -> None:
         graph = graph_of(op)
-        edges = edges_of(graph, refuse=_refuse)
-        for edge in edges:
-            _check_everywhere(graph, edge)
+        edges, problems = edges_of(graph)
+        for crossing, reason in problems:
+            _refuse(crossing, reason)
         for edge in edges:
             for crossing in edge.crossings:
                 _insert(edge, crossing)
@@ -51,18 +49,6 @@ def _insert(edge: Edge, crossing: Crossing) -> None:
     assert block is not None
     block.insert_op_after(transfer, crossing.producer)
     crossing.value.replace_uses_with_if(transfer.result, lambda use: section_of(use.operation) == edge.dst)
-
-
-def _check_everywhere(graph: GraphOp, edge: Edge) -> None:
-    """Where both sections are active but a case lacks the edge, its samples must have no rows: micro-batches of two sections mix cases."""
-    sections = {s.sym.data: strings(s.when) for s in graph.sections}
-    having = {id(c.case) for c in edge.crossings}
-    for case in graph.cases:
-        pattern = strings(case.when)
-        absent = [key for key in strings(graph.optional) if key not in pattern]
-        both = all(active(sections[end], pattern) for end in (edge.src, edge.dst))
-        if both and id(case) not in having and not vanishes(graph, edge.carry.rows, absent):
-            _refuse(edge.crossings[0], f"case {case.sym.data!r} computes without it, and a sample of that case would have rows of it")
 
 
 def _refuse(crossing: Crossing, reason: str) -> None:

@@ -44,25 +44,26 @@ def carry(graph: GraphOp, kind: TensorType) -> Carry:
     return Carry(dim, expr.text(shape[dim]), extents)
 
 
-def carriable(graph: GraphOp, kind: TensorType) -> bool:
-    """Whether an edge can carry a tensor of this type."""
+def can_send(graph: GraphOp, kind: TensorType, src_when: Sequence[str], dst_when: Sequence[str]) -> bool:
+    """Whether an edge can carry a tensor of this type from a section active `src_when` to one active `dst_when`."""
     try:
-        carry(graph, kind)
+        check_reach(graph, carry(graph, kind), src_when, dst_when)
     except NotCarriable:
         return False
     return True
+
+
+def check_reach(graph: GraphOp, how: Carry, src_when: Sequence[str], dst_when: Sequence[str]) -> None:
+    """Every sample for which the consumer wants rows must be one of the producer's. Raises NotCarriable."""
+    covered = bool(dst_when) and set(dst_when) <= set(src_when)
+    if src_when and not covered and not vanishes(graph, how.rows, src_when):
+        raise NotCarriable(f"samples without {' and '.join(src_when)}, which the first does not see, have rows of it too")
 
 
 def vanishes(graph: GraphOp, rows: str, absent: Sequence[str]) -> bool:
     """Whether a sample without the optional keys `absent` has no rows."""
     gone = [(expr.symbol(name), 0) for name, s in graph.symbols.items() if s.key.data in absent]
     return expr.parse(rows).subs(gone) == 0
-
-
-def reaches(graph: GraphOp, rows: str, src_when: Sequence[str], dst_when: Sequence[str]) -> bool:
-    """Whether a section active `src_when` has the rows of every sample for which a section active `dst_when` wants some."""
-    covered = bool(dst_when) and set(dst_when) <= set(src_when)
-    return not src_when or covered or vanishes(graph, rows, src_when)
 
 
 def _adds_up(size: Expr, rows: set[str], banned: set[str]) -> bool:

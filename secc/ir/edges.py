@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 
 from xdsl.ir import Operation, OpResult, SSAValue
 
-from secc.ir.analysis import producer
-from secc.ir.carry import Carry, NotCarriable, carry, reaches
+from secc.ir.analysis import active, producer
+from secc.ir.carry import Carry, NotCarriable, carry, check_reach, vanishes
 from secc.ir.dialect import CallOp, CaseOp, Computation, GraphOp, ParamOp, section_of, strings
 from secc.ir.naming import identifier, tail, unique
 from secc.ir.types import TensorType, tensor
 from secc.ir.verify import where
 
+Problem = tuple["Crossing", str]
 Place = tuple[str, str, int, int]  # target, file:line, how many alike came before it in the case, index of the result or operand
 
 
@@ -60,46 +61,61 @@ class Edge:
 
 def crossings(case: CaseOp) -> list[Crossing]:
     """The values that cross sections in a case, each once for each section that uses it, in the order of the case."""
-    places = _places(case)
+    at = places(case)
     found: list[Crossing] = []
     for op in case.ops:
         src = section_of(op)
         for result in op.results if src is not None else ():
-            uses = sorted(result.uses, key=lambda u: (places[u.operation], u.index))
+            uses = sorted(result.uses, key=lambda u: (at[u.operation], u.index))
             ends = dict.fromkeys(end for u in uses if (end := section_of(u.operation)) not in {None, src})
             for dst in ends:
-                used = frozenset((*places[u.operation], u.index) for u in uses if section_of(u.operation) == dst)
-                found.append(Crossing(case, result, str(src), str(dst), (*places[op], result.index), used))
+                used = frozenset((*at[u.operation], u.index) for u in uses if section_of(u.operation) == dst)
+                found.append(Crossing(case, result, str(src), str(dst), (*at[op], result.index), used))
     return found
 
 
-def _places(case: CaseOp) -> dict[Operation, tuple[str, str, int]]:
-    """The identity of each op across cases: its target, its place in the user's code, its number among those alike."""
+def places(case: CaseOp) -> dict[Operation, tuple[str, str, int]]:
+    """The identity of each op across cases: its section and target, its place in the user's code, its number among those alike."""
     seen: dict[tuple[str, str], int] = {}
-    places: dict[Operation, tuple[str, str, int]] = {}
+    found: dict[Operation, tuple[str, str, int]] = {}
     for op in case.ops:
         target = op.properties.get("target", op.properties.get("sym"))
-        key = (f"{op.name} {target}", where(op))
-        places[op] = (*key, seen.get(key, 0))
+        key = (f"{section_of(op)} {op.name} {target}", where(op))
+        found[op] = (*key, seen.get(key, 0))
         seen[key] = seen.get(key, 0) + 1
-    return places
+    return found
 
 
-def edges_of(graph: GraphOp, refuse: Callable[[Crossing, str], None]) -> list[Edge]:
-    """The edges of all cases. `refuse(crossing, reason)` is told of a crossing that no edge can carry."""
-    builder = _Builder(graph, refuse)
+def edges_of(graph: GraphOp) -> tuple[list[Edge], list[Problem]]:
+    """The edges of all cases, and the crossings that cannot be edges, each with the reason."""
+    builder = _Builder(graph)
     for case in graph.cases:
         builder.add(crossings(case))
-    return builder.edges
+    builder.problems += [p for edge in builder.edges if (p := _missing_somewhere(graph, edge))]
+    return builder.edges, builder.problems
+
+
+def _missing_somewhere(graph: GraphOp, edge: Edge) -> Problem | None:
+    """Where both sections are active but a case lacks the edge, its samples must have no rows: micro-batches of two sections mix cases."""
+    sections = {s.sym.data: strings(s.when) for s in graph.sections}
+    having = {id(c.case) for c in edge.crossings}
+    for case in graph.cases:
+        pattern = strings(case.when)
+        absent = [key for key in strings(graph.optional) if key not in pattern]
+        both = all(active(sections[end], pattern) for end in (edge.src, edge.dst))
+        if both and id(case) not in having and not vanishes(graph, edge.carry.rows, absent):
+            return edge.crossings[0], f"case {case.sym.data!r} computes without it, and a sample of that case would have rows of it"
+    return None
 
 
 class _Builder:
     """Collects the crossings of one case after the other into edges."""
 
-    def __init__(self, graph: GraphOp, refuse: Callable[[Crossing, str], None]) -> None:
-        self.graph, self.refuse = graph, refuse
+    def __init__(self, graph: GraphOp) -> None:
+        self.graph = graph
         self.when = {s.sym.data: strings(s.when) for s in graph.sections}
         self.edges: list[Edge] = []
+        self.problems: list[Problem] = []
 
     def add(self, found: list[Crossing]) -> None:
         left = [c for c in found if not self._join(c, lambda a, b: a.made == b.made)]
@@ -115,14 +131,14 @@ class _Builder:
         return False
 
     def _open(self, crossing: Crossing) -> None:
-        kind = tensor(crossing.value)
+        kind, ends = tensor(crossing.value), (self.when[crossing.src], self.when[crossing.dst])
         try:
             how = carry(self.graph, kind)
+            check_reach(self.graph, how, *ends)
         except NotCarriable as reason:
-            return self.refuse(crossing, str(reason))
-        if not reaches(self.graph, how.rows, self.when[crossing.src], self.when[crossing.dst]):
-            return self.refuse(crossing, "samples for which the first is not active have rows of it too")
-        self.edges.append(Edge(self._name(crossing), crossing.src, crossing.dst, kind, how, [crossing]))
+            self.problems.append((crossing, str(reason)))
+        else:
+            self.edges.append(Edge(self._name(crossing), crossing.src, crossing.dst, kind, how, [crossing]))
 
     def _name(self, crossing: Crossing) -> str:
         taken = [e.name for e in self.edges]

@@ -11,7 +11,7 @@ from xdsl.dialects.builtin import StringAttr
 from xdsl.ir import Operation
 
 from secc.ir.analysis import Origin, active, is_random, mode_of, origins, producer, strongest, users
-from secc.ir.carry import NotCarriable, carry, reaches
+from secc.ir.carry import can_send
 from secc.ir.dialect import CallOp, CaseOp, GlueOp, GraphOp, ParamOp, SectionOp, TermOp, section_of, set_section, strings
 from secc.ir.types import tensor
 
@@ -69,18 +69,15 @@ class _Placement:
         if stuck and home not in used_in:
             set_section(op, stuck.pop(0))
         for name in stuck:
-            _repeat(op, name)
+            repeat(op, name)
 
     def _can_send(self, op: GlueOp, src: str | None, dst: str) -> bool:
         ends = [strings(self.sections[name].when) for name in (src, dst) if name is not None]
         used = [r for r in op.results if any(section_of(u.operation) == dst for u in r.uses)]
-        try:
-            return all(reaches(self.graph, carry(self.graph, tensor(r)).rows, *ends) for r in used)
-        except NotCarriable:
-            return False
+        return all(can_send(self.graph, tensor(r), *ends) for r in used)
 
 
-def _repeat(op: Operation, section: str) -> None:
+def repeat(op: Operation, section: str) -> None:
     """Compute `op` once more, for its uses in `section`."""
     copy = op.clone()
     set_section(copy, section)

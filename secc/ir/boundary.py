@@ -1,0 +1,147 @@
+"""The cheapest boundary between two sections: which of their ops the consumer computes, as a minimum cut.
+
+Every op of the producer section `src` and of the consumer section `dst` is a node, on the sink's side if `dst` computes it. A value whose
+producer is on the source's side and that is wanted on the other is sent: that costs its expected bytes per sample, twice if its
+gradient comes back, and is forbidden where no edge can carry it. An op of `src` may move to `dst`, or be computed in both, for the price
+of its work; an op of `dst` may move to `src` if all it needs is there. Cases share their nodes (ops at the same place in the user's
+code), so that all are cut alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from xdsl.ir import Operation, OpResult, SSAValue
+
+from secc.ir.analysis import Origin, Statistics, flops_of, is_random, mode_of, nbytes, origins, producer
+from secc.ir.carry import can_send
+from secc.ir.dialect import CallOp, CaseOp, GlueOp, GraphOp, ParamOp, section_of, strings
+from secc.ir.digraph import Cut
+from secc.ir.edges import places
+from secc.ir.expr import Expr
+from secc.ir.types import tensor
+
+_GLUE = 0.02  # price of glue computed elsewhere, in bytes sent for each byte of its results: memory is this much faster than a network
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What a FLOP is worth in bytes sent (their quotient), and the share of its parameters by which a section may grow."""
+
+    flops_per_byte: float
+    growth: float
+
+
+class Boundary:
+    """The cut between one pair of sections, `src` before `dst`."""
+
+    def __init__(self, graph: GraphOp, src: str, dst: str, prices: Prices) -> None:
+        self.graph, self.src, self.dst = graph, src, dst
+        self.statistics, self.cut = Statistics(graph), Cut()
+        sections = {s.sym.data: s for s in graph.sections}
+        self.when = {name: strings(s.when) for name, s in sections.items()}
+        self.prices = prices
+        self.room = prices.growth * sum(graph.blocks[b].params.data for b in strings(sections[dst].blocks))
+
+    def computed_by_dst(self) -> set[Operation] | None:
+        """The ops of the two sections that `dst` is to compute, in all cases; None if there is no possible boundary."""
+        networks = [_Network(self, case) for case in self.graph.cases]
+        for network in networks:
+            network.build()
+        side = self.cut.sink_side()
+        if side is None:
+            return None
+        return {op for network in networks for op in network.case.ops if network.at[op] in side}
+
+
+class _Network:
+    """The part of the network that one case adds."""
+
+    def __init__(self, boundary: Boundary, case: CaseOp) -> None:
+        self.b, self.case, self.cut = boundary, case, boundary.cut
+        self.at, self.origin = places(case), origins(case)
+
+    def build(self) -> None:
+        for op in self.case.ops:
+            section = section_of(op)
+            if section == self.b.src:
+                self._producer_op(op)
+            elif section == self.b.dst:
+                self._consumer_op(op)
+            elif section is not None and any(section_of(u.operation) == self.b.src for r in op.results for u in r.uses):
+                self.cut.source(self.at[op], None)
+                self._values(op)
+
+    def _producer_op(self, op: Operation) -> None:
+        self.cut.source(self.at[op], self._price(op) if self._may_move_down(op) else None)
+        self._operands(op)
+        self._values(op)
+
+    def _consumer_op(self, op: Operation) -> None:
+        movable = self._may_move_up(op)
+        self.cut.sink(self.at[op], self._price(op) if movable else None)
+        for operand in self._operands(op):
+            if movable and section_of(operand.owner) == self.b.dst:
+                self.cut.arc(self.at[op], self.at[operand.owner], None)
+        self._values(op)
+
+    def _operands(self, op: Operation) -> list[OpResult]:
+        """Computing an op needs its operands, other than inputs and parameters, on its side."""
+        found = [o for o in op.operands if isinstance(o, OpResult) and section_of(o.owner) is not None]
+        for operand in found:
+            self.cut.arc(self._value(operand), self.at[op], None)
+        return found
+
+    def _values(self, op: Operation) -> None:
+        """Sending a value costs its bytes; one that goes to `dst` from elsewhere anyway is free."""
+        for result in op.results:
+            section = section_of(op) or ""
+            elsewhere = section not in {self.b.src, self.b.dst}
+            if elsewhere and any(section_of(u.operation) == self.b.dst for u in result.uses):
+                price = 0.0
+            elif can_send(self.b.graph, tensor(result), self.b.when[section if elsewhere else self.b.src], self.b.when[self.b.dst]):
+                price = self._bytes(result)
+            else:
+                price = None
+            self.cut.arc(self.at[op], self._value(result), price)
+
+    def _value(self, value: OpResult) -> tuple[object, int]:
+        return self.at[value.owner], value.index
+
+    def _bytes(self, value: SSAValue) -> float:
+        """Expected bytes of a value for one sample, both ways; at least one, so that nothing is sent in vain."""
+        return max(1.0, self.b.statistics.mean_in(self.case, nbytes(value)) * (2 if tensor(value).requires_grad else 1))
+
+    def _price(self, op: Operation) -> float:
+        """What it costs to compute an op in the other section, in bytes; at least one, so that nothing moves in vain."""
+        if isinstance(op, CallOp):
+            return max(1.0, self.b.statistics.mean_in(self.case, _flops(self.b.graph, op)) / self.b.prices.flops_per_byte)
+        return max(1.0, _GLUE * sum(self._bytes(r) for r in op.results))
+
+    def _may_move_down(self, op: Operation) -> bool:
+        """Glue that reads no parameter, and frozen blocks that the consumer has room for."""
+        if isinstance(op, CallOp):
+            return mode_of(op) == "forward" and self.b.graph.blocks[op.target.data].params.data <= self.b.room
+        return isinstance(op, GlueOp) and not is_random(op) and not _reads_parameters(op)
+
+    def _may_move_up(self, op: Operation) -> bool:
+        """Glue on values of the two sections alone, used in `dst` alone."""
+        if not isinstance(op, GlueOp) or is_random(op) or _reads_parameters(op) or self.origin[op.results[0]] is not Origin.MODEL:
+            return False
+        near = {section_of(producer(o)) for o in op.operands} - {None}
+        return near <= {self.b.src, self.b.dst} and all(section_of(u.operation) == self.b.dst for r in op.results for u in r.uses)
+
+
+def _reads_parameters(op: Operation) -> bool:
+    return any(isinstance(producer(o), ParamOp) for o in op.operands)
+
+
+def _flops(graph: GraphOp, call: CallOp) -> Expr | int:
+    """FLOPs of a call; before they are measured, two for each parameter and row of its first result."""
+    known = flops_of(call)
+    if known is not None:
+        return known
+    rows: Expr | int = 2 * graph.blocks[call.target.data].params.data
+    for dim in tensor(call.results[0]).shape[:-1]:
+        rows = dim * rows
+    return rows
