@@ -73,6 +73,8 @@ def add(ctx: Context, op: Computation) -> State | None:
     for term, sign in zip(terms, signs, strict=True):
         assert term is not None
         for part in parts_of(ctx, term) or ():
+            if part.atom is None and part.coefficient.number == 0:
+                continue
             shaped = spread(ctx, op, part.scaled(sign), type)
             if shaped is None:
                 return ctx.bad(op, "combines each sample with a sum over all samples")

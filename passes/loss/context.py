@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import sympy
+from xdsl.dialects.builtin import StringAttr
 from xdsl.ir import Operation, SSAValue
 
+from secc.errors import UserError
 from secc.ir.analysis import is_random
 from secc.ir.dialect import CaseOp, Computation, ConstOp, GlueOp, GraphOp, InputOp
+from secc.ir.expr import Expr
 from secc.ir.types import TensorType, tensor
+from secc.ir.verify import where
 from secc.passes.loss.coefficient import ONE, Applied, Coefficient, Given, Leaf, of_factor, total
 from secc.passes.loss.states import Bad, Local, Part, Stack, State, Sum
 from secc.passes.loss.workshop import Workshop
 
-WIDTH = "width"
+WIDTH, DATA = "width", "data"
+COUNT = TensorType.of([], "i64")
 REMEDY = "let the loss be a sum or mean over samples of what each sample gives alone"
 
 
@@ -26,6 +31,8 @@ class Context:
         self.states: dict[SSAValue, State] = {}
         kinds = {name: op.kind.data for name, op in graph.symbols.items()}
         self.sample_symbols = {name for name, kind in kinds.items() if kind != WIDTH}
+        self.data_symbols = {name for name, kind in kinds.items() if kind == DATA}
+        self._rows: dict[str, SSAValue] = {}
         self.inputs_alone: set[SSAValue] = set()
         self.given: set[SSAValue] = set()
         for op in case.ops:
@@ -41,9 +48,10 @@ class Context:
 
     def input_only(self, value: SSAValue) -> bool:
         """Whether a value depends on inputs and constants alone."""
-        made_here = isinstance(value.owner, GlueOp) and value.owner.parent is None
-        if value not in self.inputs_alone and made_here and all(self.input_only(o) for o in value.owner.operands):
-            self._classify(value.owner)
+        owner = value.owner
+        made_here = isinstance(owner, GlueOp) and owner.parent is None
+        if value not in self.inputs_alone and made_here and all(self.input_only(o) for o in owner.operands):
+            self._classify(owner)
         return value in self.inputs_alone
 
     def samples(self, type: TensorType) -> list[int]:
@@ -104,9 +112,34 @@ class Context:
         known = tuple(o for o in operands if o is not None)
         return of_factor(Applied(op, known)) if len(known) == len(operands) else None
 
+    def number(self, op: ConstOp) -> Coefficient | None:
+        """The number that a constant of one entry holds."""
+        value = op.attributes.get("value")
+        known = isinstance(value, StringAttr) and floating(tensor(op.result)) and one_entry(tensor(op.result))
+        return Coefficient(number=float(value.data)) if known else None
+
     def entries(self, type: TensorType, dims: Iterable[int]) -> Coefficient:
         """The number of entries in some dims, over the whole global batch."""
-        return Coefficient(size=sympy.Mul(*(type.shape[d] for d in dims)))
+        size = sympy.Mul(*(type.shape[d] for d in dims))
+        if not {str(s) for s in size.free_symbols} & self.data_symbols:
+            return Coefficient(size=size)
+        return total([self._monomial(term) for term in sympy.Add.make_args(sympy.expand(size))])
+
+    def _monomial(self, term: Expr) -> Coefficient:
+        """A product of sizes, where a number of rows that the inputs' values decide is counted by a leaf."""
+        counted = {s: n for s, n in term.as_powers_dict().items() if str(s) in self.data_symbols}
+        found = Coefficient(size=term / sympy.Mul(*(s**n for s, n in counted.items())))
+        for symbol, power in counted.items():
+            factor = Leaf(self.rows(str(symbol)))
+            for _ in range(int(power)):
+                found = found * of_factor(factor)
+        return found
+
+    def rows(self, symbol: str) -> SSAValue:
+        """The number of rows that a mask selects, as an input-only scalar. Raises UserError where inputs alone do not decide it."""
+        if symbol not in self._rows:
+            self._rows[symbol] = count_rows(self, symbol)
+        return self._rows[symbol]
 
     def moves(self, coefficient: Coefficient) -> bool:
         """Whether a coefficient differs between a micro-batch and the whole batch because more samples are in it."""
@@ -127,3 +160,31 @@ def floating(type: TensorType) -> bool:
 def one_entry(type: TensorType) -> bool:
     """Whether a tensor has exactly one entry, whatever the sizes."""
     return all(d == 1 for d in type.shape)
+
+
+def count_rows(ctx: Context, symbol: str) -> SSAValue:
+    """The number that a data symbol stands for: the sum of the mask that selects its rows, or the length of what inputs select."""
+    for op in ctx.case.ops:
+        if not isinstance(op, GlueOp):
+            continue
+        masks = [o for o in op.operands[1:] if tensor(o).dtype.data == "bool" and ctx.input_only(o)]
+        selected = op.base in {"index", "masked_select"} and any(str(d) == symbol for d in tensor(op.results[0]).shape)
+        if selected and len(masks) == 1 == len(op.operands) - 1:
+            return ctx.shop.glue(op, "aten.sum.default", masks, "$0", COUNT)
+        for result in op.results:
+            if ctx.input_only(result) and symbol in map(str, tensor(result).shape):
+                return _length(ctx, op, result, symbol)
+    place = next((where(op) for op in ctx.case.ops if any(symbol in map(str, tensor(r).shape) for r in op.results)), "")
+    message = "the loss is not separable by sample: it divides by a number of rows that a block's result decides"
+    raise UserError(message, place, "select rows by a mask made of inputs alone")
+
+
+def _length(ctx: Context, op: GlueOp, value: SSAValue, symbol: str) -> SSAValue:
+    """The length of the dim of a value whose size is `symbol`."""
+    type = tensor(value)
+    while len(type.dims) > 1:
+        dim = next(d for d, size in enumerate(type.shape) if str(size) != symbol)
+        type = TensorType.of([s for d, s in enumerate(type.shape) if d != dim], type.dtype.data)
+        value = ctx.shop.glue(op, "aten.select.int", [value], f"$0, {dim}, 0", type)
+    ones = ctx.shop.glue(op, "aten.ones_like.default", [value], "$0, dtype=torch.int64", TensorType.of(type.shape, "i64"))
+    return ctx.shop.glue(op, "aten.sum.default", [ones], "$0", COUNT)

@@ -147,9 +147,10 @@ def contraction(ctx: Context, op: Computation) -> State | None:
 
 
 def filled(ctx: Context, op: Computation) -> State | None:
-    """A scalar made of a size, such as `torch.tensor(len(batch))`, is a coefficient."""
-    if op.operands or not one_entry(tensor(op.results[0])):
+    """A scalar that holds a number or a size, such as `x.new_zeros(())` or `torch.tensor(len(batch))`, is a coefficient."""
+    if not one_entry(tensor(op.results[0])) or not floating(tensor(op.results[0])):
         return None
-    position = 1 if op.base == "full" else 0
-    value = of_number(argument(op, position, "fill_value" if position else "s"))
-    return Sum((Part(value),)) if value is not None and ctx.moves(value) else None
+    name = op.base.removeprefix("new_").removesuffix("_like")
+    position = {"scalar_tensor": 0, "full": 1, "fill": 1}.get(name, -1) + (op.base == "new_full")
+    value = of_number({"zeros": 0, "ones": 1}.get(name) if position < 0 else argument(op, position, "fill_value"))
+    return None if value is None else result(ctx, [value], [Part(value)])

@@ -11,12 +11,11 @@ from secc.ir.types import TensorType, tensor
 from secc.passes.loss.arithmetic import scaled
 from secc.passes.loss.aten import ENTRY_LOSSES, REDUCTIONS, ROW_LOSSES
 from secc.passes.loss.coefficient import ONE, Coefficient, of_number
-from secc.passes.loss.context import Context
+from secc.passes.loss.context import COUNT, Context
 from secc.passes.loss.states import Local, Part, Stack, State, Sum
 from secc.passes.loss.workshop import argument, with_argument
 
 NONE, MEAN, SUM = 0, 1, 2
-COUNT = TensorType.of([], "i64")
 
 
 def reduced_dims(value: Any, rank: int) -> list[int]:

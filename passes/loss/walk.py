@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 from xdsl.ir import Operation, SSAValue
 
-from secc.ir.dialect import CallOp, CaseOp, Computation, GraphOp, ReturnOp
+from secc.ir.dialect import CallOp, CaseOp, Computation, ConstOp, GraphOp, ReturnOp
 from secc.ir.types import tensor
 from secc.passes.loss import arithmetic, linear, reductions
 from secc.passes.loss.aten import ENTRY_LOSSES, LABEL_LOSSES, LINEAR, PRODUCTS, REDUCTIONS, ROW_LOSSES
 from secc.passes.loss.context import Context, floating
 from secc.passes.loss.mixing import call, mixing, other
-from secc.passes.loss.states import LOCAL, Bad, State
+from secc.passes.loss.states import LOCAL, Bad, Local, Part, State
 
 Rule = Callable[[Context, Computation], "State | list[State] | None"]
 
@@ -26,7 +26,8 @@ RULES: dict[str, Rule] = (
     | dict.fromkeys(["add", "sub", "rsub"], arithmetic.add)
     | dict.fromkeys(["sum", "mean"], reductions.sum_or_mean)
     | dict.fromkeys(["stack", "cat"], linear.stack)
-    | dict.fromkeys(["full", "scalar_tensor"], linear.filled)
+    | dict.fromkeys(["full", "scalar_tensor", "fill", "zeros", "ones", "new_zeros", "new_ones", "new_full"], linear.filled)
+    | dict.fromkeys(["zeros_like", "ones_like", "full_like"], linear.filled)
     | {"mul": arithmetic.multiply, "div": arithmetic.divide, "where": linear.where, "masked_fill": linear.masked_fill}
 )
 
@@ -41,6 +42,8 @@ def walk(graph: GraphOp, case: CaseOp) -> tuple[Context, State]:
     for op in case.ops:
         if op in needed and isinstance(op, Computation):
             context.states.update(zip(op.results, _states(context, op), strict=True))
+        elif isinstance(op, ConstOp) and (value := context.number(op)) is not None:
+            context.states[op.result] = Local((Part(value),))
     return context, context.state(loss)
 
 

@@ -6,6 +6,7 @@ generic. A block that turns out not to be callable from recorded arguments is ex
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,8 @@ import torch
 from torch import nn
 
 from secc.errors import UserError
-from secc.frontend.compare import Diagnostic, Generic, Observed, generalise
+from secc.frontend.compare import Diagnostic, Generic, Observed, generalise, way
+from secc.frontend.fold import fold
 from secc.frontend.frontier import Frontier, Note, choose, coarsen, component, layers
 from secc.frontend.inputs import Inputs
 from secc.frontend.survey import Pattern, Survey
@@ -83,16 +85,13 @@ def capture(
     `cut` names components whose layers are to be blocks, `blocks` modules that the user wants as blocks. Raises UserError, with file:line
     and remedy, for what cannot be captured.
     """
-    batches = {p: [user.collate(s) for s in (*survey.batches(p), *survey.batches(p, even=True))] for p in survey.unions()}
-    counts = {p: [len(s) for s in (*survey.batches(p), *survey.batches(p, even=True))] for p in survey.unions()}
-    frontier = choose(model, [b[0] for b in batches.values()], cut, blocks)
-    recorder, recorded = _recorded(model, frontier, batches)
+    batches = {p: _Batches(user, survey, inputs, p) for p in survey.unions()}
+    frontier = choose(model, [b.ragged[0].batch for b in batches.values()], cut, blocks)
+    observed = _observed(model, frontier, batches)
     cases: list[Case] = []
-    for pattern, recordings in recorded.items():
-        sizes = [sizes_of(b, inputs.symbols, n) for b, n in zip(batches[pattern], counts[pattern], strict=True)]
-        observed = [Observed(r, s) for r, s in zip(recordings, sizes, strict=True)]
+    for pattern, seen in observed.items():
         try:
-            found, problems = generalise(observed)
+            found, problems = generalise(seen)
         except UserError as error:
             if pattern in survey.patterns:
                 raise
@@ -100,18 +99,49 @@ def capture(
         frontier.notes += [Note("", p.message, p.where) for p in problems]
         cases += [_named(Case(f"c{len(cases) + i}", pattern, g)) for i, g in enumerate(found)]
     called = {str(n.target): n for case in cases for n in case.generic.graph.nodes if n.op == "call_module"}
-    hazards = list(dict.fromkeys(h for rs in recorded.values() for r in rs for h in r.hazards))
+    hazards = list(dict.fromkeys(h for seen in observed.values() for o in seen for h in o.recording.hazards))
     return Capture(
         inputs, survey.optional, cases, {p: _block(model, p) for p in called}, _parameters(model), ties(model), hazards, frontier.notes
     )
 
 
-def _recorded(model: nn.Module, frontier: Frontier, batches: Mapping[Pattern, Sequence[Mapping[str, Any]]]) -> tuple[Recorder, dict[Pattern, list[Any]]]:
-    """Record every batch. A block that cannot be called from recorded arguments gives way to the module around it."""
+@dataclass(frozen=True)
+class _Batch:
+    """A collated micro-batch and its sizes."""
+
+    batch: Mapping[str, Any]
+    sizes: Mapping[str, int]
+
+
+class _Batches:
+    """The micro-batches of a pattern: ragged ones, which collate pads, and even ones, which need no padding."""
+
+    def __init__(self, user: UserModel, survey: Survey, inputs: Inputs, pattern: Pattern) -> None:
+        def collated(samples: list[Any]) -> _Batch:
+            batch = user.collate(samples)
+            return _Batch(batch, sizes_of(batch, inputs.symbols, len(samples)))
+
+        self.ragged = [collated(s) for s in survey.batches(pattern)]
+        self.even = [collated(s) for s in survey.batches(pattern, even=True)]
+
+    def record(self, recorder: Recorder) -> list[Observed]:
+        """Ragged and even micro-batches recorded; of the even ones only the first if forward takes the same way through it."""
+
+        def observe(b: _Batch) -> Observed:
+            return Observed(fold(recorder.record(b.batch)), b.sizes)
+
+        found = [observe(b) for b in (*self.ragged, self.even[0])]
+        if way(found[-1].recording) not in [way(o.recording) for o in found[:-1]]:
+            found += [observe(b) for b in self.even[1:]]
+        return found
+
+
+def _observed(model: nn.Module, frontier: Frontier, batches: Mapping[Pattern, _Batches]) -> dict[Pattern, list[Observed]]:
+    """Record every pattern. A block that cannot be called from recorded arguments gives way to the module around it."""
     while True:
         recorder = Recorder(model, frontier.blocks)
         try:
-            return recorder, {p: [recorder.record(b) for b in bs] for p, bs in batches.items()}
+            return {p: b.record(recorder) for p, b in batches.items()}
         except BlockError as error:
             if error.coarser is None or error.coarser in frontier.blocks:
                 raise
@@ -120,14 +150,19 @@ def _recorded(model: nn.Module, frontier: Frontier, batches: Mapping[Pattern, Se
 
 
 def _named(case: Case) -> Case:
-    """Give the case's constants names of their own among all cases."""
+    """Name the case's constants after what they hold, so that equal ones of several cases are one."""
     generic = case.generic
-    names = {old: f"{case.name}{old}" for old in generic.constants}
+    names = {old: f"constant_{_digest(tensor)}" for old, tensor in generic.constants.items()}
     for node in generic.graph.nodes:
         if node.op == "get_attr" and node.target in names:
             node.target = names[str(node.target)]
     generic.constants = {names[old]: tensor for old, tensor in generic.constants.items()}
     return case
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    text = f"{tensor.dtype} {tuple(tensor.shape)} {tensor.flatten().tolist()}"
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _block(model: nn.Module, path: str) -> Block:

@@ -147,9 +147,16 @@ class _Case:
                 type = TensorType.of(self._dims.get(name, node.meta["shape"]), _dtype(node))
                 self._add(InputOp.of(name, type), node)
         elif name in self._case.generic.constants:
-            self._add(ConstOp.of(name, _type(node)), node)
+            self._constant(node, self._case.generic.constants[name])
         else:
             self._add(ParamOp.of(name, _type(node)), node)
+
+    def _constant(self, node: fx.Node, tensor: torch.Tensor) -> None:
+        """A constant; a real number is written down, so that passes can reckon with it."""
+        op = ConstOp.of(str(node.target), _type(node))
+        if tensor.numel() == 1 and not tensor.is_complex() and tensor.dtype is not torch.bool:
+            op.attributes["value"] = StringAttr(repr(tensor.item()))
+        self._add(op, node)
 
     def _call(self, node: fx.Node) -> None:
         outs = [u for u in node.users if u.target is take]

@@ -219,7 +219,10 @@ class ParamOp(_Source):
 
 @irdl_op_definition
 class ConstOp(_Source):
-    """A tensor made from Python data while the model ran; it belongs to the graph, never to the model."""
+    """A tensor made from Python data while the model ran; it belongs to the graph, never to the model.
+
+    Where it holds one number, attribute `value` has its text.
+    """
 
     name = "sec.const"
     key = prop_def(StringAttr)
