@@ -19,6 +19,7 @@ from secc.ir.dialect import CaseOp, GraphOp, SectionOp, graph_of, texts
 from secc.ir.groups import Group, Grouping, Links, initial_groups, pins
 from secc.ir.naming import identifier, tail, unique
 from secc.ir.placement import place
+from secc.passes.dce import DeadCodeElimination
 
 _BY = ("component", "block")
 
@@ -38,6 +39,7 @@ class Coarsen(ModulePass):
             raise UserError(f"coarsen cannot group by {self.by!r}", remedy=f"by= is one of {', '.join(_BY)}")
         if self.max_sections is not None and self.max_sections < 1:
             raise UserError("a model has at least one section", remedy="max-sections= is 1 or more")
+        DeadCodeElimination().apply(ctx, op)  # dead glue would tie sections together
         graph = graph_of(op)
         _declare(graph, self._grouping(graph))
         place(graph)
