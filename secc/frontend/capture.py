@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from secc.errors import UserError
 from secc.frontend.compare import Diagnostic, Generic, Observed, generalise, way
@@ -98,10 +98,10 @@ def capture(
             found, problems = [], [Diagnostic(error.message, error.where)]
         frontier.notes += [Note("", p.message, p.where) for p in problems]
         cases += [_named(Case(f"c{len(cases) + i}", pattern, g)) for i, g in enumerate(found)]
-    called = {str(n.target): n for case in cases for n in case.generic.graph.nodes if n.op == "call_module"}
+    called = {str(n.target): n for case in reversed(cases) for n in case.generic.graph.nodes if n.op == "call_module"}
     hazards = list(dict.fromkeys(h for seen in observed.values() for o in seen for h in o.recording.hazards))
     return Capture(
-        inputs, survey.optional, cases, {p: _block(model, p) for p in called}, _parameters(model), ties(model), hazards, frontier.notes
+        inputs, survey.optional, cases, {p: _block(model, p, n) for p, n in called.items()}, _parameters(model), ties(model), hazards, frontier.notes
     )
 
 
@@ -165,14 +165,15 @@ def _digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _block(model: nn.Module, path: str) -> Block:
+def _block(model: nn.Module, path: str, call: fx.Node) -> Block:
+    """A block from its module and a call of it, whose place stands for a class that is torch's own."""
     module = model.get_submodule(path)
     parameters = dict(module.named_parameters(prefix=path))
     around = component(model, path)
     return Block(
         path,
         type(module).__name__,
-        class_place(type(module)),
+        call.meta["where"] if type(module).__module__.startswith("torch.") else class_place(type(module)),
         tuple(parameters),
         sum(p.numel() for p in parameters.values()),
         sum(p.numel() for p in parameters.values() if p.requires_grad),

@@ -18,7 +18,6 @@ from torch import fx
 
 from secc.errors import UserError
 from secc.frontend.fit import Fitter
-from secc.frontend.fold import fold
 from secc.ir.expr import Expr
 from secc.runtime.recorder import Recording, is_read, take
 from secc.runtime.recorder.finish import needed
@@ -77,13 +76,12 @@ class Unexplained(Exception):
 
 
 def generalise(observed: Sequence[Observed]) -> tuple[list[Generic], list[Diagnostic]]:
-    """The cases of one pattern, those with most captures first, and what could not be explained.
+    """The cases of one pattern from folded recordings, those with most captures first, and what could not be explained.
 
     Raises UserError if no case is left.
     """
     groups: dict[Any, list[Observed]] = {}
     for o in observed:
-        fold(o.recording)
         groups.setdefault(signature(o.recording.graph), []).append(o)
     cases, problems = [], []
     for group in sorted(groups.values(), key=len, reverse=True):
@@ -106,7 +104,7 @@ def _cases(group: list[Observed]) -> tuple[list[Generic], list[Diagnostic]]:
         problem = error.diagnostic
     parts: dict[Any, list[Observed]] = {}
     for o in group:
-        parts.setdefault(tuple(r.value for r in o.recording.reads if isinstance(r.value, bool)), []).append(o)
+        parts.setdefault(way(o.recording)[1], []).append(o)
     if len(parts) == 1:
         return [], [problem]
     results = [_cases(part) for part in parts.values()]
@@ -130,6 +128,11 @@ def signature(graph: fx.Graph) -> Any:
         )
         for n in graph.nodes
     )
+
+
+def way(recording: Recording) -> Any:
+    """The way that Python took through forward: the structure of the glue and the conditions that it read."""
+    return signature(recording.graph), tuple(r.value for r in recording.reads if isinstance(r.value, bool))
 
 
 def _skeleton(value: Any, index: Mapping[fx.Node, int]) -> Any:
