@@ -5,8 +5,8 @@
     DIR/latest           the name of the newest complete one
 
 Every tensor is written once, by the first rank that holds it. A checkpoint is written under another name and renamed when it is
-complete. Random numbers need no state here: data and micro-batches are seeded by seed, step and sample. torch.distributed.checkpoint is
-imported where it is used, because it nearly doubles the time that a rank takes to start.
+complete. Random numbers need no state here: data and micro-batches are seeded by seed, step and sample. `tensor_store` is imported
+where it is used, because a rank that needs no checkpoint starts almost a second sooner without.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -57,13 +56,15 @@ def manifest(model: nn.Module, step: int, seed: int, shuffle: bool, global_batch
 
 def save(directory: Path, state: Mapping[str, Any], about: Manifest) -> Path:
     """Write this rank's part of `state` as `directory/step_XXXXXXXX`. Collective. Returns the finished checkpoint's path."""
+    from secc.runtime import tensor_store
+
     final = directory / f"step_{about.step:08d}"
     scratch = directory / f".{final.name}.tmp"
     if _rank() == 0:
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
     _barrier()
-    _write(scratch, dict(state))
+    tensor_store.write(scratch, dict(state))
     if _rank() == 0:
         (scratch / MANIFEST).write_text(json.dumps(asdict(about)))
         shutil.rmtree(final, ignore_errors=True)
@@ -119,14 +120,16 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[nn.Paramete
 
 def load_model(checkpoint: Path, model: nn.Module) -> None:
     """Read into `model` what this rank holds of it. Collective. Raises UserError if the checkpoint is of another model."""
-    target, stored = model_state(model), _stored(checkpoint)
+    from secc.runtime import tensor_store
+
+    target, stored = model_state(model), tensor_store.entries(checkpoint)
     for key, value in target.items():
         entry = stored.get(key)
         if key not in stored or (isinstance(value, torch.Tensor) and (entry is None or entry.shape != value.shape)):
             found = "lacks it" if entry is None else f"has it with shape {list(entry.shape)}, not {list(value.shape)}"
             remedy = "resume with the model that wrote the checkpoint"
             raise UserError(f"the checkpoint does not fit the model: {key.removeprefix('model/')}: it {found}", str(checkpoint), remedy)
-    _load(checkpoint, target)
+    tensor_store.read(checkpoint, target)
     objects = {k.removeprefix("model/"): v for k, v in target.items() if not isinstance(v, torch.Tensor)}
     if objects:
         model.load_state_dict(objects, strict=False)
@@ -136,7 +139,9 @@ def load_optimizer(
     checkpoint: Path, optimizer: torch.optim.Optimizer | None, scheduler: Any, names: Mapping[nn.Parameter, str], rank: int
 ) -> None:
     """Read the state of this rank's parameters, their groups' options and the scheduler's state. Collective."""
-    stored = _stored(checkpoint)
+    from secc.runtime import tensor_store
+
+    stored = tensor_store.entries(checkpoint)
     mine = set(names.values()) if optimizer is not None else set()
     target: dict[str, Any] = {}
     for key, entry in stored.items():
@@ -147,10 +152,10 @@ def load_optimizer(
             target[key] = None
     own = _scheduler_key(stored, rank) if scheduler is not None else None
     target |= {own: None} if own else {}
-    _load(checkpoint, target)
+    tensor_store.read(checkpoint, target)
     if optimizer is not None:
         optimizer.load_state_dict(_packed(optimizer, target, names))
-    if own:
+    if scheduler is not None and own:
         scheduler.load_state_dict(target[own])
 
 
@@ -159,10 +164,12 @@ def load_full(directory: str | Path) -> dict[str, torch.Tensor]:
 
     Frozen parameters and buffers are in it; tied parameters are one tensor under each of their names. Raises UserError if there is none.
     """
+    from secc.runtime import tensor_store
+
     checkpoint = find(Path(directory))
     about = read_manifest(checkpoint)
-    target: dict[str, Any] = {k: _room(v) for k, v in _stored(checkpoint).items() if k.startswith("model/")}
-    _load(checkpoint, target, alone=True)
+    target: dict[str, Any] = {k: _room(v) for k, v in tensor_store.entries(checkpoint).items() if k.startswith("model/")}
+    tensor_store.read(checkpoint, target, alone=True)
     return {name: target[f"model/{about.tied.get(name, name)}"] for name in about.names}
 
 
@@ -190,43 +197,9 @@ def _packed(optimizer: torch.optim.Optimizer, stored: Mapping[str, Any], names: 
     return {"state": state, "param_groups": packed["param_groups"]}
 
 
-def _write(checkpoint: Path, state: dict[str, Any]) -> None:
-    import torch.distributed.checkpoint as dcp
-
-    planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(checkpoint), planner=planner)
-
-
-def _stored(checkpoint: Path) -> dict[str, torch.Tensor | None]:
-    """The keys of a checkpoint: a meta tensor for each tensor, None for any other object."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    try:
-        entries = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    except OSError as error:
-        raise UserError(f"not a checkpoint: {error.strerror}", str(checkpoint), _REMEDY) from None
-
-
-    return {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta") if isinstance(entry, TensorStorageMetadata) else None
-        for key, entry in entries.items()
-    }
-
-
 def _room(entry: torch.Tensor | None) -> torch.Tensor | None:
     """What a stored entry is loaded into: memory on the CPU for a tensor."""
     return None if entry is None else torch.empty_like(entry, device="cpu")
-
-
-def _load(checkpoint: Path, target: dict[str, Any], alone: bool = False) -> None:
-    """Read the keys of `target`, tensors into their memory. Collective unless `alone`."""
-    import torch.distributed.checkpoint as dcp
-
-    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        dcp.load(target, storage_reader=dcp.FileSystemReader(checkpoint), planner=planner, no_dist=alone or not dist.is_initialized())
 
 
 def _rank() -> int:

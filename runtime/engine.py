@@ -138,7 +138,7 @@ class _Execution:
         case = section.case(batch)
         if set(case.receives) != edges.keys():
             raise RuntimeError(f"`{i}`: case {case.method} takes edges {sorted(case.receives)}, but {sorted(edges)} have come")
-        torch.manual_seed(stream(self.step.seed, i.section, micro.samples))
+        seed_generators(stream(self.step.seed, i.section, micro.samples), engine.device)
         with self.compute_event(i, micro), torch.set_grad_enabled(with_grad):
             live.outs, live.terms = section(case, batch, edges)
         self.add_loss(live.terms)
@@ -287,3 +287,10 @@ def stream(seed: int, section: str, samples: Sequence[int]) -> int:
     """The seed of a micro-batch's random numbers: they depend on the step, the section and the samples, not on what ran before."""
     text = f"{seed},{section},{','.join(map(str, samples))}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Seed the default generators that ops on `device` use; `torch.manual_seed` takes milliseconds where there is no GPU."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)

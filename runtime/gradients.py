@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,7 +64,7 @@ class _Reduction:
     """The gradients of one `Holders` with several ranks."""
 
     params: list[torch.nn.Parameter]
-    group: dist.ProcessGroup
+    group: Any  # of torch.distributed
     flags: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     work: dist.Work | None = None
     buckets: list[_Bucket] = field(default_factory=list)
@@ -74,7 +75,7 @@ class Reducer:
 
     def __init__(self, held: list[Holders], params: Mapping[str, torch.nn.Parameter], rank: int, device: torch.device) -> None:
         self._device = device
-        groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        groups: dict[tuple[int, ...], Any] = {}
         for h in held:
             if len(h.ranks) > 1 and h.ranks not in groups:
                 groups[h.ranks] = dist.new_group(list(h.ranks))

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import torch.distributed as dist
@@ -79,12 +80,15 @@ def _report(error: UserError) -> None:
             store.wait(["secc/error/printed"], _STORE_TIMEOUT)
 
 
-def _store() -> dist.Store | None:
+def _store() -> Any:
+    """The store of torchrun's agent, which outlives the ranks; None under another launcher."""
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if host is None or port is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     try:
-        return dist.TCPStore(host, int(port), is_master=False, timeout=_STORE_TIMEOUT, wait_for_workers=False)
+        return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+            host, int(port), is_master=False, timeout=_STORE_TIMEOUT, wait_for_workers=False
+        )
     except RuntimeError:
         return None
 

@@ -31,8 +31,15 @@ from secc.runtime.weights import build_model, load_user_model
 class Terms(Protocol):
     """The plan's module `sections/terms.py`: the loss is the sum of coefficient times numerator over its terms, plus `CONSTANT`."""
 
-    LEAVES: Mapping[str, Any]
-    CONSTANT: float
+    @property
+    def LEAVES(self) -> Mapping[str, Any]:
+        """Name -> function of a batch: sums over samples that coefficients are made of."""
+        ...
+
+    @property
+    def CONSTANT(self) -> float:
+        """What the loss has beside its terms; counted once."""
+        ...
 
     def coefficients(self, leaves: Mapping[str, float], size: Mapping[str, int], pattern: frozenset[str]) -> dict[str, float]:
         """Each term's coefficient, from the sums of the leaves over the global batch, its sizes and its union of optional keys."""

@@ -169,6 +169,8 @@ def _index(file: Path) -> Iterator[tuple[str, _Entry]]:
     try:
         with file.open("rb") as f:
             (length,) = struct.unpack("<Q", f.read(8))
+            if length > file.stat().st_size:
+                raise ValueError("its header does not end")
             header = json.loads(f.read(length))
         for name, entry in header.items():
             if name != "__metadata__":
