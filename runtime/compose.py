@@ -33,6 +33,10 @@ class Costs:
             self._widths = {s.name: total[s.name] for s in plan.symbols if s.kind == "width"}
         self._sizes = [{**s.sizes, **self._widths} for s in samples]
 
+    def sizes(self, position: int) -> dict[str, int]:
+        """The symbols of the sample at `position` as a micro-batch of its own has them."""
+        return self._sizes[position]
+
     def of(self, section: Section, positions: Sequence[int]) -> tuple[int, int]:
         """(forward, backward) nanoseconds of the samples at `positions` as one micro-batch."""
         sizes = self._sizes[positions[0]]
@@ -104,8 +108,7 @@ class Composer:
         self.plan, self.samples, self.graph = plan, samples, graph
         self.costs = Costs(plan, samples)
         self.alone = {  # for each section: active sample -> (forward, backward) ns on its own
-            s.name: {p: self.costs.of(s, (p,)) for p, sample in enumerate(samples) if active(s.when, sample.pattern)}
-            for s in plan.sections
+            s.name: {p: self.costs.of(s, (p,)) for p, sample in enumerate(samples) if active(s.when, sample.pattern)} for s in plan.sections
         }
         self.upstream = {s.name: self._upstream(s) for s in plan.sections}
         self.critical = max(graph.order, key=lambda s: (sum(map(sum, self.alone[s.name].values())) // s.mesh.dp, graph.depth[s.name]))

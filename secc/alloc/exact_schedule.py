@@ -1,0 +1,136 @@
+"""The proven shortest schedule of a small batch by CP-SAT: the yardstick for bounds and for the wavefront order.
+
+Sets
+    U        units: a sample in a section (`secc.schedule.work`), each with a forward and, where one is owed, a backward
+    R(u)     ranks of u's section
+
+Variables
+    x[u,r]   0/1: u runs on rank r of R(u)
+    f[u]     start of u's forward;  b[u] start of its backward
+    T        time of the step
+
+Constraints, each family by the function that adds it
+    sum_r x[u,r] = 1;  the jobs on a rank do not overlap                                        `_place`
+    b[u] >= f[u] + forward[u];  f[v] >= f[u] + forward[u] + wait along each edge (u, v),
+    b[u] >= b[v] + backward[v] + wait where its gradient returns                                 `_order`
+    T >= the end of each forward and backward + the closing of its section                       `_end`
+    replicas of one section with equal ranks' duties are alike: the first unit goes to the first  `_symmetry`
+
+Objective: the least T. Every micro-batch is one sample, so plans with larger micro-batches are refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ortools.sat.python import cp_model
+
+from secc.runtime.program import owes_backward
+from secc.schedule.work import Unit, Work
+
+SEED = 7
+
+
+@dataclass(frozen=True)
+class Exact:
+    """The best schedule found: its time in ns, the proven lower bound, and each unit's rank and starts, by (section, sample)."""
+
+    ns: int
+    bound_ns: int
+    placed: dict[tuple[str, int], tuple[int, int, int]]  # rank, start of forward, start of backward (of the forward where none is owed)
+
+    @property
+    def optimal(self) -> bool:
+        return self.ns == self.bound_ns
+
+
+def solve(work: Work, limit: float = 10.0, hint_ns: int | None = None) -> Exact | None:
+    """The shortest schedule, within `limit` units of deterministic time (about seconds). None where no schedule was found in that time.
+
+    `hint_ns` is the time of a known schedule, which prunes the search. Raises ValueError where a micro-batch may hold several samples.
+    """
+    if any(s.micro_batch != 1 for s in work.sections):
+        raise ValueError("an exact schedule needs micro-batches of one sample")
+    model = _Model(work, hint_ns)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = SEED
+    solver.parameters.max_deterministic_time = limit
+    status = solver.solve(model.cp)
+    if status not in {cp_model.OPTIMAL, cp_model.FEASIBLE}:
+        return None
+    return Exact(round(solver.objective_value), round(solver.best_objective_bound), model.placed(solver))
+
+
+class _Model:
+    """The CP-SAT model of a batch's work."""
+
+    def __init__(self, work: Work, hint_ns: int | None) -> None:
+        self.work, self.cp = work, cp_model.CpModel()
+        self.horizon = hint_ns if hint_ns is not None else _serial(work)
+        self.units = {(u.section, u.sample): u for units in work.units.values() for u in units}
+        self.late = {s.name for s in work.sections if owes_backward(s)}
+        self.x = {k: {r: self.cp.new_bool_var(f"x{k}{r}") for r in work.ranks[k[0]]} for k in self.units}
+        self.forward = {k: self.cp.new_int_var(u.forward_head, self.horizon, f"f{k}") for k, u in self.units.items()}
+        self.backward = {
+            k: self.cp.new_int_var(u.backward_head or 0, self.horizon, f"b{k}") for k, u in self.units.items() if k[0] in self.late
+        }
+        self.time = self.cp.new_int_var(0, self.horizon, "T")
+        for family in (self._place, self._order, self._end, self._symmetry):
+            family()
+        self.cp.minimize(self.time)
+
+    def placed(self, solver: cp_model.CpSolver) -> dict[tuple[str, int], tuple[int, int, int]]:
+        """Each unit's rank and starts in the solver's schedule."""
+        found: dict[tuple[str, int], tuple[int, int, int]] = {}
+        for k, choice in self.x.items():
+            rank = next(r for r, chosen in choice.items() if solver.boolean_value(chosen))
+            start = solver.value(self.forward[k])
+            found[k] = rank, start, solver.value(self.backward[k]) if k in self.backward else start
+        return found
+
+    def _place(self) -> None:
+        jobs: dict[int, list[cp_model.IntervalVar]] = {}
+        for k, u in self.units.items():
+            self.cp.add_exactly_one(self.x[k].values())
+            for rank, chosen in self.x[k].items():
+                for start, duration in self._jobs(k, u):
+                    interval = self.cp.new_optional_fixed_size_interval_var(start, duration, chosen, f"i{k}{rank}")
+                    jobs.setdefault(rank, []).append(interval)
+        for intervals in jobs.values():
+            self.cp.add_no_overlap(intervals)
+
+    def _jobs(self, k: tuple[str, int], u: Unit) -> list[tuple[cp_model.IntVar, int]]:
+        forward = [(self.forward[k], u.forward)]
+        return [*forward, (self.backward[k], u.backward)] if k in self.backward else forward
+
+    def _order(self) -> None:
+        for k, start in self.backward.items():
+            self.cp.add(start >= self.forward[k] + self.units[k].forward)
+        for arc in self.work.arcs:
+            for p, wait in arc.wait.items():
+                src, dst = (arc.src, p), (arc.dst, p)
+                self.cp.add(self.forward[dst] >= self.forward[src] + self.units[src].forward + wait)
+                if arc.gradient:
+                    self.cp.add(self.backward[src] >= self.backward[dst] + self.units[dst].backward + wait)
+
+    def _end(self) -> None:
+        for k, u in self.units.items():
+            for start, duration in self._jobs(k, u):
+                self.cp.add(self.time >= start + duration + self.work.closing[k[0]])
+
+    def _symmetry(self) -> None:
+        """Where no two sections share some ranks only, ranks of a section can be renamed, so its first unit may go to its first rank."""
+        sets = {frozenset(r) for r in self.work.ranks.values()}
+        if any(a & b for a in sets for b in sets if a != b):
+            return
+        for ranks in sets:
+            first = next((k for k in self.units if frozenset(self.work.ranks[k[0]]) == ranks), None)
+            if first is not None:
+                self.cp.add(self.x[first][min(ranks)] == 1)
+
+
+def _serial(work: Work) -> int:
+    """More than any schedule needs: all work and all waits one after the other."""
+    jobs = sum(u.forward + u.backward for units in work.units.values() for u in units)
+    return jobs + 2 * sum(sum(a.wait.values()) for a in work.arcs) + max(work.closing.values(), default=0)

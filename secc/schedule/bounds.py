@@ -1,0 +1,158 @@
+"""Certified lower bounds on the time of a step: no order of the samples, and no way to deal them to replicas, can be faster.
+
+The *schedule bound* holds for the plan's allocation: which ranks each section has, and at most how many samples a micro-batch holds. The
+*plan bound* holds for every allocation of the same devices: all work, at the least each sample can add, spread evenly. Both assume
+only what costs promise: a micro-batch takes at least as long as each of its samples alone, and at least the sum of their weights
+(`secc/schedule/additive.py`). A `Unit` is a sample's forward and backward in one section; its head and tail are the times that must
+pass before its start and after its end (`secc/schedule/work.py`).
+
+A *pool* is a set of q0 ranks on which some sections' work must be done: the ranks of one section, of sections that share ranks, or all.
+Take any set S of jobs of these sections: whole units, or their forwards or backwards alone, of weight w, head h and tail t. Let T be the
+time of the step.
+
+*Sets.* Some number q <= q0 of ranks have jobs of S. On each of these nothing of S starts before the head of its first job of S, and the
+step ends no sooner than the tail of its last job after that job's end; in between lies all its work of S. So T >= h + work + t
+there. (A micro-batch starts when all its samples may and its work is at least its samples' weights, so this holds for micro-batches of
+several samples, too.) Summed over the q ranks, whose first jobs are different jobs, as are their last ones:
+    q T >= sum of w over S + the q smallest heads + the q smallest tails.
+The bound is the least over q, because idle ranks are allowed. Heads and tails of units are those of the forward's start and of the
+backward's end, which lie on the same rank. The sets tried are prefixes: the largest weights, heads, tails, heads and tails together.
+
+*Packing.* Of the k q0 + 1 largest jobs some rank has at least k + 1, which take at least as long as the k + 1 smallest of them. So
+T >= min h + that + min t, the minima over these jobs.
+
+*Chain.* T >= h + duration + t of every job: the longest way through one sample's own work.
+
+Heads, tails and chains include messages between ranks at their fastest, and tails the reduction of the section's gradients, which follows
+its last backward. After the last reduction every rank waits for all others (the global norm), and then takes its optimizer step: the
+longest of these adds to any bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from secc.runtime.plan import Plan
+from secc.runtime.program import SampleMeta
+from secc.schedule.work import Unit, Work
+
+ALL_PREFIXES = 64  # up to so many jobs every prefix is tried, beyond that prefixes that grow by a quarter
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A lower bound on a step in ns, and what it rests on, for people: the argument and the pool's sections."""
+
+    ns: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    weight: int
+    head: int
+    tail: int
+
+
+def schedule_bound(plan: Plan, samples: Sequence[SampleMeta]) -> Bound:
+    """The largest of the bounds above for one global batch. Raises ValueError for a plan with replicas of several ranks."""
+    return work_bound(Work(plan, samples))
+
+
+def work_bound(work: Work) -> Bound:
+    """`schedule_bound` of work that is at hand."""
+    found = max(_all_bounds(work), key=lambda b: b.ns, default=Bound(0, "nothing to do"))
+    closing = max((work.traffic.optimizer_ns(r) for r in range(work.plan.world_size)), default=0)
+    return Bound(found.ns + closing, found.reason)
+
+
+def plan_bound(plan: Plan, samples: Sequence[SampleMeta]) -> int:
+    """The time in ns that the global batch's work takes if all ranks share it evenly and nothing ever waits."""
+    return work_plan_bound(Work(plan, samples))
+
+
+def work_plan_bound(work: Work) -> int:
+    """`plan_bound` of work that is at hand."""
+    total = sum(sum(work.least(section.name)) for section in work.sections)
+    return -(-total // max(1, work.plan.world_size))
+
+
+def _all_bounds(work: Work) -> Iterator[Bound]:
+    yield Bound(max(_chains(work), default=0), "the longest way of one sample")
+    for ranks, sections in _pools(work):
+        where = ", ".join(sections)
+        units = [u for name in sections for u in work.units[name]]
+        for what, jobs in _families(units):
+            yield Bound(_sets(jobs, ranks), f"{what} on the ranks of {where}")
+            yield Bound(_packing(jobs, ranks), f"the largest {what} on the ranks of {where}")
+
+
+def _chains(work: Work) -> Iterator[int]:
+    for units in work.units.values():
+        for u in units:
+            yield u.forward_head + u.forward + u.forward_tail
+
+
+def _pools(work: Work) -> list[tuple[int, list[str]]]:
+    """Numbers of ranks, and the sections whose work is done there and nowhere else."""
+    sets = {frozenset(ranks) for ranks in work.ranks.values()}
+    components = set(sets)
+    while overlapping := next(((a, b) for a in components for b in components if a != b and a & b), None):
+        components = components - set(overlapping) | {overlapping[0] | overlapping[1]}
+    pools = sets | components | {frozenset().union(*sets)}
+    inside = {pool: [s.name for s in work.sections if pool.issuperset(work.ranks[s.name])] for pool in pools}
+    return sorted((len(pool), names) for pool, names in inside.items())
+
+
+def _families(units: Sequence[Unit]) -> Iterator[tuple[str, list[_Job]]]:
+    """Whole units, forwards alone and backwards alone."""
+    late = [(u, h, t) for u in units if (h := u.backward_head) is not None and (t := u.backward_tail) is not None]
+    ends = {id(u): t for u, _, t in late}
+    yield "all work", [_Job(u.forward_weight + u.backward_weight, u.forward_head, ends.get(id(u), u.forward_tail)) for u in units]
+    if late:
+        yield "forwards", [_Job(u.forward_weight, u.forward_head, u.forward_tail) for u in units]
+        yield "backwards", [_Job(u.backward_weight, h, t) for u, h, t in late]
+
+
+def _sets(jobs: Sequence[_Job], ranks: int) -> int:
+    orders = (
+        sorted(jobs, key=lambda j: -j.weight),
+        sorted(jobs, key=lambda j: -j.head),
+        sorted(jobs, key=lambda j: -j.tail),
+        sorted(jobs, key=lambda j: -j.head - j.tail),
+    )
+    return max((_set(order[:k], ranks) for order in orders for k in _prefixes(len(jobs))), default=0)
+
+
+def _set(jobs: Sequence[_Job], ranks: int) -> int:
+    """The least over q of (work + q smallest heads + q smallest tails) / q, rounded up."""
+    total = sum(j.weight for j in jobs)
+    heads = accumulate(sorted(j.head for j in jobs))
+    tails = accumulate(sorted(j.tail for j in jobs))
+    sums = zip(range(1, min(ranks, len(jobs)) + 1), heads, tails, strict=False)
+    return min(-(-(total + h + t) // q) for q, h, t in sums)
+
+
+def _prefixes(n: int) -> Iterable[int]:
+    if n <= ALL_PREFIXES:
+        return range(1, n + 1)
+    sizes, k = {n}, 1
+    while k < n:
+        sizes.add(k)
+        k += max(1, k // 4)
+    return sizes
+
+
+def _packing(jobs: Sequence[_Job], ranks: int) -> int:
+    order = sorted(jobs, key=lambda j: -j.weight)
+    weights = list(accumulate(j.weight for j in order))
+    heads = list(accumulate((j.head for j in order), min))
+    tails = list(accumulate((j.tail for j in order), min))
+    best = 0
+    for k in range(1, (len(order) - 1) // ranks + 1):
+        last = k * ranks
+        smallest = weights[last] - (weights[last - k - 1] if last > k else 0)
+        best = max(best, heads[last] + smallest + tails[last])
+    return best

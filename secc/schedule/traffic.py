@@ -1,0 +1,110 @@
+"""What moves besides samples' own work, in nanoseconds: messages between ranks, reductions of gradients, the optimizer's step.
+
+The cluster is the one that the plan was made for; a plan without one (written by hand, say) moves everything at once. Parameters are
+counted from plan.json's own table, which is what the ranks' reductions are made from, too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import torch
+
+from secc.cluster import Cluster, Device, Link
+from secc.cost.time import OPTIMIZER_PASSES
+from secc.runtime.expr import evaluate
+from secc.runtime.gradients import Holders, holders
+from secc.runtime.plan import Edge, Plan
+
+FREE = Link(0, 10**18)
+
+
+def cluster_of(plan: Plan) -> Cluster | None:
+    """The plan's cluster, or None if the plan does not say."""
+    data: Mapping[str, Any] = plan.cluster
+    if not {"device", "inside", "between", "nodes", "per_node"} <= data.keys():
+        return None
+    device = {**data["device"], "gflops": tuple((str(name), int(rate)) for name, rate in data["device"]["gflops"])}
+    inside, between = Link(**data["inside"]), Link(**data["between"])
+    return Cluster(str(data.get("name", "")), int(data["nodes"]), int(data["per_node"]), Device(**device), inside, between)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Times of messages, reductions and optimizer steps under a plan."""
+
+    plan: Plan
+
+    @cached_property
+    def cluster(self) -> Cluster | None:
+        return cluster_of(self.plan)
+
+    def link(self, a: int, b: int) -> Link:
+        """The link between two ranks: inside their node, or between nodes."""
+        if self.cluster is None:
+            return FREE
+        return self.cluster.inside if a // self.cluster.per_node == b // self.cluster.per_node else self.cluster.between
+
+    def fastest(self, edge: Edge) -> Link | None:
+        """The link with the least latency between ranks of an edge's ends, or None where a sample may stay on its rank."""
+        sources, targets = (self.plan.section(name).mesh.ranks for name in (edge.src, edge.dst))
+        if set(sources) & set(targets):
+            return None
+        if self.cluster is None:
+            return FREE
+        per_node = self.cluster.per_node
+        near = {r // per_node for r in sources} & {r // per_node for r in targets}
+        return self.cluster.inside if near else self.cluster.between
+
+    @cached_property
+    def held(self) -> list[Holders]:
+        """Trained parameters by the sections that hold them, as the ranks reduce them."""
+        trained = [name for name, what in self.plan.model.parameters.items() if what.endswith(" train")]
+        canonical = {n: tie.names[0] for tie in self.plan.ties for n in tie.names}
+        names = {canonical.get(n, n) for n in trained}
+        every = {n: canonical.get(n, n) for s in self.plan.sections for n in (*s.params, *names)}
+        return holders(self.plan, sorted(names), every)
+
+    def reduce_ns(self, held: Holders) -> int:
+        """A ring all-reduce of the gradients of `held`: 2(n - 1) messages of an n-th each, over the slowest link on the way."""
+        size, n = sum(parameter_bytes(self.plan, p) for p in held.names), len(held.ranks)
+        if n < 2 or size == 0 or self.cluster is None:
+            return 0
+        link = max((self.link(a, b) for a, b in zip(held.ranks, held.ranks[1:], strict=False)), key=lambda x: x.message_ns(size))
+        return 2 * (n - 1) * link.message_ns(size // n)
+
+    def closing_ns(self, section: str) -> int:
+        """The reduction of the gradients that belong to a section alone."""
+        return sum(self.reduce_ns(h) for h in self.held if h.sections == (section,))
+
+    def optimizer_ns(self, rank: int) -> int:
+        """The optimizer's step on a rank, bound by memory."""
+        if self.cluster is None:
+            return 0
+        size = sum(parameter_bytes(self.plan, p) for h in self.held if rank in h.ranks for p in h.names)
+        return 1000 * OPTIMIZER_PASSES * size // self.cluster.device.bandwidth
+
+
+def parameter_bytes(plan: Plan, name: str) -> int:
+    """Bytes of a parameter, from its entry `float32[64, 64] train` in the plan; 0 for a name the plan does not know."""
+    found = re.fullmatch(r"(\w+)\[([\d, ]*)\].*", plan.model.parameters.get(name, ""))
+    if found is None:
+        return 0
+    return getattr(torch, found[1]).itemsize * prod(int(n) for n in found[2].split(",") if n.strip())
+
+
+def sample_bytes(edge: Edge, sizes: Mapping[str, int]) -> int:
+    """Bytes that a sample of these sizes sends over an edge: its rows, at its own extents."""
+    dims = {d: evaluate(text, sizes) for d, text in enumerate(edge.dims)}
+    dims |= {d: evaluate(text, sizes) for d, text, _ in edge.extents} | {edge.dim: evaluate(edge.rows, sizes)}
+    return prod(dims.values()) * getattr(torch, edge.dtype).itemsize
+
+
+def message_ns(link: Link | None, sizes: Iterable[int]) -> int:
+    """Time of one message of these parts; nothing where it stays on its rank."""
+    return 0 if link is None else link.message_ns(sum(sizes))

@@ -1,0 +1,140 @@
+"""No schedule is shorter than the bounds, and the proven optimum lies between bound and wavefront order."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from secc.alloc.exact_schedule import solve
+from secc.runtime.expr import evaluate
+from secc.runtime.plan import ModelRef
+from secc.runtime.wavefront import timed_schedule
+from secc.schedule.additive import parts
+from secc.schedule.bounds import plan_bound, schedule_bound
+from secc.schedule.work import Work
+from tests.schedule.plans import SYMBOLS, batches, edge, plan, plans, sample, section
+
+IMAGE = ("images",)
+CLUSTER = {
+    "name": "1x4xcpu", "nodes": 1, "per_node": 4, "inside": {"latency_ns": 10, "bytes_per_s": 10**9},
+    "between": {"latency_ns": 100, "bytes_per_s": 10**9},
+    "device": {
+        "kind": "cpu", "backend": "cpu", "gflops": [["f32", 20]], "memory": 1, "memory_bytes_per_s": 10**9, "efficiency_percent": 50,
+        "op_ns": 1, "reserved": 0, "label": "default",
+    },
+}  # fmt: skip
+
+
+def vlm(encoders=1, replicas=1, image="10*I", text="B*S", mode="train"):
+    vision = section("vision", range(encoders), when=IMAGE, mode=mode, forward=image, backward=f"2*({image})")
+    lm = section("lm", range(encoders, encoders + replicas), forward=text, backward=f"2*({text})")
+    return plan([vision, lm], [edge("vision", "lm", grad=mode == "train")], encoders + replicas)
+
+
+@given(plans(), batches, st.sampled_from(["wavefront", "dataset"]))
+@settings(max_examples=200)
+def test_no_schedule_of_any_plan_is_shorter_than_the_bound(p, samples, order):
+    assert schedule_bound(p, samples).ns <= timed_schedule(p, samples, order=order)[1]
+
+
+@given(plans(), batches)
+@settings(max_examples=50)
+def test_the_plan_bound_is_below_the_schedule_bound(p, samples):
+    """A plan that leaves ranks idle cannot beat one that shares all work evenly."""
+    assert plan_bound(p, samples) <= schedule_bound(p, samples).ns
+
+
+single = plans().map(lambda p: dataclasses.replace(p, sections=tuple(dataclasses.replace(s, micro_batch=1) for s in p.sections)))
+small = batches.map(lambda samples: samples[:5])
+
+
+@given(single, small)
+@settings(max_examples=40)
+def test_the_optimum_lies_between_the_bound_and_the_order(p, samples):
+    work, order = Work(p, samples), timed_schedule(p, samples)[1]
+    exact = solve(work, limit=1.0, hint_ns=order)
+    assert exact is not None
+    assert schedule_bound(p, samples).ns <= exact.ns <= order
+    assert schedule_bound(p, samples).ns <= exact.bound_ns or not exact.optimal
+
+
+@given(
+    st.sampled_from(["B*S", "7 + B*S", "5*I + 3*B*S - 3*B", "(B*S*S + 4*I)//3", "max(B*S, 3*I + 2)", "40*S", "2*(max(I, 3)) + S*B"]),
+    batches,
+)
+def test_a_micro_batch_takes_at_least_the_sum_of_its_samples_weights(text, samples):
+    sizes = [s.sizes for s in samples]
+    together = {"B": sum(s["B"] for s in sizes), "I": sum(s["I"] for s in sizes), "S": max((s["S"] for s in sizes), default=0)}
+    for branch in parts(text, SYMBOLS):
+        weights = sum(evaluate(branch.additive, s) + evaluate(branch.rest, s) / len(samples) for s in sizes)
+        assert weights <= evaluate(text, together)
+
+
+def test_work_spread_over_replicas_bounds_a_step():
+    bound = schedule_bound(vlm(replicas=4), [sample(i, length=10) for i in range(8)])
+    assert bound.ns == 60
+    assert "lm" in bound.reason
+
+
+def test_a_sample_more_than_replicas_costs_a_whole_sample():
+    assert schedule_bound(vlm(replicas=4), [sample(i, length=10) for i in range(9)]).ns == 90
+
+
+def test_the_encoder_must_fill_before_and_drain_after():
+    """Two images on one encoder, one replica: a round trip of one image, then the encoder's backward of both."""
+    samples = [sample(0, *IMAGE, images=2, length=10), sample(1, *IMAGE, images=2, length=10)]
+    assert schedule_bound(vlm(), samples).ns == 20 + 30 + 2 * 40
+    assert schedule_bound(vlm(mode="forward"), samples).ns == 20 + 60
+    text_too = [*samples, sample(2, length=100)]
+    assert schedule_bound(vlm(), text_too).ns == 300 + 60
+
+
+def test_one_long_sample_is_a_chain():
+    bound = schedule_bound(vlm(encoders=3, replicas=3), [sample(0, *IMAGE, images=5, length=50)])
+    assert bound.ns == 50 + 150 + 100
+    assert bound.reason == "the longest way of one sample"
+
+
+def test_sections_on_the_same_ranks_share_their_time():
+    vision, lm = section("vision", [0, 1], when=IMAGE, forward="10*I"), section("lm", [0, 1])
+    samples = [sample(i, *IMAGE) for i in range(4)]
+    assert schedule_bound(plan([vision, lm], [edge("vision", "lm")], 2), samples).ns == 2 * (10 + 200 + 300)
+
+
+def test_micro_batches_of_several_samples_amortise_what_is_constant():
+    p = plan([section("lm", [0], micro_batch=4, forward="100 + B*S", backward="0")], [], 1)
+    samples = [sample(i, length=10) for i in range(8)]
+    assert schedule_bound(p, samples).ns == 2 * 100 + 80
+    assert timed_schedule(p, samples)[1] == 280
+
+
+def test_messages_reductions_and_the_optimizer_count():
+    p = dataclasses.replace(vlm(replicas=2), cluster=CLUSTER)
+    images = [sample(0, *IMAGE, images=1, length=10)]
+    wait = 10 + 32  # a row of eight float32
+    assert schedule_bound(p, images).ns == 10 + wait + 30 + wait + 20
+    lm = dataclasses.replace(p.sections[1], params=("w",))
+    trained = dataclasses.replace(p, sections=(p.sections[0], lm), model=ModelRef("", "", {"w": "float32[10, 10] train"}))
+    assert schedule_bound(trained, [sample(0, length=10)]).ns == 30 + 2 * (10 + 200) + 7 * 400
+
+
+def test_the_plan_bound_shares_all_work_evenly():
+    samples = [sample(0, *IMAGE, images=3, length=10), sample(1, length=20)]
+    assert plan_bound(vlm(encoders=1, replicas=2), samples) == (3 * 30 + 90) // 3
+
+
+def test_the_exact_schedule_finds_what_a_greedy_order_misses():
+    """Three jobs of 2 and two of 3 on two ranks: largest first gives 7, the best is 6."""
+    samples = [sample(i, length=n) for i, n in enumerate([3, 3, 2, 2, 2])]
+    p = plan([section("lm", [0, 1], forward="B*S", backward="0")], [], 2)
+    exact = solve(Work(p, samples))
+    assert exact is not None and exact.optimal and exact.ns == 6
+    assert {rank for rank, _, _ in exact.placed.values()} == {0, 1}
+
+
+def test_an_exact_schedule_of_larger_micro_batches_is_refused():
+    with pytest.raises(ValueError, match="one sample"):
+        solve(Work(plan([section("lm", [0], micro_batch=2)], [], 1), [sample(0)]))
