@@ -6,15 +6,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
+from xdsl.dialects.builtin import FloatAttr, IntegerAttr
 from xdsl.ir import Operation, SSAValue
 
 from secc.cost.estimate import entries
-from secc.cost.section import largest, number
+from secc.cost.section import largest
 from secc.ir import expr
 from secc.ir.dialect import GraphOp, PatternOp, SectionOp, section_of, strings
 from secc.ir.types import tensor
 
-Sizes = Mapping[str, int]
+Sizes = Mapping[str, float]  # means, so not whole
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,13 @@ def patterns(graph: GraphOp) -> list[Pattern]:
     return [Pattern(p.when, p.share / total, p.sizes) for p in found if p.share > 0]
 
 
-def _sizes(graph: GraphOp, op: PatternOp) -> dict[str, int]:
-    return {name: number(op, name, 0) for name in graph.symbols}
+def _sizes(graph: GraphOp, op: PatternOp) -> dict[str, float]:
+    return {name: _mean(op, name) for name in graph.symbols}
+
+
+def _mean(op: PatternOp, name: str) -> float:
+    found = op.attributes.get(name)
+    return float(found.value.data) if isinstance(found, FloatAttr | IntegerAttr) else 0.0
 
 
 def _ones(graph: GraphOp, when: frozenset[str]) -> dict[str, int]:
@@ -57,7 +63,7 @@ def _ones(graph: GraphOp, when: frozenset[str]) -> dict[str, int]:
 
 def micro_batch(graph: GraphOp, sizes: Sizes, samples: int) -> dict[str, int]:
     """The sizes of `samples` alike samples together: rows add up, widths stay."""
-    return {name: sizes[name] * (samples if op.kind.data == "rows" else 1) for name, op in graph.symbols.items()}
+    return {name: round(sizes[name] * (samples if op.kind.data == "rows" else 1)) for name, op in graph.symbols.items()}
 
 
 def is_active(section: SectionOp, pattern: Pattern) -> bool:
