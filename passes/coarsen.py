@@ -132,7 +132,7 @@ def _declare(graph: GraphOp, grouping: Grouping) -> None:
         if name in taken:
             name = unique(f"{name}_{group.mode}", taken)
         taken.append(name)
-        when, blocks = texts(sorted(group.when)), texts(group.blocks)
+        when, blocks = texts(sorted(group.when)), texts(sorted(group.blocks, key=list(graph.blocks).index))
         properties = {"sym": StringAttr(name), "mode": StringAttr(group.mode), "when": when, "blocks": blocks}
         _before_cases(graph, SectionOp.create(properties=properties))
 

@@ -13,10 +13,9 @@ from xdsl.dialects.builtin import ModuleOp, StringAttr
 from xdsl.ir import SSAValue
 from xdsl.passes import ModulePass
 
-from secc.ir.dialect import CallOp, CaseOp, Computation, GlueOp, GraphOp, ParamOp, ReturnOp, TermOp, graph_of
+from secc.ir.analysis import with_gradient
+from secc.ir.dialect import CallOp, Computation, GlueOp, GraphOp, ParamOp, graph_of
 from secc.ir.types import tensor
-
-_STOPS = ("aten.detach.default", "aten.detach_copy.default")
 
 
 @dataclass(frozen=True)
@@ -31,22 +30,6 @@ class InferModes(ModulePass):
                 reads = any(isinstance(o.owner, ParamOp) for o in inner.operands)
                 if isinstance(inner, CallOp) or (isinstance(inner, GlueOp) and reads):
                     inner.attributes["mode"] = StringAttr(mode(graph, inner, wanted))
-
-
-def with_gradient(case: CaseOp) -> set[SSAValue]:
-    """The values of a case that a gradient of the loss reaches."""
-    wanted: set[SSAValue] = set()
-    for op in reversed(case.ops):
-        match op:
-            case ReturnOp() | TermOp():
-                taken = list(op.operands)
-            case Computation() if "no_grad" not in op.properties and any(r in wanted for r in op.results):
-                target = op.properties["target"]
-                taken = [] if isinstance(target, StringAttr) and target.data in _STOPS else list(op.operands)
-            case _:
-                continue
-        wanted.update(value for value in taken if tensor(value).requires_grad)
-    return wanted
 
 
 def mode(graph: GraphOp, op: Computation, wanted: set[SSAValue]) -> str:

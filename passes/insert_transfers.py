@@ -43,7 +43,7 @@ def _insert(edge: Edge, crossing: Crossing) -> None:
     }
     if edge.carry.extents:
         properties["extents"] = texts(edge.carry.extents)
-    transfer = TransferOp.create(operands=[crossing.value], result_types=[crossing.value.type], properties=properties)
+    transfer = TransferOp.create(operands=[crossing.value], result_types=[edge.type], properties=properties)
     transfer.result.name_hint = edge.name
     block = crossing.producer.parent_block()
     assert block is not None

@@ -21,7 +21,6 @@ from secc.ir.dialect import CallOp, GraphOp, SectionOp, graph_of, section_of, se
 from secc.ir.edges import Crossing, crossings, edges_of, label
 from secc.ir.merging import merge_sections, note
 from secc.ir.placement import repeat, settle_mode
-from secc.ir.types import tensor
 
 
 @dataclass(frozen=True)
@@ -106,9 +105,7 @@ def _crossings(graph: GraphOp, src: str, dst: str) -> list[Crossing]:
 def _sent(graph: GraphOp, src: str, dst: str) -> float:
     """Expected bytes that go from one section to the other for a sample, gradients included."""
     statistics = Statistics(graph)
-    return sum(
-        statistics.mean_in(c.case, nbytes(c.value)) * (2 if tensor(c.value).requires_grad else 1) for c in _crossings(graph, src, dst)
-    )
+    return sum(statistics.mean_in(c.case, nbytes(c.value)) * (2 if c.grad else 1) for c in _crossings(graph, src, dst))
 
 
 def _size(count: float) -> str:

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 
 from xdsl.dialects.builtin import ArrayAttr, FloatAttr, IntAttr, IntegerAttr, StringAttr
 from xdsl.ir import Operation, OpResult, SSAValue
 
 from secc.ir import expr
-from secc.ir.dialect import CallOp, CaseOp, ConstOp, GlueOp, GraphOp, InputOp, LeafOp, PatternOp, SizeOp, TransferOp, strings
+from secc.ir.dialect import (
+    CallOp,
+    CaseOp,
+    Computation,
+    ConstOp,
+    GlueOp,
+    GraphOp,
+    InputOp,
+    LeafOp,
+    PatternOp,
+    ReturnOp,
+    SizeOp,
+    TermOp,
+    TransferOp,
+    strings,
+)  # fmt: skip
 from secc.ir.expr import Expr
 from secc.ir.types import tensor
 
 MODES = ("forward", "dgrad", "train")
+_STOPS = ("aten.detach.default", "aten.detach_copy.default")
 _RANDOM = ("rand", "bernoulli", "native_dropout", "dropout", "normal", "uniform", "multinomial", "exponential", "poisson")
 
 
@@ -41,6 +57,22 @@ def origins(case: CaseOp) -> dict[SSAValue, Origin]:
                 origin = Origin.MODEL
         found |= dict.fromkeys(op.results, origin)
     return found
+
+
+def with_gradient(case: CaseOp) -> set[SSAValue]:
+    """The values of a case that a gradient of the loss reaches."""
+    wanted: set[SSAValue] = set()
+    for op in reversed(case.ops):
+        match op:
+            case ReturnOp() | TermOp():
+                taken = list(op.operands)
+            case Computation() if "no_grad" not in op.properties and any(r in wanted for r in op.results):
+                target = op.properties["target"]
+                taken = [] if isinstance(target, StringAttr) and target.data in _STOPS else list(op.operands)
+            case _:
+                continue
+        wanted.update(value for value in taken if tensor(value).requires_grad)
+    return wanted
 
 
 def is_random(op: Operation) -> bool:
@@ -90,7 +122,7 @@ def active(when: Sequence[str], pattern: Sequence[str]) -> bool:
     return not when or bool(set(when) & set(pattern))
 
 
-def strongest(modes: Sequence[str]) -> str:
+def strongest(modes: Iterable[str]) -> str:
     """The mode that covers all: train, then dgrad, then forward."""
     return max(modes, key=MODES.index, default="forward")
 

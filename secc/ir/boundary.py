@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from xdsl.ir import Operation, OpResult, SSAValue
 
-from secc.ir.analysis import Origin, Statistics, flops_of, is_random, mode_of, nbytes, origins, producer
+from secc.ir.analysis import Origin, Statistics, flops_of, is_random, mode_of, nbytes, origins, producer, with_gradient
 from secc.ir.carry import can_send
 from secc.ir.dialect import CallOp, CaseOp, GlueOp, GraphOp, ParamOp, section_of, strings
 from secc.ir.digraph import Cut
@@ -59,7 +59,7 @@ class _Network:
 
     def __init__(self, boundary: Boundary, case: CaseOp) -> None:
         self.b, self.case, self.cut = boundary, case, boundary.cut
-        self.at, self.origin = places(case), origins(case)
+        self.at, self.origin, self.wanted = places(case), origins(case), with_gradient(case)
 
     def build(self) -> None:
         for op in self.case.ops:
@@ -110,7 +110,7 @@ class _Network:
 
     def _bytes(self, value: SSAValue) -> float:
         """Expected bytes of a value for one sample, both ways; at least one, so that nothing is sent in vain."""
-        return max(1.0, self.b.statistics.mean_in(self.case, nbytes(value)) * (2 if tensor(value).requires_grad else 1))
+        return max(1.0, self.b.statistics.mean_in(self.case, nbytes(value)) * (2 if value in self.wanted else 1))
 
     def _price(self, op: Operation) -> float:
         """What it costs to compute an op in the other section, in bytes; at least one, so that nothing moves in vain."""

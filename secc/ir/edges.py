@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from xdsl.ir import Operation, OpResult, SSAValue
 
-from secc.ir.analysis import active, producer
+from secc.ir.analysis import active, producer, with_gradient
 from secc.ir.carry import Carry, NotCarriable, carry, check_reach, vanishes
 from secc.ir.dialect import CallOp, CaseOp, Computation, GraphOp, ParamOp, section_of, strings
 from secc.ir.naming import identifier, tail, unique
@@ -32,6 +32,7 @@ class Crossing:
     dst: str
     made: Place
     used: frozenset[Place]
+    grad: bool  # whether a gradient of the loss comes back
 
     @property
     def producer(self) -> Operation:
@@ -49,19 +50,21 @@ class Edge:
     name: str
     src: str
     dst: str
-    type: TensorType
+    type: TensorType  # with a gradient if it takes one in any case
     carry: Carry
     crossings: list[Crossing] = field(default_factory=list[Crossing])
 
     def fits(self, crossing: Crossing) -> bool:
         """Whether a crossing of another case could be this edge."""
-        same = (crossing.src, crossing.dst, crossing.value.type) == (self.src, self.dst, self.type)
-        return same and all(c.case is not crossing.case for c in self.crossings)
+        ends = (crossing.src, crossing.dst) == (self.src, self.dst)
+        kind = tensor(crossing.value)
+        alike = (kind.dims, kind.dtype) == (self.type.dims, self.type.dtype)
+        return ends and alike and all(c.case is not crossing.case for c in self.crossings)
 
 
 def crossings(case: CaseOp) -> list[Crossing]:
     """The values that cross sections in a case, each once for each section that uses it, in the order of the case."""
-    at = places(case)
+    at, wanted = places(case), with_gradient(case)
     found: list[Crossing] = []
     for op in case.ops:
         src = section_of(op)
@@ -70,7 +73,7 @@ def crossings(case: CaseOp) -> list[Crossing]:
             ends = dict.fromkeys(end for u in uses if (end := section_of(u.operation)) not in {None, src})
             for dst in ends:
                 used = frozenset((*at[u.operation], u.index) for u in uses if section_of(u.operation) == dst)
-                found.append(Crossing(case, result, str(src), str(dst), (*at[op], result.index), used))
+                found.append(Crossing(case, result, str(src), str(dst), (*at[op], result.index), used, result in wanted))
     return found
 
 
@@ -127,6 +130,7 @@ class _Builder:
         for edge in self.edges:
             if edge.fits(crossing) and any(alike(crossing, other) for other in edge.crossings):
                 edge.crossings.append(crossing)
+                edge.type = _with_grad(edge.type, edge.type.requires_grad or crossing.grad)
                 return True
         return False
 
@@ -138,12 +142,17 @@ class _Builder:
         except NotCarriable as reason:
             self.problems.append((crossing, str(reason)))
         else:
+            kind = _with_grad(kind, crossing.grad)
             self.edges.append(Edge(self._name(crossing), crossing.src, crossing.dst, kind, how, [crossing]))
 
     def _name(self, crossing: Crossing) -> str:
         taken = [e.name for e in self.edges]
         base = edge_label(self.graph, crossing.value)
         return base if base not in taken else unique(f"{base}_to_{crossing.dst}", taken)
+
+
+def _with_grad(kind: TensorType, grad: bool) -> TensorType:
+    return TensorType.of([d.data for d in kind.dims], kind.dtype.data, grad)
 
 
 def edge_label(graph: GraphOp, value: SSAValue) -> str:

@@ -8,9 +8,9 @@ it, the consumer computes it from what an edge can carry; glue is cheap. Input-o
 from __future__ import annotations
 
 from xdsl.dialects.builtin import StringAttr
-from xdsl.ir import Operation
+from xdsl.ir import Operation, SSAValue
 
-from secc.ir.analysis import Origin, active, is_random, mode_of, origins, producer, strongest, users
+from secc.ir.analysis import Origin, active, is_random, mode_of, origins, producer, strongest, users, with_gradient
 from secc.ir.carry import can_send
 from secc.ir.dialect import CallOp, CaseOp, GlueOp, GraphOp, ParamOp, SectionOp, TermOp, section_of, set_section, strings
 from secc.ir.types import tensor
@@ -90,16 +90,16 @@ def repeat(op: Operation, section: str) -> None:
 
 def settle_mode(graph: GraphOp, section: SectionOp) -> None:
     """The mode that a section's ops need: gradients of parameters, of received tensors only, or none."""
-    found = [_mode(op) for case in graph.cases for op in case.ops if section_of(op) == section.sym.data]
+    found: set[str] = set()
+    for case in graph.cases:
+        wanted = with_gradient(case)
+        found |= {_mode(op, wanted) for op in case.ops if section_of(op) == section.sym.data}
     section.mode = StringAttr(strongest(found))
 
 
-def _mode(op: Operation) -> str:
+def _mode(op: Operation, wanted: set[SSAValue]) -> str:
     if isinstance(op, CallOp):
         return mode_of(op)
-    if not any(tensor(r).requires_grad for r in op.results):
+    if not any(r in wanted for r in op.results):
         return "forward"
-    trained = any(isinstance(producer(o), ParamOp) and tensor(o).requires_grad for o in op.operands)
-    return "train" if trained else "dgrad"
-
-
+    return "train" if any(isinstance(producer(o), ParamOp) and o in wanted for o in op.operands) else "dgrad"
