@@ -158,13 +158,14 @@ def _edge(work: Workload, crossing: Crossing, sections: dict[str, tuple[Candidat
     directions = 2 if gradient else 1
     free = _independent(src, dst)
     message = {c.micro_batch: _message(work, crossing, src, c.micro_batch) for c in sections[crossing.src]}
-    total = work.global_batch * sum(p.share * evaluate(crossing.size, p.sizes) for p in src.active)
+    batch = [micro_batch(work.graph, p.sizes, ceil(work.global_batch * p.share)) for p in src.active]
+    total = sum(evaluate(crossing.size, sizes) for sizes in batch)
     latency = work.cluster.link(work.cluster.ranks).latency_ns
     return Edge(
         src=crossing.src,
         dst=crossing.dst,
-        sent=tuple(ceil(total / c.dp) for c in sections[crossing.src]),
-        returned=tuple(ceil(gradient * total / c.dp) for c in sections[crossing.dst]),
+        sent=tuple(-(-total // c.dp) for c in sections[crossing.src]),
+        returned=tuple(-(-gradient * total // c.dp) for c in sections[crossing.dst]),
         latency=tuple(c.fill_ns + gradient * c.drain_ns + directions * message[c.micro_batch] for c in sections[crossing.src]),
         slack=tuple((c.micro_batches - 1) * c.drain_ns for c in sections[crossing.src]),
         free=tuple(int(free * c.time_ns) for c in sections[crossing.dst]),

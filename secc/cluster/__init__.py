@@ -6,7 +6,7 @@ the path of a TOML file. The cost model asks a cluster for rates, memory and lin
 
 from __future__ import annotations
 
-from secc.cluster.parse import parse
+from secc.cluster.description import parse
 from secc.cluster.types import GIB, Cluster, Device, Link
 
 __all__ = ["GIB", "Cluster", "Device", "Link", "parse"]

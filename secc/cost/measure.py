@@ -1,8 +1,8 @@
 """`measure`: notes at every call of a block what it costs, as exact polynomials over the inputs' sizes.
 
 The user's block runs on meta tensors at a few small sizes (`secc.cost.trial`) and the numbers are fitted (`secc.cost.fit`); alike calls,
-such as the layers of a stack, are measured once. A block that refuses the meta device, or whose numbers no small polynomial gives, keeps the
-estimate by its parameters and the label `default`.
+such as the layers of a stack, are measured once. A block that refuses the meta device, or whose numbers no small polynomial gives, keeps
+the estimate by its parameters and the label `default`.
 """
 
 from __future__ import annotations

@@ -228,11 +228,9 @@ def _glue_parameters(graph: GraphOp, name: str, paths: list[str]) -> list[tuple[
 
 def _repeated(tie: TieOp, paths: list[str]) -> tuple[int, int, int, int]:
     """What several blocks of the section count of one tied parameter, less once."""
-    times = sum(any(n.startswith(f"{p}.") for p in paths) for n in strings(tie.names)) - 1
-    size, byte = number(tie, "params", 0), number(tie, "bytes", 0)
-    train = number(tie, "trainable", 0)
-    less = -max(times, 0)
-    return less * size, less * size * train, less * byte, less * byte * train
+    again = max(sum(any(n.startswith(f"{p}.") for p in paths) for n in strings(tie.names)) - 1, 0)
+    params, size, trainable = (number(tie, key, 0) for key in ("params", "bytes", "trainable_bytes"))
+    return -again * params, -again * params * (trainable > 0), -again * size, -again * trainable
 
 
 def number(op: Operation, key: str, default: int) -> int:

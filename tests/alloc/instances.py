@@ -1,0 +1,77 @@
+"""Random small allocation problems, and the best assignment by trying all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from hypothesis import strategies as st
+
+from secc.alloc.evaluate import Value, evaluate
+from secc.alloc.types import STRATEGIES, Assignment, Candidate, Edge, Problem
+
+MIB = 1 << 20
+
+
+@st.composite
+def candidates(draw: st.DrawFn, ranks: int) -> tuple[Candidate, ...]:
+    """Two to four candidates; a replica more never takes longer, as in real tables, but memory and waits are free."""
+    number = st.integers(0, 40)
+    memory = st.integers(0, 12).map(lambda n: n * MIB)
+    return tuple(
+        Candidate(
+            dp=draw(st.integers(1, ranks)),
+            micro_batch=draw(st.sampled_from([1, 2, 4])),
+            time_ns=draw(st.integers(1, 100)),
+            fill_ns=draw(number),
+            drain_ns=draw(number),
+            micro_batches=draw(st.integers(1, 4)),
+            memory=(own := draw(memory)),
+            memory_ahead=own + draw(memory),
+        )
+        for _ in range(draw(st.integers(2, 4)))
+    )
+
+
+@st.composite
+def edges(draw: st.DrawFn, src: str, dst: str, sections: dict[str, tuple[Candidate, ...]]) -> Edge:
+    def times(section: str, scale: int = 1) -> tuple[int, ...]:
+        return tuple(draw(st.integers(0, 40)) * scale for _ in sections[section])
+
+    return Edge(src, dst, times(src, MIB), times(dst, MIB), times(src), times(src), times(dst), times(dst), times(dst))
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    """One to three sections on one to five ranks, edges going forward."""
+    ranks = draw(st.integers(1, 5))
+    names = "abc"[: draw(st.integers(1, 3))]
+    sections = {name: draw(candidates(ranks)) for name in names}
+    pairs = [(u, s) for i, u in enumerate(names) for s in names[i + 1 :] if draw(st.booleans())]
+    return Problem(
+        sections,
+        tuple(draw(edges(u, s, sections)) for u, s in pairs),
+        ranks,
+        capacity=draw(st.integers(4, 40)) * MIB,
+        strategy=draw(st.sampled_from(("auto", *STRATEGIES))),
+        together=tuple(draw(st.lists(st.sampled_from(pairs), max_size=1))) if pairs else (),
+        per_node=draw(st.integers(1, 3)),
+    )
+
+
+def assignments(problem: Problem) -> Iterator[Assignment]:
+    """Every choice of candidates in every grouping, legal or not."""
+    names = list(problem.sections)
+    for choice in product(*(range(len(c)) for c in problem.sections.values())):
+        for group in product(*(names[: i + 1] for i in range(len(names)))):
+            if all(group[names.index(g)] == g for g in group):
+                yield Assignment(dict(zip(names, choice, strict=True)), dict(zip(names, group, strict=True)))
+
+
+def values(problem: Problem) -> Iterator[Value]:
+    """The values of all legal assignments."""
+    for assignment in assignments(problem):
+        try:
+            yield evaluate(problem, assignment)
+        except ValueError:
+            continue

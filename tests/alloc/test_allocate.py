@@ -1,0 +1,145 @@
+"""Allocation of whole graphs: what sections get, and what users read when nothing can be had."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from xdsl.dialects.builtin import ModuleOp
+
+from secc import pipeline
+from secc.codegen.plan import attribute
+from secc.errors import UserError
+from secc.ir import text
+from secc.ir.dialect import graph_of
+from secc.passes.allocate import Allocate
+
+VLM = Path(__file__).parents[1] / "passes" / "allocate_vlm.mlir"
+
+
+def allocated(source: str = "", **options: Any) -> ModuleOp:
+    module = text.parse(source or VLM.read_text())
+    pipeline.run(module, (Allocate(**({"cluster": "1x3xcpu", "global_batch": 16} | options)),))
+    return module
+
+
+def section(module: ModuleOp, name: str, key: str) -> Any:
+    return attribute(next(s for s in graph_of(module).sections if s.sym.data == name), key, None)
+
+
+def prediction(module: ModuleOp) -> dict[str, Any]:
+    return json.loads(attribute(graph_of(module), "prediction", "{}"))
+
+
+def large(params: int, trainable: int = 0) -> str:
+    """The example with a language model of `params` parameters."""
+    return VLM.read_text().replace('class "LM" params 1200000 trainable 1200000', f'class "LM" params {params} trainable {trainable}')
+
+
+def test_ranks_are_disjoint_or_equal_and_in_a_row() -> None:
+    for strategy in ("auto", "apart", "colocate", "uniform"):
+        module = allocated(strategy=strategy)
+        ranks = [section(module, s, "ranks") for s in ("vision", "lm")]
+        assert ranks[0] == ranks[1] or not set(ranks[0]) & set(ranks[1])
+        assert sorted({*ranks[0], *ranks[1]}) == list(range(attribute(graph_of(module), "world_size", 0)))
+        assert all(len(r) == section(module, s, "dp") for s, r in zip(("vision", "lm"), ranks, strict=True))
+
+
+def test_apart_gives_the_larger_section_more_and_first() -> None:
+    module = allocated(strategy="apart")
+    assert section(module, "lm", "ranks") == (0, 1) and section(module, "vision", "ranks") == (2,)
+
+
+def test_uniform_has_one_micro_batch_size() -> None:
+    module = allocated(strategy="uniform")
+    assert section(module, "lm", "micro_batch") == section(module, "vision", "micro_batch")
+
+
+def test_auto_is_the_best_of_all() -> None:
+    times = {s: prediction(allocated(strategy=s))["step_time_s"] for s in ("auto", "apart", "colocate", "uniform")}
+    assert times["auto"] == min(times.values()) and times["colocate"] <= times["uniform"]
+
+
+def test_apart_wins_where_gradients_are_expensive_to_reduce() -> None:
+    """An encoder with many parameters and little work: sharing its gradients costs more than it saves."""
+    heavy = VLM.read_text().replace('class "Vision" params 600000 trainable 600000', 'class "Vision" params 60000000 trainable 60000000')
+    heavy = heavy.replace("outs [\"\"] in @vision", 'outs [""] in @vision {flops = "100000000*n", saved = "1000*n", ops = 20}')
+    module = allocated(heavy)
+    assert section(module, "vision", "dp") == 1 and section(module, "lm", "dp") == 2
+
+
+def test_pins_hold() -> None:
+    module = allocated(set=("vision.dp=2", "lm.dp=1", "lm.micro_batch=3"))
+    assert (section(module, "vision", "dp"), section(module, "lm", "dp"), section(module, "lm", "micro_batch")) == (2, 1, 3)
+    shared = allocated(set=("vision.with=lm", "lm.dp=2"))
+    assert section(shared, "vision", "ranks") == section(shared, "lm", "ranks") == (0, 1)
+
+
+def test_same_inputs_same_text() -> None:
+    assert text.print_module(allocated()) == text.print_module(allocated())
+
+
+def test_micro_batches_shrink_to_fit_memory() -> None:
+    """16 KiB saved a position: all samples at once need more than half a GiB can hold, small micro-batches fit."""
+    greedy = VLM.read_text().replace('outs [""] in @lm', 'outs [""] in @lm {flops = "2400000*B*S", saved = "6000000*B*S", ops = 20}')
+    module = allocated(greedy, global_batch=96)
+    assert section(module, "lm", "micro_batch") < 32
+    assert section(module, "lm", "memory_gib") <= 8
+
+
+def test_predictions_are_labelled() -> None:
+    assert prediction(allocated())["label"] == "default"
+    measured = VLM.read_text()
+    for s in ("vision", "lm"):
+        measured = measured.replace(f'outs [""] in @{s}', f'outs [""] in @{s} {{flops = "100000*B*S", saved = "1000*B*S", ops = 20}}')
+    assert prediction(allocated(measured, cluster="1x3xH100"))["label"] == "roofline"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cluster": "local:64", "global_batch": 8}, "64 ranks are more than can be used: .* at most 12"),
+        ({"ranks": 5}, "has 3"),
+        ({"ranks": -1}, "negative"),
+        ({"cluster": "2x8xH100", "ranks": 12, "global_batch": 64}, "not whole nodes"),
+        ({"strategy": "best"}, "no strategy 'best'"),
+        ({"strategy": "apart", "ranks": 1}, "cannot be apart on 1 ranks"),
+        ({"set": ("lm.dp=4",)}, "at most 3"),
+        ({"set": ("lm.dp=2", "vision.dp=3")}, "cannot be met together"),
+        ({"set": ("lm.dp=2", "vision.dp=3", "vision.with=lm")}, "cannot be met together"),
+        ({"strategy": "colocate", "cluster": "1x32xcpu"}, "more than can be used"),
+    ],
+)
+def test_impossible_requests(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        allocated(**options)
+    assert error.value.remedy
+
+
+def test_too_large_names_section_memory_and_remedy() -> None:
+    with pytest.raises(UserError) as error:
+        allocated(large(10_000_000_000))
+    assert "section lm does not fit: its ranks need 37." in error.value.message and "8.00 GiB of a cpu" in error.value.message
+    assert "at least 39." in error.value.remedy
+
+
+def test_too_large_together_asks_for_one_more_rank() -> None:
+    source = large(1_900_000_000).replace('"Vision" params 600000 trainable 600000', '"Vision" params 1900000000 trainable 0')
+    with pytest.raises(UserError) as error:
+        allocated(source, ranks=1)
+    assert error.value.remedy == "give 2 ranks"
+
+
+def test_too_large_because_of_a_choice() -> None:
+    source = VLM.read_text().replace('outs [""] in @lm', 'outs [""] in @lm {flops = "2400000*B*S", saved = "60000000*B*S", ops = 20}')
+    with pytest.raises(UserError) as error:
+        allocated(source, set=("lm.micro_batch=8",))
+    assert error.value.remedy == "drop the choice lm.micro_batch=8"
+
+
+def test_what_does_not_fit_can_be_planned_all_the_same() -> None:
+    module = allocated(large(10_000_000_000), fit=False)
+    assert prediction(module)["missing_gib"] > 29
+    assert "missing_gib" not in prediction(allocated(fit=False))

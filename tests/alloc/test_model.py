@@ -1,0 +1,82 @@
+"""The solver against brute force, and the value of an assignment against hand-made numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+
+from secc.alloc.evaluate import evaluate
+from secc.alloc.model import least_memory, solve
+from secc.alloc.types import Assignment, Candidate, Edge, Problem
+from tests.alloc import instances
+
+GIB = 1 << 30
+
+
+@settings(max_examples=250, deadline=None)
+@given(instances.problems())
+def test_solver_agrees_with_brute_force(problem: Problem) -> None:
+    best = min(((v.time_ns, v.ranks) for v in instances.values(problem)), default=None)
+    solution = solve(problem)
+    if solution is None or best is None:
+        assert solution is None and best is None
+        return
+    assert (solution.time_ns, solution.ranks) == best
+    assert (solution.status, solution.gap) == ("OPTIMAL", 0.0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(instances.problems())
+def test_least_memory_is_where_plans_begin(problem: Problem) -> None:
+    need = least_memory(problem)
+    unlimited = replace(problem, capacity=1 << 40)
+    assert (need is None) == (next(instances.values(unlimited), None) is None)
+    if need:
+        assert solve(replace(problem, capacity=need)) is not None
+        assert solve(replace(problem, capacity=need - (1 << 20))) is None
+
+
+def _pair(**edge: int) -> Problem:
+    """An encoder of 100 ns on one rank that feeds a model of 300 ns on one rank or 150 on two, with one edge."""
+    values = dict.fromkeys(("sent", "returned", "latency", "slack", "free", "messages", "round"), 0) | edge
+    counts = {"sent": 1, "latency": 1, "slack": 1, "returned": 2, "free": 2, "messages": 2, "round": 2}
+    encoder = (Candidate(dp=1, micro_batch=1, time_ns=100, memory=GIB, memory_ahead=3 * GIB),)
+    model = (Candidate(dp=1, micro_batch=1, time_ns=300, memory=4 * GIB), Candidate(dp=2, micro_batch=1, time_ns=150, memory=4 * GIB))
+    sections = {"encoder": encoder, "model": model}
+    return Problem(sections, (Edge("encoder", "model", **{k: (v,) * counts[k] for k, v in values.items()}),), 3, 16 * GIB)
+
+
+APART = Assignment({"encoder": 0, "model": 1}, {"encoder": "encoder", "model": "model"})
+SHARED = Assignment({"encoder": 0, "model": 0}, {"encoder": "encoder", "model": "encoder"})
+
+
+def test_sharing_adds_times_and_memory() -> None:
+    value = evaluate(_pair(latency=1000), SHARED)
+    assert (value.time_ns, value.ranks, value.memory) == (400, 1, {"encoder": 5 * GIB})
+
+
+def test_apart_takes_the_longest_with_what_is_not_hidden() -> None:
+    assert evaluate(_pair(latency=30, free=40), APART).time_ns == 150  # hidden behind work that needs no encoder
+    assert evaluate(_pair(latency=30, free=10), APART).time_ns == 170
+    assert evaluate(_pair(latency=30, free=40, messages=15), APART).time_ns == 155
+    assert evaluate(_pair(round=90, slack=20), APART).time_ns == 170  # the encoder waits for its last gradients
+
+
+def test_apart_runs_ahead_and_holds_messages() -> None:
+    assert evaluate(_pair(sent=GIB, returned=2 * GIB), APART).memory == {"encoder": 4 * GIB, "model": 6 * GIB}
+
+
+@pytest.mark.parametrize(("latency", "groups"), [(0, 2), (1000, 1)])
+def test_solver_weighs_waiting_against_sharing(latency: int, groups: int) -> None:
+    solution = solve(_pair(latency=latency))
+    assert solution is not None and len(set(solution.assignment.group.values())) == groups
+
+
+def test_coarse_units_stay_exact_enough() -> None:
+    small, scale = _pair(latency=30, free=10), 10**9
+    edges = tuple(replace(e, latency=(30 * scale,), free=(10 * scale,) * 2) for e in small.edges)
+    sections = {s: tuple(replace(c, time_ns=c.time_ns * scale) for c in cs) for s, cs in small.sections.items()}
+    solution = solve(replace(small, sections=sections, edges=edges))
+    assert solution is not None and solution.time_ns == 170 * scale

@@ -1,0 +1,47 @@
+"""What users may pin, and what is said where they may not."""
+
+from __future__ import annotations
+
+import pytest
+
+from secc.alloc.pins import parse
+from secc.errors import UserError
+
+SECTIONS = ["model.vision", "lm"]
+
+
+def test_pins_narrow_the_candidates() -> None:
+    pins = parse(["lm.dp=2", "lm.micro_batch=3", "model.vision.with=lm", "lm.tp=1"], SECTIONS)
+    assert pins.dp("lm", 4) == [2] and pins.micro_batch("lm", 8) == [3]
+    assert pins.dp("model.vision", 3) == [1, 2, 3] and pins.micro_batch("model.vision", 6) == [1, 2, 4, 6]
+    assert pins.together == (("model.vision", "lm"),)
+    assert pins.text == "lm.dp=2, lm.micro_batch=3, model.vision.with=lm"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lm.dp", "cannot read"),
+        ("dp=2", "cannot read"),
+        ("llm.dp=2", "no section 'llm'"),
+        ("lm.depth=2", "no choice 'depth'"),
+        ("lm.dp=two", "not a whole number"),
+        ("lm.dp=0", "not a whole number"),
+        ("lm.tp=2", "tensor parallelism"),
+        ("lm.pp=2", "pipeline stages"),
+        ("lm.sharding=zero1", "not sharded"),
+        ("lm.recompute=full", "not recomputed"),
+        ("lm.micro_tokens=8192", "by samples"),
+        ("lm.with=lm", "no other section"),
+        ("lm.with=teacher", "no other section"),
+    ],
+)
+def test_impossible_pins_are_refused(text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        parse([text], SECTIONS)
+    assert error.value.remedy
+
+
+def test_more_replicas_than_ranks_are_refused() -> None:
+    with pytest.raises(UserError, match="at most 4"):
+        parse(["lm.dp=5"], SECTIONS).dp("lm", 4)

@@ -1,0 +1,47 @@
+"""Exact polynomials through measurements."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from secc.cost.fit import fit
+from secc.ir import expr
+
+KINDS = {"B": "rows", "n": "rows", "S": "width"}
+MONOMIALS = ("1", "B", "n", "S", "S*S", "B*S", "B*S*S", "n*S", "n*S*S")
+
+
+@given(st.lists(st.integers(0, 10**9), min_size=len(MONOMIALS), max_size=len(MONOMIALS)))
+def test_recovers_any_polynomial_of_its_basis(coefficients: list[int]) -> None:
+    wanted = expr.parse(" + ".join(f"{c}*{m}" for c, m in zip(coefficients, MONOMIALS, strict=True)))
+    assert fit(lambda sizes: [expr.evaluate(wanted, sizes), 7], KINDS) == (wanted, expr.parse("7"))
+
+
+def test_packed_attention_is_quadratic_in_rows() -> None:
+    wanted = expr.parse("3*T*T + 5*T")
+    assert fit(lambda sizes: [expr.evaluate(wanted, sizes)], {"T": "rows"}) == (wanted,)
+
+
+def test_floor_divisions_are_fitted_where_they_are_whole() -> None:
+    found = fit(lambda sizes: [3 * sizes["B"] * ((sizes["S"] + 3) // 4)], {"B": "rows", "S": "width"})
+    assert found is not None and expr.text(found[0]) == "(3*B*S)//4"
+
+
+def test_a_constant_needs_no_symbols() -> None:
+    assert fit(lambda sizes: [11], {}) == (expr.parse("11"),)
+
+
+def test_refuses_what_no_polynomial_gives() -> None:
+    assert fit(lambda sizes: [2 ** sizes["S"]], {"S": "width"}) is None
+
+
+def test_measures_each_size_once() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def measure(sizes: dict[str, int]) -> list[int]:
+        seen.append(tuple(sizes.values()))
+        return [sizes["B"] * sizes["S"]]
+
+    fit(measure, {"B": "rows", "S": "width"})
+    assert len(seen) == len(set(seen)) == 7

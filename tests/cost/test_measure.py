@@ -1,0 +1,138 @@
+"""Blocks on the meta device: what is counted, what is kept for backward, and what is said where nothing can be counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
+
+from secc.cost import trial
+from secc.cost.measure import measure
+from secc.cost.section import number
+from secc.ir.dialect import BlockOp, TieOp, graph_of
+from tests.cost.ir import attributes, graph
+
+CALL = '    %y = sec.call "f" (%x) args "$0" outs [""] : !sec.tensor<[B, S, 8], f32, grad>\n'
+
+
+class Attention(nn.Module):
+    """Two heads of four, attention over S."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        query, key, value = self.qkv(x).unflatten(-1, (6, 4)).transpose(1, 2).chunk(3, dim=1)
+        if mask is not None and not mask.all():
+            raise ValueError("the trial should take the mask for full")
+        return functional.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2)
+
+
+class Stack(nn.Module):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+class ReadsValues(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[: int(x.sum().item())]
+
+
+def measured(block: nn.Module, calls: str = CALL) -> Any:
+    model = nn.ModuleDict({"f": block})
+    module = graph(model, calls)
+    measure(module, model)
+    return attributes(module)[0]
+
+
+def test_linear() -> None:
+    assert measured(nn.Linear(8, 8)) == {"flops": "128*B*S", "saved": "32*B*S", "cost": "counted"}
+
+
+def test_attention_counts_as_a_fused_kernel() -> None:
+    found = measured(Attention())
+    # 2*8*24 for the projection; 4*S*head for each of two heads. Saved: x, qkv (one storage), the output, a log-sum of each head.
+    assert found["flops"] == "32*B*S*S + 384*B*S"
+    assert found["saved"] == f"{4 * (8 + 24 + 8 + 2)}*B*S"
+
+
+def test_truth_values_of_masks_count_as_true() -> None:
+    masked = '    %y = sec.call "f" (%x, %m) args "$0, mask=$1" outs [""] : !sec.tensor<[B, S, 8], f32, grad>\n'
+    assert measured(Attention(), masked)["cost"] == "counted"
+
+
+def test_no_grad_keeps_nothing() -> None:
+    frozen = '    %y = sec.call "f" (%x) args "$0" outs [""] no_grad : !sec.tensor<[B, S, 8], f32>\n'
+    assert measured(nn.Linear(8, 8), frozen)["saved"] == "0"
+
+
+def test_a_block_that_reads_values_gets_the_estimate() -> None:
+    assert measured(ReadsValues()) == {"flops": "0", "saved": "512*B*S", "cost": "default"}
+
+
+@pytest.mark.parametrize("depth", [1, 5])
+def test_flops_are_those_of_torch(depth: int) -> None:
+    block = Stack(depth)
+    with FlopCounterMode(display=False) as counter:
+        block(torch.zeros(3, 5, 8))
+    found = trial.run(block, lambda: ([torch.empty(3, 5, 8, device="meta")], {}), grad=True)
+    assert found.flops == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("depth", [1, 5])
+def test_saved_bytes_are_what_autograd_keeps(depth: int) -> None:
+    block, kept = Stack(depth), {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if not any(tensor.data_ptr() == p.data_ptr() for p in block.parameters()):
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        block(torch.zeros(3, 5, 8))
+    found = trial.run(block, lambda: ([torch.empty(3, 5, 8, device="meta")], {}), grad=True)
+    assert found.saved == sum(t.untyped_storage().nbytes() for t in kept.values())
+
+
+def test_alike_layers_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[nn.Module] = []
+
+    def counted(module: nn.Module, *rest: Any) -> trial.Trial:
+        runs.append(module)
+        return trial.run(module, *rest)
+
+    monkeypatch.setattr("secc.cost.measure.run", counted)
+    model = nn.ModuleDict({"f": nn.Linear(8, 8), "g": nn.Linear(8, 8)})
+    second = CALL.replace("%y", "%z").replace('"f"', '"g"')
+    module = graph(model, CALL + second)
+    measure(module, model)
+    assert attributes(module)[0] == attributes(module)[1]
+    assert set(runs) == {model["f"]}
+
+
+def test_bytes_of_blocks_and_ties() -> None:
+    model = nn.ModuleDict({"f": nn.Linear(8, 8, bias=False).to(torch.bfloat16), "g": nn.Linear(8, 8, bias=False)})
+    model["g"].weight = model["f"].weight
+    module = graph(model, CALL, '  sec.tie names ["f.weight", "g.weight"]\n')
+    measure(module, model)
+    ops = list(graph_of(module).body.block.ops)
+    assert [number(op, "bytes", 0) for op in ops if isinstance(op, BlockOp)] == [128, 128]
+    assert [(number(op, "params", 0), number(op, "bytes", 0)) for op in ops if isinstance(op, TieOp)] == [(64, 128)]
+
+
+def test_the_users_modules_are_left_alone() -> None:
+    block = Stack(2)
+    before = {n: p.clone() for n, p in block.named_parameters()}
+    measured(block)
+    assert all(torch.equal(p, before[n]) and p.grad is None and not p.is_meta for n, p in block.named_parameters())
