@@ -23,6 +23,7 @@ from secc.runtime.recorder.structure import take
 from secc.runtime.recorder.tape import Meta, Tape
 
 
+
 def mutates(graph: fx.Graph) -> bool:
     """Whether an op of the graph writes into an argument."""
     return any(n.op == "call_function" and isinstance(n.target, torch._ops.OpOverload) and n.target._schema.is_mutable for n in graph.nodes)
@@ -33,16 +34,6 @@ def functionalise(tape: Tape, values: Callable[[fx.Node], torch.Tensor], mode: F
     return _Functional(tape, values, mode, fail).run()
 
 
-@contextmanager
-def _plain() -> Iterator[None]:
-    """New tensors made inside are not wrapped."""
-    torch._disable_functionalization()
-    try:
-        yield
-    finally:
-        torch._enable_functionalization(reapply_views=True)
-
-
 class _Functional:
     """Interprets the graph on functional wrappers; the ops below them go to the new tape."""
 
@@ -51,14 +42,22 @@ class _Functional:
     def __init__(self, old: Tape, values: Callable[[fx.Node], torch.Tensor], mode: FakeTensorMode, fail: Fail) -> None:
         self._graph, self._values, self._mode = old.graph, values, mode
         self._meta: Meta = {}
+        self._detaching = False
         self._env: dict[fx.Node, Any] = {}
         self.tape = old.successor(lambda: dict(self._meta))
         self._glue = Glue(self.tape, Executor(mode, fail), fail)
 
     def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An op that functionalisation asks for. Its own bookkeeping makes shallow copies, which show as `detach`."""
+        if func is torch.ops.aten.detach.default and not self._detaching:
+            out = func(*args)
+            self.tape.bind(out, self.tape.node(args[0]))
+            return out
         return self._glue.run(func, args, kwargs)
 
-    watch = dispatch
+    def watch(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An op that makes a head's tensor."""
+        return func(*args, **kwargs)
 
     def run(self) -> Tape:
         torch._enable_functionalization(reapply_views=True)
@@ -70,6 +69,17 @@ class _Functional:
         finally:
             torch._disable_functionalization()
         return self.tape
+
+    @contextmanager
+    def _plain(self) -> Iterator[None]:
+        """New tensors made inside are neither wrapped nor recorded."""
+        self.paused = True
+        torch._disable_functionalization()
+        try:
+            yield
+        finally:
+            torch._enable_functionalization(reapply_views=True)
+            self.paused = False
 
     def _node(self, node: fx.Node) -> Any:
         if node.op in ("placeholder", "get_attr"):
@@ -84,11 +94,15 @@ class _Functional:
         if is_read(node):
             first = 1 if node.target is read_value else 0
             return self.tape.read(*node.meta["read"], list(args[first:]), node.target, kwargs)
+        self._inner((node.args, node.kwargs))  # brings the arguments up to date
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self._env[n])
-        return node.target(*args, **kwargs)
+        self._detaching = node.target is torch.ops.aten.detach.default
+        out = node.target(*args, **kwargs)
+        self._detaching = False
+        return out
 
     def _head(self, node: fx.Node) -> torch.Tensor:
-        with _plain():
+        with self._plain():
             tensor = self._values(node)
         if node.op == "placeholder" or str(node.target).startswith("_constant"):
             self.tape.bind(tensor, self.tape.head(node.op, node.target, tensor))
@@ -96,7 +110,7 @@ class _Functional:
 
     def _take(self, node: fx.Node) -> torch.Tensor:
         call, path = node.args
-        with _plain():
+        with self._plain():
             tensor = fresh(self._mode, node.meta["shape"], node.meta["stride"], node.meta["dtype"])
         self.tape.take(self._env[call], path, tensor, node.meta["requires_grad"])
         return torch._to_functional_tensor(tensor)

@@ -81,8 +81,8 @@ class Executor:
 
     def _indexed(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is aten.masked_select.default and is_fake(args[0]) and not is_fake(args[1]):
-            source, mask = torch.broadcast_tensors(args[0], args[1])
-            return aten.index.Tensor(source, list(mask.nonzero(as_tuple=True)))
+            shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+            return aten.index.Tensor(args[0].expand(shape), list(args[1].expand(shape).nonzero(as_tuple=True)))
         if func is not aten.index.Tensor:
             return func(*args, **kwargs)
         if any(i is not None and i.dtype in (torch.bool, torch.uint8) and self.unknown(i) for i in args[1]):

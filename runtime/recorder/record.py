@@ -152,9 +152,9 @@ class Recorder:
     def _block(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Record the call of a block, and give its result without its values."""
         with self.silence():
-            args, kwargs = structure.replace((args, kwargs), lambda _, leaf: self._executor.fake(leaf))
             call = self._node(path, args, kwargs)
-            result = self._shapes.result(path, module, (args, kwargs), lambda: self._run(path, module, args, kwargs))
+            unknown = structure.replace((args, kwargs), lambda _, leaf: self._executor.fake(leaf))
+            result = self._shapes.result(path, module, unknown, lambda: self._run(path, module, *unknown))
             out, new = result.build(self._mode, [t for _, t in structure.tensors((args, kwargs))])
             for leaf, tensor in new:
                 self._tape.take(call, leaf.path, tensor, leaf.requires_grad)

@@ -1,0 +1,82 @@
+"""The generic graphs of a capture compute what the eager model computes, at sizes that no capture had."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from secc.errors import UserError
+from secc.frontend.capture import Capture
+from secc.runtime.user_model import UserModel, load
+from tests.frontend.replaying import assert_exact, captured, real_model
+
+
+
+@cache
+def _capture(models: Path, name: str) -> tuple[UserModel, Capture]:
+    user = load(models / f"{name}.py")
+    return user, captured(user)
+
+
+MODELS = ["llava_tiny", "qwen_distil", "two_modalities", "whisper_tiny", "voxtral_tiny", "internvl_tiny"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_generic_graph_is_exact_at_an_unseen_size(models: Path, name: str) -> None:
+    user, found = _capture(models, name)
+    model = real_model(user)
+    samples = [user.sample(i) for i in range(20, 52)]
+    patterns = {c.pattern for c in found.cases}
+    for pattern in patterns:
+        fitting = [s for s in samples if found.optional & user.collate([s]).keys() <= pattern]
+        union = frozenset[str]().union(*(found.optional & user.collate([s]).keys() for s in fitting))
+        if union == pattern:
+            assert_exact(user, found, fitting[:13] if len(fitting) > 13 else fitting, model)
+
+
+@pytest.mark.parametrize(
+    ("name", "cut"), [("llava_tiny", "model.language_model"), ("llava_tiny", "model.vision_tower"), ("qwen_distil", "student")]
+)
+def test_a_component_cut_at_its_layers_is_exact(models: Path, name: str, cut: str) -> None:
+    user = load(models / f"{name}.py")
+    found = captured(user, cut={cut})
+    layers = [p for p in found.blocks if p.startswith(cut) and ".layers." in p]
+    assert len(layers) == 2
+    assert_exact(user, found, [user.sample(i) for i in range(9)], real_model(user))
+
+
+def test_llava_has_a_case_for_each_pattern_and_its_blocks(models: Path) -> None:
+    found = _capture(models, "llava_tiny")[1]
+    assert [sorted(c.pattern) for c in found.cases] == [[], ["pixel_values"]]
+    # The language model's embedding is called from outside of it, and is a block of its own.
+    assert sorted(found.blocks) == [
+        "lm_head",
+        "model.language_model",
+        "model.language_model.embed_tokens",
+        "model.multi_modal_projector",
+        "model.vision_tower",
+    ]
+    tower = found.blocks["model.vision_tower"]
+    assert (tower.cls, tower.layers, tower.component) == ("CLIPVisionModel", 2, "model.vision_tower")
+    assert tower.trainable == tower.params > 0 and tower.where.startswith("modeling_clip.py:")
+
+
+def test_frozen_parts_and_ties_are_seen(models: Path) -> None:
+    found = _capture(models, "internvl_tiny")[1]
+    assert found.blocks["model.vision_tower"].trainable == 0
+    assert ("model.language_model.embed_tokens.weight", "lm_head.weight") in [tuple(t) for t in found.ties]
+    assert not any(p.trainable for n, p in found.parameters.items() if n.startswith("model.vision_tower."))
+
+
+def test_what_couples_samples_inside_a_block_is_told_by_place(models: Path) -> None:
+    found = captured(load(models / "batchnorm.py"))
+    assert [(h.path, h.kind, h.where) for h in found.hazards] == [("norm", "batch_norm", "batchnorm.py:19")]
+
+
+def test_a_branch_on_a_blocks_value_is_refused_by_place(models: Path) -> None:
+    with pytest.raises(UserError) as error:
+        captured(load(models / "reads_block_value.py"))
+    assert error.value.where == "reads_block_value.py:19"
+    assert "encoder" in error.value.message and error.value.remedy
