@@ -47,6 +47,8 @@ def main(train: Callable[[Options], None]) -> int:
         code = 2
     except SystemExit:
         raise
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
     except BaseException as error:
         code = LOST if lost_peer(error) else 1
         if code == 1:
@@ -63,7 +65,8 @@ def lost_peer(error: BaseException) -> bool:
     if isinstance(error, dist.DistError):
         return True
     text = str(error)
-    return isinstance(error, RuntimeError) and any(t in text for t in ("gloo", "Connection closed by peer", "Connection reset by peer"))
+    broken = any(sign in text for sign in ("gloo", "closed by peer", "reset by peer"))
+    return isinstance(error, RuntimeError) and broken and "Timed out" not in text
 
 
 def _report(error: UserError) -> None:

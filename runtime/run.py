@@ -112,9 +112,10 @@ class Run(ExitStack):
 
 def check_world(plan: Plan, world_size: int) -> None:
     """Refuse more or fewer ranks than the plan is made for, and meshes that step programs do not express."""
-    if world_size != plan.world_size:
+    if world_size != plan.world_size or "MASTER_ADDR" not in os.environ:
+        found = f"{world_size} were started" if world_size != plan.world_size else "run.py was started without torchrun"
         raise UserError(
-            f"the plan is made for {plan.world_size} ranks, but {world_size} were started",
+            f"the plan is made for {plan.world_size} ranks, but {found}",
             remedy=f"start it with `torchrun --nproc-per-node {plan.world_size} run.py`, or compile for another cluster",
         )
     try:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from secc.runtime import checkpoint
 from secc.runtime.check import check
@@ -77,7 +78,9 @@ class Trainer:
             self.reducer.clip(norm, self.options.clip)
         if self.optimizer is not None:
             self.optimizer.step()
-        if self.scheduler is not None:
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            self.scheduler.step(loss)
+        elif self.scheduler is not None:
             self.scheduler.step()
         self.step_number += 1
         self._finish_step(batch, loss, float(norm))

@@ -82,7 +82,8 @@ def test_weights_of_another_model_are_refused(unbroken: Path, tmp_path: Path) ->
         checkpoint.load_model(unbroken / "saved" / "step_00000005", model)
 
 
-def test_nothing_left_to_do_is_refused(unbroken: Path, tmp_path: Path) -> None:
+def test_nothing_left_to_do_is_refused(unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     write_plan(tmp_path / "plan", ALONE)
     with pytest.raises(UserError, match="step 10, so --steps 5 leaves nothing to do"):
         Run(tmp_path / "plan", parse(["--steps", "5", "--resume", str(unbroken / "saved")]), terms)

@@ -27,7 +27,8 @@ SAMPLES = [SampleMeta(i, frozenset(), {"B": 1}) for i in range(4)]
 def make_plan(src: int, dst: int) -> Plan:
     sections = tuple(Section(n, "", "train", (), (), (), Mesh((r,)), 2) for n, r in (("front", src), ("back", dst)))
     edges = (Edge("h", "front", "back", "float32", ("B", "3"), 0, "1", True),)
-    return Plan(1, "", ModelRef("", ""), 1 + max(src, dst), 4, "own", (Symbol("B", "rows", "x", 0),), (), sections, edges, (), (), {}, {}, {})
+    symbols = (Symbol("B", "rows", "x", 0),)
+    return Plan(1, "", ModelRef("", ""), 1 + max(src, dst), 4, "own", symbols, (), sections, edges, (), (), {}, {}, {})
 
 
 class Front(Module):

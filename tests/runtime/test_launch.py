@@ -19,6 +19,7 @@ from secc.runtime.options import parse
 from secc.runtime.run import Run
 from tests.runtime.captioner import ALONE, APART, FIXTURE, UNEVEN, write_plan
 from tests.runtime.fixtures.captioner.sections import terms
+from tests.runtime.training import train
 
 pytestmark = pytest.mark.gloo
 LAUNCH = "import sys; from secc.runtime.launch import run_plan; sys.exit(run_plan(sys.argv[1], sys.argv[2:]))"
@@ -26,13 +27,6 @@ LAUNCH = "import sys; from secc.runtime.launch import run_plan; sys.exit(run_pla
 
 def start(*command: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, *command], stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": os.getcwd()})
-
-
-def launch(plan: Path, *arguments: str) -> tuple[int, str]:
-    """`run_plan` in a process of its own: exit code and stderr."""
-    process = start("-c", LAUNCH, str(plan), *arguments)
-    _, errors = process.communicate(timeout=90)
-    return process.returncode, errors
 
 
 def ranks_of(plan: Path) -> Iterator[tuple[int, str]]:
@@ -57,7 +51,7 @@ def test_a_killed_rank_ends_all_and_is_named(tmp_path: Path) -> None:
     assert len(list(ranks_of(plan))) >= 6  # each rank and its loader
     victim = min(pid for pid, rank in ranks_of(plan) if rank == "1")
     os.kill(victim, signal.SIGKILL)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
     assert f"error: rank 1 (process {victim}) was killed by SIGKILL; all ranks were stopped" in errors
     assert "rank 0" not in errors and "Traceback" not in errors
@@ -66,8 +60,7 @@ def test_a_killed_rank_ends_all_and_is_named(tmp_path: Path) -> None:
 
 def test_trace_shows_every_compute_and_transfer(tmp_path: Path) -> None:
     write_plan(tmp_path / "plan", UNEVEN)
-    code, errors = launch(tmp_path / "plan", "--steps", "2", "--trace", str(tmp_path / "trace.json"), "--workers", "0")
-    assert code == 0, errors
+    train(tmp_path / "plan", UNEVEN, 2, "--trace", str(tmp_path / "trace.json"))
     events = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
     assert list(tmp_path.glob("trace.json.*")) == []
     assert {e["pid"] for e in events} == {0, 1, 2}
@@ -82,34 +75,34 @@ def test_trace_shows_every_compute_and_transfer(tmp_path: Path) -> None:
     assert sorted(map(key, sent)) == sorted(map(key, received)) != []
 
 
-def test_changed_model_is_refused_once_with_a_diff(tmp_path: Path) -> None:
+def test_changed_model_is_refused_once_with_a_diff(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write_plan(tmp_path / "plan", APART)
     model = tmp_path / "plan" / "model.py"
     model.write_text(model.read_text().replace("VOCABULARY, WIDTH, PATCHES = 32, 16, 4", "VOCABULARY, WIDTH, PATCHES = 32, 24, 4"))
-    code, errors = launch(tmp_path / "plan", "--steps", "1")
-    assert code == 2
+    assert run_plan(tmp_path / "plan", ["--steps", "1"]) == 2
+    errors = capfd.readouterr().err
     assert errors.count("error:") == 1 and "Traceback" not in errors
     assert "-VOCABULARY, WIDTH, PATCHES = 32, 16, 4" in errors and "+VOCABULARY, WIDTH, PATCHES = 32, 24, 4" in errors
     assert "what to do: compile the model again" in errors
 
 
-def test_an_error_of_one_rank_alone_is_reported(tmp_path: Path) -> None:
+def test_an_error_of_one_rank_alone_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Sample 13 is in the second rank's share of the second batch."""
     before = "        g = torch.Generator()"
     source = (FIXTURE / "model.py").read_text().replace(before, f"        assert i != 13, 'a torn page'\n{before}")
     write_plan(tmp_path / "plan", APART, source=source)
-    code, errors = launch(tmp_path / "plan", "--steps", "3")
-    assert code == 2
+    assert run_plan(tmp_path / "plan", ["--steps", "3"]) == 2
+    errors = capfd.readouterr().err
     assert errors.count("error:") == 1 and "Traceback" not in errors
     assert "dataset()[13]" in errors and "a torn page" in errors
 
 
-def test_a_defect_of_one_rank_shows_its_traceback_and_code_1(tmp_path: Path) -> None:
+def test_a_defect_of_one_rank_shows_its_traceback_and_code_1(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write_plan(tmp_path / "plan", APART)
     section = tmp_path / "plan" / "sections" / "decoder.py"
     section.write_text(section.read_text().replace('edges["target"]', 'edges["nothing"]'))
-    code, errors = launch(tmp_path / "plan", "--steps", "3")
-    assert code == 1
+    assert run_plan(tmp_path / "plan", ["--steps", "3"]) == 1
+    errors = capfd.readouterr().err
     assert "KeyError: 'nothing'" in errors and errors.count("Traceback") == 1
     assert "error: rank 1" in errors and "rank 0" not in errors
 
@@ -123,7 +116,8 @@ def test_the_wrong_number_of_ranks_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("option", ["--log-dir", "--save", "--trace"])
-def test_unwritable_output_is_refused(tmp_path: Path, option: str) -> None:
+def test_unwritable_output_is_refused(tmp_path: Path, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     write_plan(tmp_path / "plan", ALONE)
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot write to the directory") as error:
