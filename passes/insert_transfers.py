@@ -27,7 +27,7 @@ class InsertTransfers(ModulePass):
         edges, problems = edges_of(graph)
         for crossing, reason in problems:
             _refuse(crossing, reason)
-        for edge in edges:
+        for edge in reversed(edges):  # so that the transfers of one producer stand in order
             for crossing in edge.crossings:
                 _insert(edge, crossing)
 

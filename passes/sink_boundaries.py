@@ -28,7 +28,7 @@ class SinkBoundaries(ModulePass):
     """`flops_per_byte`: the FLOPs that cost as much time as sending a byte. `growth`: of its parameters, by which a section may grow."""
 
     name = "sink-boundaries"
-    flops_per_byte: float = 20000.0
+    flops_per_byte: int = 20000
     growth: float = 0.25
 
     def apply(self, ctx: Context, op: ModuleOp) -> None:

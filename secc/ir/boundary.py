@@ -28,7 +28,7 @@ _GLUE = 0.02  # price of glue computed elsewhere, in bytes sent for each byte of
 class Prices:
     """What a FLOP is worth in bytes sent (their quotient), and the share of its parameters by which a section may grow."""
 
-    flops_per_byte: float
+    flops_per_byte: int
     growth: float
 
 
