@@ -62,8 +62,9 @@ def _ones(graph: GraphOp, when: frozenset[str]) -> dict[str, int]:
 
 
 def micro_batch(graph: GraphOp, sizes: Sizes, samples: int) -> dict[str, int]:
-    """The sizes of `samples` alike samples together: rows add up, widths stay."""
-    return {name: round(sizes[name] * (samples if op.kind.data == "rows" else 1)) for name, op in graph.symbols.items()}
+    """The sizes of `samples` alike samples together: rows add up, widths stay; whole numbers, 0 only where a mean is."""
+    means = {name: sizes[name] * (samples if op.kind.data == "rows" else 1) for name, op in graph.symbols.items()}
+    return {name: max(1, round(mean)) if mean else 0 for name, mean in means.items()}
 
 
 def is_active(section: SectionOp, pattern: Pattern) -> bool:

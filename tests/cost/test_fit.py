@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from secc.cost.fit import fit
 from secc.ir import expr
+from secc.runtime.expr import evaluate
 
 KINDS = {"B": "rows", "n": "rows", "S": "width"}
 MONOMIALS = ("1", "B", "n", "S", "S*S", "B*S", "B*S*S", "n*S", "n*S*S")
@@ -26,6 +27,12 @@ def test_packed_attention_is_quadratic_in_rows() -> None:
 def test_floor_divisions_are_fitted_where_they_are_whole() -> None:
     found = fit(lambda sizes: [3 * sizes["B"] * ((sizes["S"] + 3) // 4)], {"B": "rows", "S": "width"})
     assert found is not None and expr.text(found[0]) == "(3*B*S)//4"
+
+
+def test_ranks_read_powers_as_products() -> None:
+    """`secc.runtime.expr` knows no powers."""
+    assert expr.text(expr.parse("B*S**2 - (S + 1)**2")) == "B*S*S - (S + 1)*(S + 1)"
+    assert evaluate(expr.text(expr.parse("5*B*S**2//2")), {"B": 3, "S": 7}) == 367
 
 
 def test_a_constant_needs_no_symbols() -> None:
