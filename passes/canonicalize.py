@@ -31,7 +31,9 @@ def _first(op: GlueOp) -> SSAValue | None:
 def _of_first(op: GlueOp) -> GlueOp | None:
     """The glue op that makes operand 0, run in the same grad mode and section."""
     owner = op.operands[0].owner if op.operands else None
-    same = isinstance(owner, GlueOp) and all(owner.properties.get(k) == op.properties.get(k) for k in ("no_grad", "section"))
+    if not isinstance(owner, GlueOp):
+        return None
+    same = all(owner.properties.get(k) == op.properties.get(k) for k in ("no_grad", "section"))
     return owner if same else None
 
 

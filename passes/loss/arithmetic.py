@@ -136,11 +136,34 @@ def _product(ctx: Context, op: Computation, a: Part, b: Part) -> Part | None:
 
 
 def _items(ctx: Context, op: Computation, left: Term, right: Term) -> State | None:
-    """A stack of scalars times one number, item by item."""
-    for one, other in ((left, right), (right, left)):
-        if isinstance(other, SSAValue) and isinstance(stack := ctx.state(other), Stack) and isinstance(one, Coefficient):
-            return Stack(tuple(scaled(item, one) for item in stack.items))
+    """A stack of scalars times a number, or times a vector that depends on no sample, item by item."""
+    for weight, other in ((left, right), (right, left)):
+        stack = ctx.state(other) if isinstance(other, SSAValue) else None
+        if not isinstance(stack, Stack):
+            continue
+        if isinstance(weight, Coefficient):
+            return Stack(tuple(scaled(item, weight) for item in stack.items))
+        type = tensor(weight)
+        if isinstance(ctx.state(weight), Local) and len(type.dims) == 1 and not ctx.carries(weight):
+            return Stack(tuple(_weighted(ctx, op, item, weight, i) for i, item in enumerate(stack.items)))
     return None
+
+
+def _weighted(ctx: Context, op: Computation, item: State, weights: SSAValue, index: int) -> State:
+    """One scalar of a stack times its entry of a vector."""
+    if not isinstance(item, Sum):
+        return item
+    one = weights
+    if tensor(weights).shape != (1,):
+        type = TensorType.of([], tensor(weights).dtype.data, tensor(weights).requires_grad)
+        one = ctx.shop.glue(op, "aten.select.int", [weights], f"$0, 0, {index}", type)
+    found: list[Part] = []
+    for part in item.parts:
+        atom = one
+        if part.atom is not None:
+            atom = ctx.shop.glue(op, "aten.mul.Tensor", [part.atom, one], "$0, $1", tensor(part.atom))
+        found.append(part.moved(atom))
+    return Sum(tuple(found))
 
 
 def scaled(state: State, coefficient: Coefficient) -> State:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import sympy
 from xdsl.dialects.builtin import StringAttr
@@ -16,7 +17,7 @@ from secc.ir.types import TensorType, tensor
 from secc.ir.verify import where
 from secc.passes.loss.coefficient import ONE, Applied, Coefficient, Given, Leaf, of_factor, total
 from secc.passes.loss.states import Bad, Local, Part, Stack, State, Sum
-from secc.passes.loss.workshop import Workshop
+from secc.passes.loss.workshop import Workshop, argument
 
 WIDTH, DATA = "width", "data"
 COUNT = TensorType.of([], "i64")
@@ -49,9 +50,9 @@ class Context:
     def input_only(self, value: SSAValue) -> bool:
         """Whether a value depends on inputs and constants alone."""
         owner = value.owner
-        made_here = isinstance(owner, GlueOp) and owner.parent is None
-        if value not in self.inputs_alone and made_here and all(self.input_only(o) for o in owner.operands):
-            self._classify(owner)
+        if value not in self.inputs_alone and isinstance(owner, GlueOp) and owner.parent is None:  # made here, not yet classified
+            if all(self.input_only(o) for o in owner.operands):
+                self._classify(owner)
         return value in self.inputs_alone
 
     def samples(self, type: TensorType) -> list[int]:
@@ -112,11 +113,15 @@ class Context:
         known = tuple(o for o in operands if o is not None)
         return of_factor(Applied(op, known)) if len(known) == len(operands) else None
 
-    def number(self, op: ConstOp) -> Coefficient | None:
-        """The number that a constant of one entry holds."""
-        value = op.attributes.get("value")
-        known = isinstance(value, StringAttr) and floating(tensor(op.result)) and one_entry(tensor(op.result))
-        return Coefficient(number=float(value.data)) if known else None
+    def literal(self, value: Any) -> float | None:
+        """The number that an argument is or that a scalar made of Python data holds."""
+        owner = value.owner if isinstance(value, SSAValue) else None
+        if isinstance(owner, ConstOp):
+            text = owner.attributes.get("value")
+            return float(text.data) if isinstance(text, StringAttr) else None
+        if isinstance(owner, GlueOp) and owner.base in {"scalar_tensor", "full"}:
+            value = argument(owner, owner.base == "full", "fill_value")
+        return float(value) if isinstance(value, int | float) else None
 
     def entries(self, type: TensorType, dims: Iterable[int]) -> Coefficient:
         """The number of entries in some dims, over the whole global batch."""

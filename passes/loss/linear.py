@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 from xdsl.ir import SSAValue
@@ -17,7 +18,7 @@ from secc.passes.loss.states import Local, Part, Stack, State, Sum
 from secc.passes.loss.workshop import argument
 
 
-def linear(ctx: Context, op: Computation) -> State | list[State] | None:
+def linear(ctx: Context, op: Computation) -> State | Sequence[State] | None:
     """An op that is linear in operand 0, the others being rows."""
     if not op.operands or ctx.state(op.operands[0]) == Local() or not all(ctx.plain(o) for o in op.operands[1:]):
         return None
@@ -65,7 +66,7 @@ def _item(op: Computation, stack: Stack) -> list[State] | None:
     return [stack] if name in {"clone", "contiguous", "alias", "detach"} else None
 
 
-def cast_dtype(ctx: Context, op: Computation) -> State | list[State] | None:
+def cast_dtype(ctx: Context, op: Computation) -> State | Sequence[State] | None:
     """A cast is linear, unless it drops fractions."""
     if floating(tensor(op.operands[0])) and not floating(tensor(op.results[0])):
         return None

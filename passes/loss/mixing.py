@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from xdsl.ir import Operation
+from xdsl.ir import Operation, SSAValue
 
 from secc.ir.dialect import CallOp, Computation
 from secc.ir.types import tensor
@@ -90,18 +90,21 @@ def origin(ctx: Context, op: Operation) -> str:
 
 
 def _by_shape(ctx: Context, op: Computation, index: int) -> State:
-    result = op.results[index]
-    known = ctx.input_only(result)
-    most = max((len(ctx.samples(tensor(o))) for o in op.operands), default=0)
-    now = len(ctx.samples(tensor(result)))
-    if most and not now and not _empty(ctx, op, index):
+    over = any(ctx.carries(o) for o in op.operands) and not ctx.carries(op.results[index])
+    if over and not _empty(op, index):
         return ctx.bad(op, "makes one value of all samples, and is not a sum over them")
-    if now > max(most, 1) and not known:
-        return ctx.bad(op, "pairs every sample with every other")
     return LOCAL
 
 
-def _empty(ctx: Context, op: Computation, index: int) -> bool:
+def pairing(ctx: Context, op: Computation, result: SSAValue) -> Bad | None:
+    """An op whose result has more dims that carry samples than its operands: in-batch negatives. Masks made of inputs may be so."""
+    most = max((len(ctx.samples(tensor(o))) for o in op.operands), default=0)
+    if len(ctx.samples(tensor(result))) <= max(most, 1) or ctx.input_only(result):
+        return None
+    return ctx.bad(op, "pairs every sample with every other")
+
+
+def _empty(op: Computation, index: int) -> bool:
     """Whether a result is a by-product without entries or of no interest to autograd, such as a random state."""
     type = tensor(op.results[index])
     return index > 0 and not floating(type) and (one_entry(type) or any(d == 0 for d in type.shape))

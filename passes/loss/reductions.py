@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 from xdsl.ir import SSAValue
 
-from secc.ir.dialect import Computation
+from secc.ir.dialect import Computation, ParamOp
 from secc.ir.types import TensorType, tensor
 from secc.passes.loss.arithmetic import scaled
 from secc.passes.loss.aten import ENTRY_LOSSES, REDUCTIONS, ROW_LOSSES
 from secc.passes.loss.coefficient import ONE, Coefficient, of_number
-from secc.passes.loss.context import COUNT, Context
-from secc.passes.loss.states import Local, Part, Stack, State, Sum
+from secc.passes.loss.context import Context
+from secc.passes.loss.labels import count
+from secc.passes.loss.states import Bad, Local, Part, Stack, State, Sum
 from secc.passes.loss.workshop import argument, with_argument
 
 NONE, MEAN, SUM = 0, 1, 2
@@ -92,10 +94,9 @@ def loss(ctx: Context, op: Computation) -> State | None:
     return Sum((Part(ONE / divisor, atom, True, op),))
 
 
-def label_loss(ctx: Context, op: Computation) -> State | list[State] | None:
+def label_loss(ctx: Context, op: Computation) -> State | Sequence[State] | None:
     """`nll_loss`: the negative log likelihood of labels, some ignored; the mean divides by the (weighted) number of the others."""
-    scores, labels = op.operands[0], op.operands[1]
-    type = tensor(scores)
+    type = tensor(op.operands[0])
     reduction = argument(op, 3, "reduction", MEAN)
     if not ctx.samples(type) or not all(ctx.plain(o) for o in op.operands):
         return None
@@ -103,30 +104,21 @@ def label_loss(ctx: Context, op: Computation) -> State | list[State] | None:
         return ctx.bad(op, "has samples as its classes")
     if reduction == NONE:
         return None
-    count = _label_count(ctx, op, labels)
     atom = ctx.shop.rebuild(op, {}, None if reduction == SUM else with_argument(op, 3, "reduction", SUM))[0]
-    counted = Part(ONE, count, True, op)
-    divisor = ctx.part_coefficient(counted)
-    if reduction == MEAN and divisor is None:
-        remedy = "make the labels from inputs alone, or use reduction='sum' and divide by a number that inputs decide"
-        return ctx.bad(op, "divides by the number of labels that are not ignored, which depends on a block's result", remedy)
-    loss = Part(ONE if reduction == SUM or divisor is None else ONE / divisor, atom, True, op)
-    return [Sum((loss,)), Sum((counted,))][: len(op.results)]
+    number = count(ctx, op)
+    total = Sum((Part(number),)) if number is not None else _unknown_count(ctx, op)
+    if reduction == MEAN and number is None:
+        return [total] * len(op.results)
+    scale = ONE / number if number is not None and reduction == MEAN else ONE
+    return [Sum((Part(scale, atom, True, op),)), total][: len(op.results)]
 
 
-def _label_count(ctx: Context, op: Computation, labels: SSAValue) -> SSAValue:
-    """The number of labels that are not ignored, or the sum of their classes' weights."""
-    ignored = argument(op, 4, "ignore_index", -100)
-    shape = tensor(labels).shape
-    kept = ctx.shop.glue(op, "aten.ne.Scalar", [labels], f"$0, {ignored}", TensorType.of(shape, "bool"))
-    if len(op.operands) < 3:
-        return ctx.shop.glue(op, "aten.sum.default", [kept], "$0", COUNT)
-    weight = op.operands[2]
-    dtype = tensor(weight).dtype.data
-    classes = ctx.shop.glue(op, "aten.clamp_min.default", [labels], "$0, 0", tensor(labels))
-    weights = ctx.shop.glue(op, "aten.index.Tensor", [weight, classes], "$0, [$1]", TensorType.of(shape, dtype))
-    weights = ctx.shop.glue(op, "aten.mul.Tensor", [weights, kept], "$0, $1", TensorType.of(shape, dtype))
-    return ctx.shop.glue(op, "aten.sum.default", [weights], "$0", TensorType.of([], dtype))
+def _unknown_count(ctx: Context, op: Computation) -> Bad:
+    if len(op.operands) > 2 and isinstance(op.operands[2].owner, ParamOp):
+        why = "divides by the sum of the labels' weights, which are a buffer or parameter of the model"
+        return ctx.bad(op, why, "make the weights in forward, from Python numbers: weight=torch.tensor([...], device=...)")
+    remedy = "make the labels from inputs alone, or use reduction='sum' and divide by a number that inputs decide"
+    return ctx.bad(op, "divides by the number of labels that are not ignored, which depends on a block's result", remedy)
 
 
 def _broadcast(types: list[TensorType]) -> TensorType:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from xdsl.ir import Operation, SSAValue
 
@@ -10,11 +10,12 @@ from secc.ir.dialect import CallOp, CaseOp, Computation, ConstOp, GraphOp, Retur
 from secc.ir.types import tensor
 from secc.passes.loss import arithmetic, linear, reductions
 from secc.passes.loss.aten import ENTRY_LOSSES, LABEL_LOSSES, LINEAR, PRODUCTS, REDUCTIONS, ROW_LOSSES
-from secc.passes.loss.context import Context, floating
-from secc.passes.loss.mixing import call, mixing, other
+from secc.passes.loss.coefficient import Coefficient
+from secc.passes.loss.context import Context, floating, one_entry
+from secc.passes.loss.mixing import call, mixing, other, pairing
 from secc.passes.loss.states import LOCAL, Bad, Local, Part, State
 
-Rule = Callable[[Context, Computation], "State | list[State] | None"]
+Rule = Callable[[Context, Computation], "State | Sequence[State] | None"]
 
 RULES: dict[str, Rule] = (
     dict.fromkeys(LINEAR, linear.linear)
@@ -42,9 +43,14 @@ def walk(graph: GraphOp, case: CaseOp) -> tuple[Context, State]:
     for op in case.ops:
         if op in needed and isinstance(op, Computation):
             context.states.update(zip(op.results, _states(context, op), strict=True))
-        elif isinstance(op, ConstOp) and (value := context.number(op)) is not None:
-            context.states[op.result] = Local((Part(value),))
+        elif isinstance(op, ConstOp) and (number := context.literal(op.result)) is not None and scalar(op.result):
+            context.states[op.result] = Local((Part(Coefficient(number=number)),))
     return context, context.state(loss)
+
+
+def scalar(value: SSAValue) -> bool:
+    """Whether a value is one real number."""
+    return floating(tensor(value)) and one_entry(tensor(value))
 
 
 def slice_of(value: SSAValue) -> set[Operation]:
@@ -70,8 +76,9 @@ def _states(ctx: Context, op: Computation) -> list[State]:
     rule = RULES.get(op.base)
     found = rule(ctx, op) if rule is not None else None
     if found is None:
-        return other(ctx, op)
-    return found if isinstance(found, list) else [found] + [LOCAL] * (len(op.results) - 1)
+        found = other(ctx, op)
+    states = list(found) if isinstance(found, Sequence) else [found] + [LOCAL] * (len(op.results) - 1)
+    return [pairing(ctx, op, result) or state for result, state in zip(op.results, states, strict=True)]
 
 
 def _spoilt(ctx: Context, op: Computation, bad: Bad) -> list[State]:
