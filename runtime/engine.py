@@ -136,7 +136,7 @@ class _Execution:
         live = _Live(backward_owed=with_grad)
         edges = self.receive_edges(i.section, i.micro, live)
         case = section.case(batch)
-        if set(case.receives) != edges.keys():
+        if not edges.keys() >= set(case.receives):
             raise RuntimeError(f"`{i}`: case {case.method} takes edges {sorted(case.receives)}, but {sorted(edges)} have come")
         seed_generators(stream(self.step.seed, i.section, micro.samples), engine.device)
         with self.compute_event(i, micro), torch.set_grad_enabled(with_grad):
@@ -253,11 +253,19 @@ class _Execution:
         return self.engine.ranks[section][self.micro(section, index).replica]
 
     def check_shape(self, i: Instruction, edge: Edge, outs: Tensors) -> None:
-        """A tensor of another shape than the consumer expects would be cut wrongly without an error."""
+        """A tensor of another shape than the consumer expects would be cut wrongly without an error.
+
+        A case leaves out an edge that it has no rows for; its messages are empty.
+        """
         layout = self.layouts[edge.name]
         if not layout.of("src", i.micro):
             return
-        tensor, shape = outs[edge.name], layout.shape("src", i.micro)
+        shape = layout.shape("src", i.micro)
+        if edge.name not in outs and shape[edge.dim] == 0:
+            outs[edge.name] = torch.zeros(shape, dtype=layout.dtype, device=self.engine.device)
+        if edge.name not in outs:
+            raise RuntimeError(f"`{i}`: the section's case does not compute edge {edge.name}")
+        tensor = outs[edge.name]
         if tuple(tensor.shape) != shape or tensor.dtype != layout.dtype:
             found = f"{tensor.dtype}{list(tensor.shape)}"
             raise RuntimeError(f"`{i}`: edge {edge.name} is {found}, but the plan has {layout.dtype}{list(shape)}")

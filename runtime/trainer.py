@@ -66,8 +66,7 @@ class Trainer:
         check(self.plan, batch.samples, order)
         micros = [order.micro_batches[i.section][i.micro].samples for i in order.programs[self.run.rank] if i.kind == "F"]
         self.run.data.prepare(micros)
-        pattern = frozenset[str]().union(*(s.pattern for s in batch.samples))
-        coefficients = self.terms.coefficients(batch.leaves, batch.sizes, pattern)
+        coefficients = self._coefficients(batch)
         for param in self._trained:
             param.grad = None
         seed = item_seed(self.run.seed, -1, batch.step)
@@ -85,6 +84,16 @@ class Trainer:
         self.step_number += 1
         self._finish_step(batch, loss, float(norm))
         return loss
+
+    def _coefficients(self, batch: GlobalBatch) -> dict[str, float]:
+        """The loss terms' factors. Raises UserError if the plan knows no loss for the batch's optional inputs."""
+        pattern = frozenset[str]().union(*(s.pattern for s in batch.samples))
+        try:
+            return self.terms.coefficients(batch.leaves, batch.sizes, pattern)
+        except KeyError:
+            message = f"the plan knows no loss for a global batch with {sorted(pattern) or 'no optional inputs'}"
+            remedy = "let dataset() show such samples earlier, or compile again with more --stats-samples"
+            raise UserError(message, remedy=remedy) from None
 
     def _totals(self, share: torch.Tensor) -> tuple[float, torch.Tensor]:
         """The loss, and the global norm of the gradients, from this rank's shares of both."""
