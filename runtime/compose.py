@@ -37,11 +37,15 @@ class Costs:
         """The symbols of the sample at `position` as a micro-batch of its own has them."""
         return self._sizes[position]
 
+    def together(self, positions: Sequence[int]) -> dict[str, int]:
+        """The symbols of a micro-batch of the samples at `positions`."""
+        if len(positions) == 1:
+            return self._sizes[positions[0]]
+        return combine([self._sizes[p] for p in positions], self._symbols) | self._widths
+
     def of(self, section: Section, positions: Sequence[int]) -> tuple[int, int]:
         """(forward, backward) nanoseconds of the samples at `positions` as one micro-batch."""
-        sizes = self._sizes[positions[0]]
-        if len(positions) > 1:
-            sizes = combine([self._sizes[p] for p in positions], self._symbols) | self._widths
+        sizes = self.together(positions)
         backward = evaluate(section.cost.backward_ns, sizes) if owes_backward(section) else 0
         return evaluate(section.cost.forward_ns, sizes), backward
 

@@ -53,11 +53,19 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Cost:
-    """Modelled time of one micro-batch: expressions in nanoseconds over the micro-batch's symbols, and where they come from."""
+    """Modelled time of one micro-batch: expressions in nanoseconds over the micro-batch's symbols, and where they come from.
+
+    `flops` and `backward_flops` are its floating-point operations in `dtype` (a short name such as "bf16"), `saved` the bytes that it keeps
+    from forward to backward; "" where they are not known.
+    """
 
     forward_ns: str = "0"
     backward_ns: str = "0"
     label: str = "default"
+    flops: str = ""
+    backward_flops: str = ""
+    saved: str = ""
+    dtype: str = ""
 
 
 @dataclass(frozen=True)

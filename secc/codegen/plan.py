@@ -91,8 +91,13 @@ def _section(graph: GraphOp, op: SectionOp, model: plan.ModelRef) -> plan.Sectio
         sharding=attribute(op, "sharding", "none"),
         memory_gib=attribute(op, "memory_gib", 0.0),
         label=attribute(op, "label", "default"),
-        cost=plan.Cost(attribute(op, "forward_ns", "0"), attribute(op, "backward_ns", "0"), attribute(op, "label", "default")),
+        cost=_cost(op),
     )
+
+
+def _cost(op: SectionOp) -> plan.Cost:
+    known = {"forward_ns": "0", "backward_ns": "0", "label": "default", "flops": "", "backward_flops": "", "saved": "", "dtype": ""}
+    return plan.Cost(**{key: attribute(op, key, default) for key, default in known.items()})
 
 
 def _params(graph: GraphOp, op: SectionOp, model: plan.ModelRef) -> tuple[str, ...]:

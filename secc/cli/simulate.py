@@ -1,0 +1,123 @@
+"""`secc simulate PLAN/`: a plan's steps in modelled time, against certified bounds, drawn for people or as JSON and traces for machines."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from secc.cli.compile import JSON
+from secc.cli.console import out, print_json, progress
+from secc.cli.explain import PLAN
+
+if TYPE_CHECKING:
+    from secc.runtime.plan import Plan
+    from secc.simulate.events import Simulated
+    from secc.simulate.measures import Measures
+
+
+def command(
+    plan: PLAN,
+    steps: Annotated[int, typer.Option(min=1, help="global batches to simulate; figures are means over them")] = 1,
+    seed: Annotated[int, typer.Option(help="of the data order and of random samples, as in secc run")] = 0,
+    shuffle: Annotated[bool, typer.Option("--shuffle", help="permute the dataset in every epoch, as in secc run")] = False,
+    order: Annotated[str, typer.Option(help="wavefront, or dataset to take the samples as they come")] = "wavefront",
+    trace: Annotated[Path | None, typer.Option(help="write a Chrome trace of the steps", metavar="FILE")] = None,
+    draw: Annotated[Path | None, typer.Option(help="write a drawing of the first step: .svg or .html", metavar="FILE")] = None,
+    json: JSON = False,
+) -> None:
+    """Simulate a plan's step programs: how long a step takes, how far that is from the best there can be, and who waits."""
+    from secc.runtime.plan import load
+    from secc.simulate.measures import mean, measure
+
+    loaded = load(plan)
+    _check(draw, order)
+    with progress(quiet=json) as show:
+        show("draw samples")
+        simulated = _simulated(plan, loaded, steps, seed, shuffle, order)
+        show("compare with the bounds")
+        measures = [measure(step) for step in simulated]
+        _write(simulated, measures[0], trace, draw)
+    if json:
+        print_json(as_json(mean(measures)))
+    else:
+        _print(simulated[0], mean(measures), steps)
+
+
+def as_json(measures: Measures) -> dict[str, Any]:
+    """The stable keys that other tools read, and what else there is to say."""
+    return dataclasses.asdict(measures) | {"baselines": {}}
+
+
+def _check(draw: Path | None, order: str) -> None:
+    from secc.errors import UserError
+    from secc.runtime.wavefront import ORDERS
+
+    if draw is not None and draw.suffix not in {".svg", ".html"}:
+        raise UserError("a drawing is an .svg or an .html file", str(draw), "name it so")
+    if order not in ORDERS:
+        raise UserError(f"there is no order {order!r}", remedy=f"orders are {', '.join(ORDERS)}")
+
+
+def _simulated(directory: Path, plan: Plan, steps: int, seed: int, shuffle: bool, order: str) -> list[Simulated]:
+    from secc.errors import UserError
+    from secc.runtime.wavefront import schedule
+    from secc.simulate.batches import global_batches
+    from secc.simulate.machine import simulate
+
+    found: list[Simulated] = []
+    for samples in global_batches(directory, plan, seed, shuffle, steps):
+        try:
+            programs = schedule(plan, samples, order=order)
+        except ValueError as error:
+            raise UserError(f"the plan cannot be simulated: {error}", str(directory), "compile with tp=1 and pp=1") from None
+        found.append(simulate(plan, samples, programs))
+    return found
+
+
+def _write(simulated: list[Simulated], first: Measures, trace: Path | None, draw: Path | None) -> None:
+    import json
+
+    from secc.errors import UserError
+    from secc.simulate.drawing import page, svg
+    from secc.simulate.trace import chrome
+
+    try:
+        if trace is not None:
+            trace.write_text(json.dumps(chrome(simulated)))
+        if draw is not None:
+            draw.write_text(svg(simulated[0]) if draw.suffix == ".svg" else page(simulated[0], first))
+    except OSError as error:
+        raise UserError(f"cannot write: {error.strerror}", str(error.filename), "name a file in a folder that exists") from None
+
+
+def _print(step: Simulated, measures: Measures, steps: int) -> None:
+    from rich.text import Text
+
+    from secc.simulate.drawing import text
+
+    for line in text(step, out.width):
+        out.print(Text.assemble(*line), no_wrap=True, crop=True)
+    out.print()
+    for name, value in facts(measures, steps):
+        out.print(f"{name:>22}  {value}")
+
+
+def facts(m: Measures, steps: int) -> list[tuple[str, str]]:
+    """The figures for people."""
+    over = m.step_time_s / m.schedule_bound_s if m.schedule_bound_s else 1.0
+    found = [
+        ("step", f"{m.step_time_s:.6g} s" + (f" (mean of {steps})" if steps > 1 else "")),
+        ("schedule bound", f"{m.schedule_bound_s:.6g} s: the step takes {over:.3f} of it; what bounds it: {m.bound_reason}"),
+        ("plan bound", f"{m.plan_bound_s:.6g} s: all work spread evenly over {m.gpus} ranks"),
+        ("busy", ", ".join(f"{name} {share.busy:.0%} of {share.gpus}" for name, share in m.sections.items())),
+        ("waits of a rank", f"{m.waiting_s:.4g} s for other ranks, {m.exposed_communication_s:.4g} s for messages and reductions"),
+        ("in flight", f"at most {m.in_flight} micro-batches on a rank"),
+    ]
+    if m.peak_memory_gib is not None:
+        found.append(("memory", f"{m.peak_memory_gib:.4g} GiB on the fullest rank"))
+    if m.mfu is not None:
+        found.append(("mfu", f"{m.mfu:.1%}"))
+    return found

@@ -1,0 +1,222 @@
+"""The simulator: executes the programs that ranks execute, in modelled time, as the engine executes them.
+
+Computation takes the plan's costs. As in `runtime/comm.py`, a send is posted and never blocks, receives are posted a window ahead of the
+program, a message moves once both its ends are posted and the links are free, and a computation waits for the messages that it consumes.
+A reduction starts when all its ranks have reached it and runs beside what follows; one rank's reductions follow each other. At the end
+of its program a rank waits for its sends and reductions, then all ranks wait for each other (the global norm), then each takes its
+optimizer step.
+
+Every simulation checks the schedule first (`runtime/check.py`): completeness, dependencies, order of channels, no deadlock. Events are
+processed in order of time and rank, so the same input gives the same result.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from secc.runtime.check import check
+from secc.runtime.comm import WINDOW
+from secc.runtime.compose import Costs
+from secc.runtime.edges import EdgeLayout
+from secc.runtime.gradients import Holders
+from secc.runtime.plan import Plan
+from secc.runtime.program import Instruction, SampleMeta, Schedule, replica_ranks, returns_gradient
+from secc.runtime.sizes import combine
+from secc.schedule.traffic import Traffic
+from secc.simulate.events import Compute, Reduction, Simulated, Transfer
+from secc.simulate.network import Network
+
+Key = tuple[str, str, int, int]  # edge, direction, producer's and consumer's micro-batch
+
+
+def simulate(plan: Plan, samples: Sequence[SampleMeta], schedule: Schedule, traffic: Traffic | None = None) -> Simulated:
+    """One step under the plan's costs and cluster. Raises ScheduleError for a schedule that must not run."""
+    check(plan, samples, schedule)
+    return _Machine(plan, samples, schedule, traffic or Traffic(plan)).run()
+
+
+@dataclass(slots=True)
+class _Message:
+    """A message that has not arrived; `sent` and `expected` are when its ends were posted."""
+
+    sender: int
+    receiver: int
+    samples: tuple[int, ...]
+    size: int
+    sent: int | None = None
+    expected: int | None = None
+    arrival: int | None = None
+    waiting: bool = False  # whether the receiver stands still for it
+
+
+@dataclass(slots=True)
+class _Rank:
+    """Where a rank is: the next instruction, since when it is free, its receives in program order and how many it passed."""
+
+    program: Sequence[Instruction]
+    at: int = 0
+    free: int = 0
+    receives: list[Key] = field(default_factory=list)
+    passed: int = 0
+    reduced: int = 0  # when its last reduction ends
+    sent: int = 0  # when its last message arrives
+    stepped: int | None = None
+
+
+class _Machine:
+    def __init__(self, plan: Plan, samples: Sequence[SampleMeta], schedule: Schedule, traffic: Traffic) -> None:
+        self.plan, self.samples, self.schedule, self.traffic = plan, tuple(samples), schedule, traffic
+        self.network = Network(traffic)
+        self.costs = Costs(plan, samples)
+        self.sections = {s.name: s for s in plan.sections}
+        self.messages, self.needs = self._messages()
+        self.ranks = [self._rank(program) for program in schedule.programs]
+        self.arrived: dict[Holders, list[int]] = defaultdict(list)
+        self.wakes = [(0, rank) for rank in range(len(self.ranks))]
+        self.compute: list[Compute] = []
+        self.transfers: list[Transfer] = []
+        self.reductions: list[Reduction] = []
+
+    def run(self) -> Simulated:
+        for index in range(len(self.ranks)):
+            self.post_receives(index, 0)
+        while self.wakes:
+            time, index = heapq.heappop(self.wakes)
+            self.resume(index, time)
+        stepped = tuple(self._stepped(index) for index in range(len(self.ranks)))
+        for held in self.traffic.held:
+            if len(held.sections) > 1:  # tied over sections: reduced at the end
+                self.reduce(held, max(stepped[r] for r in held.ranks))
+        synced = max((max(stepped[i], r.reduced, r.sent) for i, r in enumerate(self.ranks)), default=0)
+        end = synced + max((self.traffic.optimizer_ns(r) for r in range(len(self.ranks))), default=0)
+        parts = (tuple(self.compute), tuple(self.transfers), tuple(self.reductions))
+        return Simulated(self.plan, self.samples, self.schedule, *parts, stepped, synced, end)
+
+    def resume(self, index: int, time: int) -> None:
+        """Run a rank from `time` until it computes, waits or ends."""
+        rank = self.ranks[index]
+        while rank.at < len(rank.program):
+            i = rank.program[rank.at]
+            if i.kind in ("F", "B") and not self.start(index, i):
+                return
+            rank.at += 1
+            match i.kind:
+                case "F" | "B":
+                    return
+                case "SEND":
+                    self.post(self._key(i), time, sent=True)
+                case "RECV":
+                    rank.passed += 1
+                    self.post_receives(index, time)
+                case "REDUCE":
+                    self.arrive(i, index, time)
+                case "STEP":
+                    rank.stepped = time
+                case _:
+                    raise ValueError(f"cannot simulate `{i}`")
+
+    # -- computation --------------------------------------------------------------------------------------------------------------
+
+    def start(self, index: int, i: Instruction) -> bool:
+        """Compute, if the arrival of all that is needed is known; otherwise the rank will be woken by the first that is not."""
+        rank, messages = self.ranks[index], [self.messages[k] for k in self.needs[i.kind, i.section, i.micro]]
+        missing = next((m for m in messages if m.arrival is None), None)
+        if missing is not None:
+            missing.waiting = True
+            return False
+        last = max(messages, key=lambda m: m.arrival or 0, default=None)
+        arrival = last.arrival or 0 if last is not None else 0
+        start = max(rank.free, arrival)
+        waited = start if arrival <= rank.free or last is None else max(rank.free, last.sent or 0)
+        end = start + self.duration(i)
+        self.compute.append(Compute(index, i.kind, i.section, i.replica, i.stage, i.micro, rank.free, waited, start, end))
+        rank.free = end
+        heapq.heappush(self.wakes, (end, index))
+        return True
+
+    def duration(self, i: Instruction) -> int:
+        times = self.costs.of(self.sections[i.section], self.schedule.micro_batches[i.section][i.micro].samples)
+        return times[i.kind == "B"]
+
+    # -- messages -----------------------------------------------------------------------------------------------------------------
+
+    def post_receives(self, index: int, time: int) -> None:
+        """Post the receives up to a window beyond those that the program passed."""
+        rank = self.ranks[index]
+        first = rank.passed + WINDOW - 1 if rank.passed else 0
+        for key in rank.receives[first : rank.passed + WINDOW]:
+            self.post(key, time, sent=False)
+
+    def post(self, key: Key, time: int, sent: bool) -> None:
+        """One end of a message is ready; if the other is, too, it moves."""
+        m = self.messages[key]
+        if sent:
+            m.sent = time
+        else:
+            m.expected = time
+        if m.sent is None or m.expected is None:
+            return
+        start, m.arrival = self.network.send(m.sender, m.receiver, m.size, time)
+        self.transfers.append(Transfer(*key, m.sender, m.receiver, m.samples, m.size, m.sent, start, m.arrival))
+        self.ranks[m.sender].sent = max(self.ranks[m.sender].sent, m.arrival)
+        if m.waiting:
+            heapq.heappush(self.wakes, (time, m.receiver))
+
+    def _messages(self) -> tuple[dict[Key, _Message], dict[tuple[str, str, int], list[Key]]]:
+        """Every message between ranks, and which of them each computation consumes."""
+        total = combine([s.sizes for s in self.samples], self.plan.symbols)
+        widths = {s.name: total[s.name] for s in self.plan.symbols if s.kind == "width"} if self.plan.widths == "global" else {}
+        place = {
+            (name, m.index): replica_ranks(self.sections[name])[m.replica]
+            for name, micros in self.schedule.micro_batches.items()
+            for m in micros
+        }
+        messages: dict[Key, _Message] = {}
+        needs: dict[tuple[str, str, int], list[Key]] = defaultdict(list)
+        for e in self.plan.edges:
+            layout = EdgeLayout(e, self.plan, self.schedule, self.samples, widths)
+            for (src, dst), shared in layout.pairs.items():
+                a, b = place[e.src, src], place[e.dst, dst]
+                if a == b:
+                    continue
+                size, entry = layout.numel((src, dst)) * layout.dtype.itemsize, layout.dtype.itemsize
+                messages[e.name, "fwd", src, dst] = _Message(a, b, shared, size)
+                needs["F", e.dst, dst].append((e.name, "fwd", src, dst))
+                if returns_gradient(e, self.sections):
+                    messages[e.name, "bwd", src, dst] = _Message(b, a, shared, size + entry)  # led by a flag
+                    needs["B", e.src, src].append((e.name, "bwd", src, dst))
+        return messages, needs
+
+    def _rank(self, program: Sequence[Instruction]) -> _Rank:
+        return _Rank(program, receives=[self._key(i) for i in program if i.kind == "RECV"])
+
+    def _key(self, i: Instruction) -> Key:
+        return i.edge, i.direction, i.src_micro, i.dst_micro
+
+    # -- the end of the step ------------------------------------------------------------------------------------------------------
+
+    def arrive(self, i: Instruction, index: int, time: int) -> None:
+        """A rank reaches the reduction of a section; the last one starts it."""
+        for held in self.traffic.held:
+            if held.sections == (i.section,) and index in held.ranks:
+                self.arrived[held].append(time)
+                if len(self.arrived[held]) == len(held.ranks):
+                    self.reduce(held, time)
+
+    def reduce(self, held: Holders, ready: int) -> None:
+        if len(held.ranks) < 2:
+            return
+        start = max([ready, *(self.ranks[r].reduced for r in held.ranks)])
+        end = start + self.traffic.reduce_ns(held)
+        for r in held.ranks:
+            self.ranks[r].reduced = end
+        self.reductions.append(Reduction(held.sections, held.ranks, start, end))
+
+    def _stepped(self, index: int) -> int:
+        stepped = self.ranks[index].stepped
+        if stepped is None:
+            raise RuntimeError(f"rank {index} never ends: the check accepted a schedule that blocks")
+        return stepped

@@ -1,0 +1,174 @@
+"""What a simulated step says about a plan: time against the bounds, who is busy, what waits show, memory, and use of the hardware."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from secc.runtime.compose import Costs
+from secc.runtime.expr import evaluate
+from secc.schedule.bounds import Bound, work_bound, work_plan_bound
+from secc.schedule.traffic import Traffic, parameter_bytes
+from secc.schedule.work import Work
+from secc.simulate.events import Simulated
+
+Amount = Callable[[str, int], int]  # of a section's micro-batch
+
+GIB = 1 << 30
+OPTIMIZER_COPIES = 3  # gradient and AdamW's two states, beside a trained parameter
+
+
+@dataclass(frozen=True)
+class Share:
+    """A section's part of a step: how busy it keeps its `gpus` ranks, from 0 to 1."""
+
+    busy: float
+    gpus: int
+
+
+@dataclass(frozen=True)
+class Measures:
+    """One simulated step. Times in seconds; `mfu` and `peak_memory_gib` (of the fullest rank) are None where the plan does not say enough.
+
+    `exposed_communication_s` is what a rank waits in the mean for messages and reductions that are on their way, `waiting_s` what it waits
+    for other ranks to compute. `in_flight`: the most micro-batches that any rank holds between forward and backward.
+    """
+
+    step_time_s: float
+    schedule_bound_s: float
+    bound_reason: str
+    plan_bound_s: float
+    gpus: int
+    mfu: float | None
+    sections: dict[str, Share]
+    exposed_communication_s: float
+    waiting_s: float
+    in_flight: int
+    peak_memory_gib: float | None
+
+
+def measure(step: Simulated) -> Measures:
+    """The measures of a simulated step, with the bounds of its plan and samples."""
+    traffic = Traffic(step.plan)
+    work = Work(step.plan, step.samples, traffic)
+    bound: Bound = work_bound(work)
+    exposed, waiting = _waits(step)
+    ranks = max(1, step.plan.world_size)
+    memory = [max((bytes_ for _, bytes_ in memory_over_time(step, rank) or ()), default=None) for rank in range(ranks)]
+    known = [m for m in memory if m is not None]
+    return Measures(
+        step_time_s=step.end / 1e9,
+        schedule_bound_s=bound.ns / 1e9,
+        bound_reason=bound.reason,
+        plan_bound_s=work_plan_bound(work) / 1e9,
+        gpus=step.plan.world_size,
+        mfu=_mfu(step, traffic),
+        sections=_shares(step),
+        exposed_communication_s=exposed / ranks / 1e9,
+        waiting_s=waiting / ranks / 1e9,
+        in_flight=max((count for rank in range(ranks) for _, count in in_flight(step, rank)), default=0),
+        peak_memory_gib=max(known) / GIB if known and len(known) == ranks else None,
+    )
+
+
+def mean(steps: Sequence[Measures]) -> Measures:
+    """Measures over several steps: means of times, peaks of memory, the reason of the last bound."""
+    n, last = len(steps), steps[-1]
+    sections = {name: Share(sum(m.sections[name].busy for m in steps) / n, share.gpus) for name, share in last.sections.items()}
+    mfus, peaks = [m.mfu for m in steps if m.mfu is not None], [m.peak_memory_gib for m in steps if m.peak_memory_gib is not None]
+    return Measures(
+        step_time_s=sum(m.step_time_s for m in steps) / n,
+        schedule_bound_s=sum(m.schedule_bound_s for m in steps) / n,
+        bound_reason=last.bound_reason,
+        plan_bound_s=sum(m.plan_bound_s for m in steps) / n,
+        gpus=last.gpus,
+        mfu=sum(mfus) / n if len(mfus) == n else None,
+        sections=sections,
+        exposed_communication_s=sum(m.exposed_communication_s for m in steps) / n,
+        waiting_s=sum(m.waiting_s for m in steps) / n,
+        in_flight=max(m.in_flight for m in steps),
+        peak_memory_gib=max(peaks) if len(peaks) == n else None,
+    )
+
+
+def _shares(step: Simulated) -> dict[str, Share]:
+    busy: Counter[str] = Counter()
+    for c in step.compute:
+        busy[c.section] += c.end - c.start
+    ranks = {s.name: len(s.mesh.ranks) for s in step.plan.sections}
+    return {name: Share(busy[name] / (n * step.end) if step.end else 0.0, n) for name, n in ranks.items()}
+
+
+def _waits(step: Simulated) -> tuple[int, int]:
+    """(time on the way, time of others), summed over the ranks: before computations, and at the end until all gradients are summed."""
+    exposed = sum(c.start - c.waited for c in step.compute)
+    waiting = sum(c.waited - c.free for c in step.compute)
+    for rank, stepped in enumerate(step.stepped):
+        late = sum(r.end - max(stepped, r.start) for r in step.reductions if rank in r.ranks and r.end > stepped)
+        exposed += late
+        waiting += max(0, step.synced - stepped - late)
+    return exposed, waiting
+
+
+def _mfu(step: Simulated, traffic: Traffic) -> float | None:
+    """Floating-point operations of the model over what all ranks could do at peak in the time of the step."""
+    costs = [s.cost for s in step.plan.sections]
+    if traffic.cluster is None or step.end == 0 or not all(c.flops and c.dtype for c in costs):
+        return None
+    peaks, sizes = dict(traffic.cluster.device.gflops), Costs(step.plan, step.samples)
+    busy = 0.0  # ns of one rank at peak
+    for s in step.plan.sections:
+        for m in step.schedule.micro_batches[s.name]:
+            at = sizes.together(m.samples)
+            flops = evaluate(s.cost.flops, at) + (evaluate(s.cost.backward_flops or "0", at) if s.mode != "forward" else 0)
+            busy += flops / peaks.get(s.cost.dtype, peaks["f32"])
+    return busy / (step.plan.world_size * step.end)
+
+
+# -- memory over time -------------------------------------------------------------------------------------------------------------
+
+
+def in_flight(step: Simulated, rank: int) -> list[tuple[int, int]]:
+    """(time, micro-batches between the start of their forward and the end of their backward) of a rank, at each change."""
+    return _running(step, rank, lambda section, micro: 1)
+
+
+def memory_over_time(step: Simulated, rank: int) -> list[tuple[int, int]] | None:
+    """(time, bytes) on a rank at each change: parameters, gradients, optimizer states and what micro-batches in flight keep.
+
+    None where the plan does not say what micro-batches keep.
+    """
+    held = [s for s in step.plan.sections if rank in s.mesh.ranks]
+    if any(s.mode != "forward" and not s.cost.saved for s in held):
+        return None
+    fixed, sizes = _fixed(step, rank), Costs(step.plan, step.samples)
+    saved = {s.name: s.cost.saved for s in held}
+
+    def kept(section: str, micro: int) -> int:
+        return evaluate(saved[section], sizes.together(step.schedule.micro_batches[section][micro].samples))
+
+    return [(0, fixed), *((time, fixed + bytes_) for time, bytes_ in _running(step, rank, kept))]
+
+
+def _fixed(step: Simulated, rank: int) -> int:
+    names = {n for s in step.plan.sections if rank in s.mesh.ranks for n in s.params}
+    total = 0
+    for name in names:
+        trained = step.plan.model.parameters.get(name, "").endswith(" train")
+        total += parameter_bytes(step.plan, name) * (1 + OPTIMIZER_COPIES * trained)
+    return total
+
+
+def _running(step: Simulated, rank: int, amount: Amount) -> list[tuple[int, int]]:
+    changes = sorted(_changes(step, rank, amount))
+    return [(time, total) for (time, _), total in zip(changes, accumulate(change for _, change in changes), strict=True)]
+
+
+def _changes(step: Simulated, rank: int, amount: Amount) -> Iterator[tuple[int, int]]:
+    modes = {s.name: s.mode for s in step.plan.sections}
+    for c in step.compute:
+        if c.rank == rank and modes[c.section] != "forward":
+            size = amount(c.section, c.micro)
+            yield (c.start, size) if c.kind == "F" else (c.end, -size)

@@ -1,0 +1,117 @@
+"""What people and other tools get of a simulated step: trace, drawings and the command."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from secc.cli import main
+from secc.runtime.wavefront import schedule
+from secc.simulate.batches import global_batches
+from secc.simulate.drawing import page, svg, text
+from secc.simulate.machine import simulate
+from secc.simulate.measures import measure
+from secc.simulate.trace import chrome
+from tests.runtime.captioner import APART, UNEVEN, write_plan
+from tests.schedule.plans import sample
+from tests.simulate.test_machine import IMAGE, cluster, run, trained, vlm
+
+STEP = run(trained(vlm(replicas=2, cluster=cluster()), lm=10), [sample(7, *IMAGE), sample(8), sample(9)])
+
+
+def test_a_trace_has_an_event_for_each_computation_and_both_ends_of_each_message():
+    events = chrome([STEP])["traceEvents"]
+    compute = [e["args"] for e in events if e["ph"] == "X" and e["args"]["kind"] in "FB"]
+    assert {"kind": "F", "section": "vision", "replica": 0, "stage": 0, "microbatch": 0, "samples": [7]} in compute
+    assert len(compute) == 8
+    sends = [e for e in events if e.get("cat") == "SEND"]
+    assert sends[0]["args"].keys() == {"kind", "edge", "direction", "src", "dst", "samples", "bytes"}
+    assert [(e["pid"], e["args"]["samples"]) for e in sends] == [(0, [7]), (sends[0]["args"]["dst"], [7])]
+    assert len([e for e in events if e.get("cat") == "RECV"]) == len(sends)
+    assert {e["pid"] for e in events} == {0, 1, 2}
+
+
+def test_steps_follow_each_other_in_a_trace():
+    one, two = (chrome([STEP] * n)["traceEvents"] for n in (1, 2))
+    ends = [max(e["ts"] + e["dur"] for e in events if e["ph"] == "X") for events in (one, two)]
+    assert ends == [pytest.approx(STEP.end / 1e3), pytest.approx(2 * STEP.end / 1e3)]
+
+
+def test_a_terminal_shows_a_line_for_each_rank_and_what_is_idle():
+    lines = ["".join(part for part, _ in line) for line in text(STEP, 60)]
+    assert len(lines) == 4 and all(len(line) <= 60 for line in lines[:3])
+    assert lines[0].startswith("0 vision") and "█" in lines[0] and "▒" in lines[0] and "·" in lines[0]
+
+
+def test_a_drawing_is_well_formed_and_names_samples():
+    root = ET.fromstring(svg(STEP))
+    titles = [t.text or "" for t in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert any(re.fullmatch(r"F vision 0: samples 7, 0\.000 ms", t) for t in titles)
+    html = page(STEP, measure(STEP))
+    assert html.startswith("<!doctype html>") and "language" not in html and "vision (busy" in html and "<svg" in html
+
+
+def test_batches_are_those_that_ranks_train_on(tmp_path):
+    plan = write_plan(tmp_path / "plan", APART)
+    first, second = global_batches(tmp_path / "plan", plan, steps=2)
+    assert [s.id for s in first] == list(range(8))
+    assert [s.id for s in second][:2] == [8, 9]
+    assert all((s.sizes["n_images"] > 0) == bool(s.pattern) for s in second) and any(s.pattern for s in second)
+    shuffled = next(global_batches(tmp_path / "plan", plan, seed=1, shuffle=True))
+    assert [s.id for s in shuffled] != [s.id for s in first]
+
+
+def test_the_command_prints_stable_keys_and_writes_what_is_asked_for(tmp_path, capsys):
+    write_plan(tmp_path / "plan", UNEVEN)
+    files = [tmp_path / name for name in ("trace.json", "step.html", "step.svg")]
+    main_(["simulate", str(tmp_path / "plan"), "--json", "--steps", "2", "--trace", str(files[0]), "--draw", str(files[1])])
+    found = json.loads(capsys.readouterr().out)
+    assert found.keys() >= {"step_time_s", "schedule_bound_s", "plan_bound_s", "gpus", "mfu", "sections", "baselines"}
+    assert found["step_time_s"] >= found["schedule_bound_s"] >= found["plan_bound_s"] > 0
+    assert found["gpus"] == 3 and found["sections"]["decoder"]["gpus"] == 2
+    assert json.loads(files[0].read_text())["traceEvents"]
+    main_(["simulate", str(tmp_path / "plan"), "--draw", str(files[2])])
+    assert "schedule bound" in capsys.readouterr().out
+    assert all(f.exists() for f in files)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--order", "random"], "there is no order"),
+        (["--draw", "step.png"], "an .svg or an .html file"),
+        (["--trace", "no/t.json"], "cannot write"),
+    ],
+)
+def test_bad_input_is_one_message(tmp_path, capsys, monkeypatch, arguments, message):
+    write_plan(tmp_path / "plan", APART)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", "plan", *arguments])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def main_(arguments):
+    """Run a command that must end well."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code in (0, None)
+
+
+def test_a_changed_model_file_is_refused(tmp_path):
+    plan = write_plan(tmp_path / "plan", APART)
+    model = tmp_path / "plan" / "model.py"
+    model.write_text(model.read_text() + "\n# changed\n")
+    with pytest.raises(Exception, match="has changed"):
+        next(global_batches(tmp_path / "plan", plan))
+
+
+def test_a_plan_of_the_fixture_simulates_with_every_section_busy(tmp_path):
+    plan = write_plan(tmp_path / "plan", UNEVEN)
+    _, samples = global_batches(tmp_path / "plan", plan, steps=2)
+    m = measure(simulate(plan, samples, schedule(plan, samples)))
+    assert all(0 < share.busy <= 1 for share in m.sections.values())
