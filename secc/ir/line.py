@@ -56,7 +56,7 @@ class LineOp(IRDLOperation):
         properties: dict[str, Attribute] = {}
         if cls.HEADLINE is not None:
             properties[cls.HEADLINE] = StringAttr(parser.parse_str_literal())
-        operands = parser.parse_optional_comma_separated_list(parser.Delimiter.PAREN, parser.parse_operand) or []
+        operands = parser.parse_optional_comma_separated_list(parser.Delimiter.PAREN, lambda: _parse_operand(parser)) or []
         for name, keyword, kind in cls.KEYWORDS:
             if parser.parse_optional_keyword(keyword) is not None:
                 properties[name] = _parse_value(parser, kind)
@@ -79,6 +79,15 @@ class LineOp(IRDLOperation):
     ) -> Self:
         """Build the op from its flat parts; the dialect's ops have at most one variadic operand and result group."""
         return cls.create(operands=operands, result_types=results, properties=properties, attributes=attributes, regions=regions)
+
+
+def _parse_operand(parser: Parser) -> SSAValue:
+    """An operand that stands above: the dialect has straight-line code only, so types need not be repeated."""
+    operand = parser.parse_unresolved_operand()
+    values = parser.ssa_values.get(operand.operand_name, ())
+    if operand.index >= len(values):
+        parser.raise_error("a value that is not defined above", operand.span)
+    return values[operand.index]
 
 
 def _parse_attributes(parser: Parser, keyword: bool) -> dict[str, Attribute]:
