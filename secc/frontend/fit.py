@@ -7,8 +7,9 @@ fewer free coefficients than there are observations, so that at least one of the
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
+from functools import partial
 from math import prod
 
 import sympy
@@ -20,6 +21,7 @@ DENOMINATORS = 8  # S*(S + 1)//2 and its like; a larger denominator is chance
 DIVISORS = (*range(2, 17), 20, 24, 28, 32, 48, 64)
 
 Column = tuple[int, ...]
+Base = tuple[Callable[[], Expr], Column]  # an expression, made when it is wanted, and its values
 
 
 class Fitter:
@@ -28,7 +30,6 @@ class Fitter:
     def __init__(self, rows: Sequence[Mapping[str, int]]) -> None:
         self.rows = [dict(r) for r in rows]
         self.moving = [n for n in self.rows[0] if len({r[n] for r in self.rows}) > 1]
-        self._monomials = [(_monomial(names), self._column(names)) for names in self._products()]
         self._integers: dict[Column, Expr | None] = {}
 
     def with_symbol(self, name: str, values: Sequence[int]) -> Fitter:
@@ -55,8 +56,8 @@ class Fitter:
                     return _nice(ratios[0]) * expr**power
         return None
 
-    def _products(self) -> Iterator[tuple[str, ...]]:
-        for degree in range(1, DEGREE + 1):
+    def _products(self, degrees: int = DEGREE) -> Iterator[tuple[str, ...]]:
+        for degree in range(1, degrees + 1):
             yield from itertools.combinations_with_replacement(self.moving, degree)
 
     def _column(self, names: Sequence[str]) -> Column:
@@ -67,41 +68,32 @@ class Fitter:
         if len(set(values)) == 1:
             yield sympy.Integer(values[0])
             return
-        one = (sympy.Integer(1), (1,) * len(values))
-        yield from self._combinations(values, [(m,) for m in self._monomials])
-        yield from self._combinations(values, [(m, one) for m in self._monomials])
-        yield from self._combinations(values, itertools.combinations(self._monomials, 2))
-        small = [m for m in self._monomials if sympy.total_degree(m[0]) <= 2]
-        yield from self._combinations(values, [(*pair, one) for pair in itertools.combinations(small, 2)])
-        yield from self._combinations(values, itertools.combinations(small, 3))
-        yield from self._combinations(values, [p for q in self._quotients() for p in ((q,), (q, one))])
+        one: Base = (lambda: sympy.Integer(1), (1,) * len(values))
+        every: list[Base] = [(partial(_monomial, names), self._column(names)) for names in self._products()]
+        small: list[Base] = [(partial(_monomial, names), self._column(names)) for names in self._products(2)]
+        yield from _fits(values, ((m,) for m in every))
+        yield from _fits(values, ((m, one) for m in every))
+        yield from _fits(values, itertools.combinations(every, 2))
+        yield from _fits(values, ((*pair, one) for pair in itertools.combinations(small, 2)))
+        yield from _fits(values, itertools.combinations(small, 3))
+        yield from _fits(values, (p for q in self._quotients() for p in ((q,), (q, one))))
 
-    def _combinations(self, values: Column, bases: Sequence[tuple[tuple[Expr, Column], ...]] | Iterator[tuple[tuple[Expr, Column], ...]]) -> Iterator[Expr]:
-        for basis in bases:
-            if len(basis) >= len(values):
-                continue
-            coefficients = _solve([column for _, column in basis], values)
-            if coefficients is not None and all(0 < c.denominator <= DENOMINATORS for c in coefficients):
-                terms = [sympy.Rational(c.numerator, c.denominator) * e for c, (e, _) in zip(coefficients, basis, strict=True)]
-                yield sympy.Add(*terms)
-
-    def _quotients(self) -> Iterator[tuple[Expr, Column]]:
+    def _quotients(self) -> Iterator[Base]:
         """Floor divisions such as (S + 3)//4, and their products with a symbol."""
-        factors: list[tuple[Expr, Column]] = [(sympy.Integer(1), (1,) * len(self.rows))]
-        factors += [(symbol(n), self._column([n])) for n in self.moving]
-        for factor, outer in factors:
+        for names in ((), *((n,) for n in self.moving)):
+            outer = self._column(names)
             for name, divisor in itertools.product(self.moving, DIVISORS):
                 inner = self._column([name])
                 for offset in range(divisor):
                     column = tuple(o * ((i + offset) // divisor) for o, i in zip(outer, inner, strict=True))
                     if len(set(column)) > 1:
-                        yield factor * sympy.floor((symbol(name) + offset) / sympy.Integer(divisor)), column
+                        yield partial(_quotient, names, name, offset, divisor), column
 
     def _factors(self) -> Iterator[tuple[Expr, Column]]:
         """What a moved real number may be a multiple of: monomials, and those with one symbol less a few (B*(S - 1))."""
-        yield from ((e, c) for e, c in self._monomials if 0 not in c)
-        ones: list[tuple[Expr, Column]] = [(sympy.Integer(1), (1,) * len(self.rows))]
-        for (e, c), name, shift in itertools.product(ones + self._monomials, self.moving, (-1, 1, -2, 2)):
+        monomials = [(_monomial(names), self._column(names)) for names in ((), *self._products())]
+        yield from ((e, c) for e, c in monomials[1:] if 0 not in c)
+        for (e, c), name, shift in itertools.product(monomials, self.moving, (-1, 1, -2, 2)):
             column = tuple(v * (row[name] + shift) for v, row in zip(c, self.rows, strict=True))
             if 0 not in column:
                 yield e * (symbol(name) + shift), column
@@ -111,8 +103,25 @@ def _monomial(names: Sequence[str]) -> Expr:
     return sympy.Mul(*(symbol(n) for n in names))
 
 
+def _quotient(factors: Sequence[str], name: str, offset: int, divisor: int) -> Expr:
+    return _monomial(factors) * sympy.floor((symbol(name) + offset) / sympy.Integer(divisor))
+
+
+def _fits(values: Column, bases: Iterable[tuple[Base, ...]]) -> Iterator[Expr]:
+    """The linear combinations of each basis that give the values; the basis is smaller than the number of values."""
+    for basis in bases:
+        if len(basis) >= len(values):
+            continue
+        coefficients = _solve([column for _, column in basis], values)
+        if coefficients is not None and all(0 < c.denominator <= DENOMINATORS for c in coefficients):
+            terms = [sympy.Rational(c.numerator, c.denominator) * make() for c, (make, _) in zip(coefficients, basis, strict=True)]
+            yield sympy.Add(*terms)
+
+
 def _solve(columns: Sequence[Column], values: Column) -> list[Fraction] | None:
     """Coefficients with which the columns add up to the values exactly, None if there are none or they are not determined."""
+    if len(columns) == 2 and not _collinear(columns, values):
+        return None
     rows = [[Fraction(c[i]) for c in columns] + [Fraction(v)] for i, v in enumerate(values)]
     n = len(columns)
     for k in range(n):
@@ -128,6 +137,16 @@ def _solve(columns: Sequence[Column], values: Column) -> list[Fraction] | None:
         return None
     found = [row[n] for row in rows[:n]]
     return found if all(found) else None
+
+
+def _collinear(columns: Sequence[Column], values: Column) -> bool:
+    """Whether three columns span at most a plane: a quick look before the exact solution of many candidates."""
+    (a, b), n = columns, len(values)
+    minors = ((i, j) for i in range(n) for j in range(i) if a[i] * b[j] != a[j] * b[i])
+    i, j = next(minors, (0, 0))
+    det = a[i] * b[j] - a[j] * b[i]
+    x, y = values[i] * b[j] - values[j] * b[i], a[i] * values[j] - a[j] * values[i]
+    return det != 0 and all(det * v == x * p + y * q for v, p, q in zip(values, a, b, strict=True))
 
 
 def _nice(value: float) -> Expr:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import cache
 from typing import Any, cast
 
 import sympy
@@ -18,7 +18,7 @@ from sympy.printing.str import StrPrinter
 Expr = sympy.Expr
 
 
-@lru_cache(maxsize=None)
+@cache
 def symbol(name: str) -> sympy.Symbol:
     """The symbol of a size: a positive integer, one object for each name."""
     return sympy.Symbol(name, integer=True, positive=True)
@@ -40,7 +40,7 @@ _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 _CALLS: dict[str, Callable[..., Any]] = {"min": sympy.Min, "max": sympy.Max}
 
 
-@lru_cache(maxsize=None)
+@cache
 def parse(text: str) -> Expr:
     """Read an expression. Raises ValueError for anything outside the grammar."""
     try:
@@ -72,12 +72,19 @@ def from_ast(node: ast.expr) -> Expr:
     raise ValueError(f"not a size expression: {ast.unparse(node)!r}")
 
 
+_ATOM = 1000  # sympy's precedence of names and calls
+
+
 class _Printer(StrPrinter):
     """Prints in the grammar that `parse` and `secc.runtime.expr` read: floor divisions as `//`, no rational numbers."""
 
     def _print_floor(self, expr: Any) -> str:
         numerator, denominator = sympy.fraction(sympy.together(expr.args[0]))
-        return f"({self._print(sympy.expand(numerator))})//{self.parenthesize(denominator, 1000)}"
+        return f"({self._factor(sympy.expand(numerator))}//{self._factor(denominator)})"
+
+    def _factor(self, expr: Any) -> str:
+        """In parentheses unless it is a name, a number or a call."""
+        return self.parenthesize(expr, _ATOM, strict=True)
 
     def _print_Pow(self, expr: Any, rational: bool = False) -> str:
         base, exponent = expr.args
@@ -86,7 +93,7 @@ class _Printer(StrPrinter):
         return "*".join([self.parenthesize(base, 999)] * int(exponent))  # ranks know no powers
 
     def _print_Mod(self, expr: Any) -> str:
-        return f"({self._print(expr.args[0])}) % {self.parenthesize(expr.args[1], 1000)}"
+        return f"({self._factor(expr.args[0])} % {self._factor(expr.args[1])})"
 
     def _print_Min(self, expr: Any) -> str:
         return f"min({', '.join(sorted(self._print(a) for a in expr.args))})"
@@ -101,8 +108,9 @@ def text(expr: Expr | int) -> str:
     numerator, denominator = sympy.fraction(sympy.together(expr))
     if denominator.is_Integer and denominator != 1:
         # A size is an integer, so an exact quotient and a floor division agree.
-        return f"({_Printer().doprint(sympy.expand(numerator))})//{denominator}"
-    return cast(str, _Printer().doprint(expr))
+        return f"{_Printer()._factor(sympy.expand(numerator))}//{denominator}"
+    printed = cast(str, _Printer().doprint(expr))
+    return printed[1:-1] if isinstance(expr, (sympy.floor, sympy.Mod)) else printed
 
 
 def evaluate(expr: Expr | int, sizes: Mapping[str, int]) -> int | float:

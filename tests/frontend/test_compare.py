@@ -1,0 +1,213 @@
+"""Comparison of captures: which expressions explain moved numbers, which reads become guards, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import sympy
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from secc.errors import UserError
+from secc.frontend.compare import Generic, Observed, generalise
+from secc.frontend.fit import Fitter
+from secc.frontend.fold import fold
+from secc.ir.expr import evaluate, parse, symbol, text
+from secc.runtime.recorder import Recorder
+from tests.frontend.replaying import GenericReplay
+
+ROWS = [{"B": 2, "S": 11, "I": 3}, {"B": 3, "S": 17, "I": 1}, {"B": 4, "S": 13, "I": 6}, {"B": 5, "S": 24, "I": 2}, {"B": 7, "S": 19, "I": 9}]
+
+EXPRESSIONS = [
+    "7", "S", "B*S", "B*S - B", "576*I", "S + 1", "(S + 3)//4", "B*((S + 1)//2)", "16*I + B", "S*S", "2*B*S + 3", "(S - 1)//2 + 1",
+    "B*S*I", "(B*(B + 1))//2", "3*I*S - 5",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("source", EXPRESSIONS)
+def test_a_size_is_explained_by_the_expression_it_came_from(source: str) -> None:
+    wanted = parse(source)
+    found = Fitter(ROWS).integer([int(evaluate(wanted, row)) for row in ROWS])
+    assert found is not None
+    elsewhere = {"B": 11, "S": 38, "I": 5}
+    assert evaluate(found, elsewhere) == evaluate(wanted, elsewhere)
+    assert evaluate(parse(text(found)), elsewhere) == evaluate(wanted, elsewhere)
+
+
+@given(st.integers(-9, 9), st.integers(-9, 9), st.integers(-50, 50))
+@settings(max_examples=40, deadline=None)
+def test_linear_sizes_are_explained(a: int, b: int, c: int) -> None:
+    wanted = a * symbol("B") + b * symbol("S") + c
+    found = Fitter(ROWS).integer([int(evaluate(sympy.sympify(wanted), row)) for row in ROWS])
+    assert found is not None and sympy.simplify(found - wanted) == 0
+
+
+@given(st.lists(st.integers(0, 10_000), min_size=5, max_size=5, unique=True))
+@settings(max_examples=15, deadline=None)
+def test_an_explanation_fits_every_observation(values: list[int]) -> None:
+    found = Fitter(ROWS).integer(values)
+    assert found is None or [evaluate(found, row) for row in ROWS] == values
+
+
+def test_numbers_without_a_reason_stay_unexplained() -> None:
+    assert Fitter(ROWS).integer([914, 13, 577, 2, 86]) is None
+    assert Fitter(ROWS).real([0.5, 0.1, 0.77, 0.3, 0.9]) is None
+
+
+@pytest.mark.parametrize("source", ["1/B", "0.5/B", "0.25", "1/(B*(S - 1))", "0.1*S"])
+def test_moved_floats_are_multiples_or_quotients(source: str) -> None:
+    wanted = parse(source)
+    found = Fitter(ROWS).real([float(wanted.subs({symbol(k): v for k, v in row.items()})) for row in ROWS])
+    assert found is not None
+    at = {symbol("B"): 11, symbol("S"): 38}
+    assert float(sympy.sympify(found).subs(at)) == pytest.approx(float(wanted.subs(at)), rel=1e-12)
+
+
+class Model(nn.Module):
+    def __init__(self, glue: Callable[..., Any]) -> None:
+        super().__init__()
+        self.body, self.head, self.glue = nn.Linear(4, 6), nn.Linear(6, 3), glue
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.glue(self, self.body(x), mask)
+
+
+def batch(rows: int, width: int, seed: int = 0, full: bool = False) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    mask = torch.rand(rows, width, generator=g) < (1.1 if full else 0.6)
+    mask[:, 0] = True
+    return {"x": torch.randn(rows, width, 4, generator=g), "mask": mask}
+
+
+def observe(model: nn.Module, sizes: list[tuple[int, int]], full: bool = False) -> list[Observed]:
+    recorder = Recorder(model, ["body", "head"])
+    return [Observed(fold(recorder.record(batch(b, s, i, full))), {"B": b, "S": s}) for i, (b, s) in enumerate(sizes)]
+
+
+SIZES = [(2, 11), (3, 17), (4, 13), (5, 24), (7, 19)]
+
+
+def assert_exact(model: nn.Module, generic: Generic, at: dict[str, torch.Tensor]) -> None:
+    b, s = at["mask"].shape
+    eager, found = model(**at), GenericReplay(model, generic, {"B": b, "S": s}).loss(at)
+    torch.testing.assert_close(found, eager)
+    parameters = list(model.parameters())
+    torch.testing.assert_close(
+        torch.autograd.grad(found, parameters, allow_unused=True), torch.autograd.grad(eager, parameters, allow_unused=True)
+    )
+
+
+def generic(glue: Callable[..., Any]) -> tuple[Generic, Model]:
+    """The one case of a glue, shown to be exact at a size that was not observed."""
+    model = Model(glue)
+    (case,), problems = generalise(observe(model, SIZES))
+    assert problems == []
+    assert_exact(model, case, batch(9, 31, 99))
+    return case, model
+
+
+def expressions(case: Generic) -> set[str]:
+    found: set[str] = set()
+
+    def visit(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            for v in value:
+                visit(v)
+        elif isinstance(value, sympy.Expr):
+            found.add(text(value))
+
+    for n in case.graph.nodes:
+        visit(list(n.meta.get("args", ())))
+    return found
+
+
+def test_sizes_in_arguments_become_expressions() -> None:
+    def glue(m: Model, h: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        b, s, _ = h.shape
+        flat = m.head(h[:, : s // 2].reshape(b * (s // 2), 6))
+        return flat.sum() / b + (torch.arange(s, device=h.device)[None, :, None] * h).mean() + torch.full((b,), 1.0 / s).sum()
+
+    case, _ = generic(glue)
+    assert {"B", "S", "S//2", "B*(S//2)"} <= expressions(case)
+
+
+def test_kl_divergence_over_the_batch_is_divided_by_the_number_of_samples() -> None:
+    def glue(m: Model, h: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return nn.functional.kl_div(h.log_softmax(-1), h.detach().softmax(-1), reduction="batchmean")
+
+    case, _ = generic(glue)
+    (div,) = [n for n in case.graph.nodes if str(n.target) == "aten.div.Tensor"]
+    assert text(div.meta["args"][1]) == "B"
+
+
+def test_taking_apart_and_joining_reads_as_a_reshape() -> None:
+    def glue(m: Model, h: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        rows = torch.cat(list(h))
+        again = torch.stack(h.unbind(1), 0)
+        same = torch.cat(h.split(2), 0)
+        return m.head(rows).square().mean() + again.sum() + same.square().sum()
+
+    case, _ = generic(glue)
+    assert not any(str(n.target).startswith(("aten.unbind", "aten.cat", "aten.stack", "aten.split")) for n in case.graph.nodes)
+
+
+def test_rows_chosen_by_a_mask_have_a_size_of_their_own() -> None:
+    case, _ = generic(lambda m, h, mask: m.head(h[mask]).square().mean())
+    assert case.data == ["rows_0"]
+    (index,) = [n for n in case.graph.nodes if str(n.target) == "aten.index.Tensor"]
+    assert [text(d) for d in index.meta["shape"]] == ["rows_0", "6"]
+
+
+def test_constants_made_of_sizes_are_made_anew() -> None:
+    def glue(m: Model, h: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return (h * torch.tensor(float(h.shape[0]))).mean() + (h.sum(-1) * torch.tensor(range(h.shape[1]))).mean() + h.sum() * torch.tensor(2)
+
+    case, _ = generic(glue)
+    assert [t.tolist() for t in case.constants.values()] == [2]
+
+
+def _branch(m: Model, h: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return h.mean() if mask.all() else (h * mask[..., None]).sum() / mask.sum()
+
+
+def test_a_branch_on_inputs_gives_a_case_for_each_outcome() -> None:
+    model = Model(_branch)
+    cases, _ = generalise(observe(model, SIZES) + observe(model, SIZES, full=True))
+    assert [[g.meta["read"] for g in c.guards] for c in cases] == [[("item", False)], [("item", True)]]
+    assert_exact(model, cases[0], batch(6, 15, 3))
+    assert_exact(model, cases[1], batch(6, 15, 3, full=True))
+
+
+def test_a_read_that_changes_nothing_is_dropped_and_one_that_never_moved_guards() -> None:
+    def glue(m: Model, h: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        assert mask.any()
+        if mask.all():
+            pass
+        return h[:, : int(mask.new_ones(mask.shape).sum(1)[0])].mean()
+
+    model = Model(glue)
+    (case,), _ = generalise(observe(model, SIZES) + observe(model, SIZES, full=True))
+    assert [g.meta["read"] for g in case.guards] == [("item", True)]
+    assert_exact(model, case, batch(6, 15, 3))
+
+
+def test_what_values_of_inputs_decide_is_refused_by_place_and_value() -> None:
+    def glue(m: Model, h: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return h[:, : int(mask.sum(1).max())].mean()
+
+    with pytest.raises(UserError) as error:
+        generalise(observe(Model(glue), SIZES))
+    assert error.value.where.startswith("test_compare.py:") and "(it was " in error.value.message
+
+
+def test_ops_that_move_with_the_batch_are_refused_by_place() -> None:
+    def glue(m: Model, h: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return torch.stack([m.head(row).mean() for row in h]).sum()
+
+    with pytest.raises(UserError) as error:
+        generalise(observe(Model(glue), SIZES))
+    assert error.value.where.startswith("test_compare.py:")
