@@ -1,0 +1,62 @@
+"""From captured IR to every file of a plan, pinned by goldens: run with --update-goldens and read the difference."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from secc import pipeline
+from secc.codegen import plan as plan_codegen
+from secc.codegen.directory import Files, plan_files
+from secc.compiler import Options, pipeline_text
+from secc.ir.text import parse
+from secc.runtime.plan import ModelRef
+
+HERE = Path(__file__).parent
+GOLDEN = HERE / "golden"
+PINNED = ("plan.json", "sections/", "ranks/", "run.py", "launch.sh", "slurm.sbatch")
+
+
+def planned() -> Files:
+    """The files of tests/models/llava_tiny.py on three ranks, from its captured IR."""
+    module = parse((HERE / "llava.mlir").read_text())
+    options = Options(cluster="local:3", global_batch=12, strategy="apart")
+    pipeline.run(module, pipeline.parse(pipeline_text(options)))
+    parameters = {f"{path}.weight": "float32[4, 4] train" for path in ("model.vision_tower", "model.language_model", "lm_head")}
+    plan = plan_codegen.build(module, ModelRef("model.py", "0" * 64, parameters), {"secc": "golden"})
+    return plan_files(plan, module, [], {}, source="", report="")
+
+
+@pytest.fixture(scope="module")
+def files() -> Files:
+    return planned()
+
+
+def test_files_equal_goldens(files: Files, update_goldens: bool) -> None:
+    pinned = {name: text for name, text in files.items() if name.startswith(PINNED) and isinstance(text, str)}
+    if update_goldens:
+        for name, text in pinned.items():
+            path = GOLDEN / f"{name}.golden"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+    found = {str(p.relative_to(GOLDEN)).removesuffix(".golden"): p.read_text() for p in GOLDEN.rglob("*.golden")}
+    assert pinned == found
+
+
+def test_planning_twice_gives_the_same_bytes(files: Files) -> None:
+    assert planned() == files
+
+
+def test_generated_python_compiles(files: Files) -> None:
+    for name, text in files.items():
+        if name.endswith(".py"):
+            ast.parse(text, name)
+
+
+def test_rank_files_name_their_sections(files: Files) -> None:
+    ranks = [text for name, text in files.items() if name.startswith("ranks/")]
+    assert len(ranks) == 3
+    assert sum("VisionTower(model)" in str(t) for t in ranks) >= 1
+    assert sum("LanguageModel(model)" in str(t) for t in ranks) >= 1
