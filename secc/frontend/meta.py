@@ -7,6 +7,7 @@ A 72B model compiles on a laptop. Large tensors are made on the meta device, sma
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
