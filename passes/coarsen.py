@@ -1,9 +1,10 @@
 """`coarsen`: blocks to sections, the units of allocation.
 
 Blocks of one component, one activation predicate and one mode form a group. Groups without a stack of layers (a projector, a head, an
-embedding) join the neighbour of equal predicate and mode; groups whose share of the work is below `min-share` join the neighbour that
-loses least by it; `max-sections` merges further. No merge may close a cycle of sections. The user can name sections by module paths:
-`sections="vision=model.vision_tower+model.projector"`. Glue then goes to the section of its latest producer (`secc.ir.placement`).
+embedding) join the neighbour of equal predicate and mode; groups whose share of the work is below `min-share` (ten times it for one
+without a stack behind others) join the neighbour that loses least by it; `max-sections` merges further. No merge may close a cycle of
+sections. The user can name sections by module paths: `sections="vision=model.vision_tower+model.projector"`. Glue then goes to the
+section of its latest producer (`secc.ir.placement`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from secc.ir.placement import place
 from secc.passes.dce import DeadCodeElimination
 
 _BY = ("component", "block")
+_BEHIND = 10  # times `min-share`: a projector or head behind other sections is seldom worth ranks of its own
 
 
 @dataclass(frozen=True)
@@ -85,10 +87,12 @@ def _merge_stackless(grouping: Grouping) -> None:
 
 def _merge_small(grouping: Grouping, share: float) -> None:
     """Groups below a share of the whole work join the neighbour that loses least by it, the smallest group first."""
-    limit = share * sum(g.weight for g in grouping.groups)
-    for group in sorted((g for g in grouping.groups if g.weight < limit and not g.pinned), key=lambda g: g.weight):
-        if group in grouping.groups and group.weight < limit:
-            _merge_into_best(grouping, group, grouping.neighbours(group))
+    whole = sum(g.weight for g in grouping.groups)
+    for group in sorted((g for g in grouping.groups if not g.pinned), key=lambda g: g.weight):
+        if group in grouping.groups:
+            factor = _BEHIND if not group.has_stack and grouping.has_producers(group) else 1
+            if group.weight < factor * share * whole:
+                _merge_into_best(grouping, group, grouping.neighbours(group))
 
 
 def _merge_to(grouping: Grouping, sections: int) -> None:

@@ -88,11 +88,18 @@ class Grouping:
         return {(home[a], home[b]) for a, b in self._links.flows if home[a] != home[b]}
 
     def neighbours(self, group: Group) -> list[Group]:
-        """The groups that exchange values with `group`, or whose values meet its own."""
+        """The groups that `group` exchanges values with; if there are none, those whose values meet its own in glue."""
         home, me = self._home(), self.groups.index(group)
-        pairs = [(home[a], home[b]) for a, b in self._links.flows | self._links.met]
-        near = {a if b == me else b for a, b in pairs if me in (a, b)} - {me}
-        return [self.groups[i] for i in sorted(near)]
+        for links in (self._links.flows, self._links.met):
+            pairs = [(home[a], home[b]) for a, b in links]
+            near = {a if b == me else b for a, b in pairs if me in (a, b)} - {me}
+            if near:
+                return [self.groups[i] for i in sorted(near)]
+        return []
+
+    def has_producers(self, group: Group) -> bool:
+        """Whether the group takes values of other groups."""
+        return any(self.groups[b] is group for _, b in self.flows())
 
     def cycles(self) -> list[list[Group]]:
         """Groups that depend on each other both ways."""
