@@ -5,9 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from secc.pipeline import Run
+
+SEPARATOR = "// -----\n"
 
 
 def command(
@@ -16,25 +21,40 @@ def command(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="write the result here instead of to stdout")] = None,
     print_between_passes: Annotated[bool, typer.Option("--print-between-passes", help="print the IR after each pass to stderr")] = False,
     time_passes: Annotated[bool, typer.Option("--time-passes", help="print each pass's seconds to stderr")] = False,
+    split_input_file: Annotated[bool, typer.Option("--split-input-file", help="treat parts between lines `// -----` alone")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the result and the seconds as JSON")] = False,
 ) -> None:
     """Run passes on IR text."""
+    from secc.ir import text
+
+    source = sys.stdin.read() if str(file) == "-" else text.load(file)
+    parts = source.split(SEPARATOR) if split_input_file else [source]
+    results: list[str] = []
+    seconds: list[tuple[str, float]] = []
+    for part in parts:
+        result, record = _transform(part, str(file), pipeline, print_between_passes)
+        results.append(result)
+        seconds += record.seconds
+    if time_passes:
+        print(_times(seconds), file=sys.stderr)
+    joined = SEPARATOR.join(results)
+    if as_json:
+        joined = json.dumps({"ir": joined, "seconds": [{"pass": n, "seconds": s} for n, s in seconds]}, indent=2) + "\n"
+    _write(joined, output)
+
+
+def _transform(source: str, name: str, pipeline: str, dump: bool) -> tuple[str, Run]:
+    """The text after the passes, and what happened."""
     from secc import pipeline as passes
     from secc.ir import text
 
     steps = passes.parse(pipeline)
-    source = sys.stdin.read() if str(file) == "-" else text.load(file)
-    module = text.parse(source, str(file))
+    module = text.parse(source, name)
     made = passes.made_by(source)
-    record = passes.run(module, steps, dump=print_between_passes, made=made)
-    result = passes.header([*made, *map(passes.described, steps)]) + text.print_module(module)
-    for name, dump in record.dumps:
-        print(f"// after {name}\n{dump}", file=sys.stderr)
-    if time_passes:
-        print(_times(record.seconds), file=sys.stderr)
-    if as_json:
-        result = json.dumps({"ir": result, "seconds": [{"pass": n, "seconds": s} for n, s in record.seconds]}, indent=2) + "\n"
-    _write(result, output)
+    record = passes.run(module, steps, dump=dump, made=made)
+    for step, after in record.dumps:
+        print(f"// after {step}\n{after}", file=sys.stderr)
+    return passes.header([*made, *map(passes.described, steps)]) + text.print_module(module), record
 
 
 def _times(seconds: list[tuple[str, float]]) -> str:
