@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
 
-from tests.runtime.captioner import Layout
+from tests.runtime.captioner import CLASSES, Layout
 from tests.runtime.workers import enter_plan, run_ranks
 
 
@@ -16,21 +17,20 @@ def train(directory: Path, layout: Layout, steps: int, *arguments: str) -> list[
 
     def target(rank: int) -> dict[str, Any]:
         enter_plan(directory)
-        from sections import decoder, encoder, teacher, terms
-
+        terms = importlib.import_module("sections.terms")
         from secc.runtime.options import parse
         from secc.runtime.run import Run
         from secc.runtime.trainer import Trainer
 
-        classes = {"encoder": encoder.Encoder, "teacher": teacher.Teacher, "decoder": decoder.Decoder}
+        held = [getattr(importlib.import_module(f"sections.{n}"), CLASSES[n]) for n, ranks in layout.items() if rank in ranks]
         with Run(directory, parse(["--steps", str(steps), "--workers", "0", *arguments]), terms) as run:
             model = run.model()
-            trainer = Trainer(run, model, [classes[n](model) for n, ranks in layout.items() if rank in ranks])
+            trainer = Trainer(run, model, [section(model) for section in held])
             gradients = []
             for batch in trainer.batches():
                 trainer.step(batch)
-                held = [(n, p) for n, p in model.named_parameters() if not p.is_meta]
-                gradients.append({n: None if p.grad is None else p.grad.clone() for n, p in held})
+                here = [(n, p) for n, p in model.named_parameters() if not p.is_meta]
+                gradients.append({n: None if p.grad is None else p.grad.clone() for n, p in here})
             return {"gradients": gradients, "state": {k: v.clone() for k, v in model.state_dict().items() if not v.is_meta}}
 
     return run_ranks(world_size, target)
