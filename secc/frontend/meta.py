@@ -35,6 +35,8 @@ def meta_model(user: UserModel, small: bool = False) -> nn.Module:
         stack.enter_context(_no_weights())
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(_Small())
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")  # weights that model() loads are not wanted
         model = user.small_model() if small else user.model()
     if model is None:
         raise UserError("the model file has no small_model()", str(user.path), "define small_model(), the same architecture but small")
