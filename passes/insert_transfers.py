@@ -55,5 +55,5 @@ def _refuse(crossing: Crossing, reason: str) -> None:
     raise UserError(
         f"{label(crossing)} would go from section {crossing.src!r} to section {crossing.dst!r}, but {reason}",
         crossing.where,
-        f"put both into one section: coarsen{{sections=\"{crossing.dst}=PATH+PATH\"}} with the module paths of their blocks",
+        f"put both into one section: `secc compile --section {crossing.dst}=PATH+PATH` with the module paths of their blocks",
     )

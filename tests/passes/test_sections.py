@@ -9,6 +9,8 @@ import pytest
 from secc import pipeline
 from secc.errors import UserError
 from secc.ir import text
+from secc.ir.analysis import texts_of
+from secc.ir.dialect import graph_of, strings
 
 HEAD = """
 sec.graph "g" optional ["px"] widths "own" {
@@ -22,7 +24,8 @@ SECTIONS = """
   sec.section "b" mode "train" when [] blocks ["b"]
 """
 INPUT = '%x = sec.input "x" : !sec.tensor<[B, 8], f32>'
-END = '%l = sec.glue "aten.sum.default" (%h) args "$0" in @b : !sec.tensor<[], f32, grad>\nsec.term "loss" (%l) in @b\nsec.return constant "0.0"'
+SUM = '%l = sec.glue "aten.sum.default" (%h) args "$0" in @b : !sec.tensor<[], f32, grad>'
+END = SUM + '\nsec.term "loss" (%l) in @b\nsec.return constant "0.0"'
 
 
 def call(result: str, block: str, operand: str, dims: str = "B, 8") -> str:
@@ -76,11 +79,21 @@ def test_a_tensor_without_rows_cannot_cross() -> None:
     assert "the result [8] of a would go from section 'a' to section 'b'" in error.message
 
 
+ALONE = case(call("h", "b", "x"), END, name="text")
+BOTH = case(call("y", "a", "x"), call("h", "b", "y"), END, name="image", when='"px"')
+
+
 def test_an_edge_that_some_cases_lack_must_have_no_rows_there() -> None:
-    alone = case(call("h", "b", "x"), END, name="text")
-    both = case(call("y", "a", "x"), call("h", "b", "y"), END, name="image", when='"px"')
-    error = refusal(SECTIONS + alone + "\n" + both, "insert-transfers")
+    error = refusal(SECTIONS + ALONE + "\n" + BOTH, "insert-transfers")
     assert "case 'text' computes without it" in error.message
+
+
+def test_sink_boundaries_merges_what_insert_transfers_would_refuse() -> None:
+    module = text.parse(HEAD + SECTIONS + ALONE + "\n" + BOTH + "}")
+    pipeline.run(module, pipeline.parse("sink-boundaries,insert-transfers,lower"))
+    (section,) = graph_of(module).sections
+    assert strings(section.blocks) == ("a", "b")
+    assert "case 'text' computes without it" in texts_of(section, "notes")[0]
 
 
 def test_lower_wants_transfers() -> None:
