@@ -49,8 +49,11 @@ def command(
     if json:
         print_json(dataclasses.asdict(compiled.plan))
         return
-    out.print(f"[bold]{output}[/]: {len(compiled.plan.sections)} sections on {compiled.plan.world_size} ranks, {_checked_text(compiled.plan.checks)}")
-    out.print(f"  report   {output / 'report.html'}\n  explain  secc explain {output}\n  run      secc run {output} --steps 100")
+    plan = compiled.plan
+    shown = f"[bold]{output}[/]: {len(plan.sections)} sections on {plan.world_size} ranks, {_checked_text(plan.checks)}"
+    out.print(shown, soft_wrap=True)
+    steps = f"  report   {output / 'report.html'}\n  explain  secc explain {output}\n  run      secc run {output} --steps 100"
+    out.print(steps, soft_wrap=True)
 
 
 def _checked_text(checks: dict[str, object]) -> str:

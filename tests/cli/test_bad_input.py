@@ -1,0 +1,92 @@
+"""Bad input ends with exit code 2 and one message: the place, the cause, what to do; never a traceback."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from secc.cli import main
+
+MODELS = Path(__file__).parent.parent / "models"
+
+REFUSED = [
+    ("no_model", ["no_model.py", "no model()", "what to do"]),
+    ("empty_dataset", ["empty_dataset.py:", "is empty", "what to do"]),
+    ("iterable_dataset", ["iterable_dataset.py:", "IterableDataset", "map-style"]),
+    ("no_loss", ["no_loss.py:", "loss", "what to do"]),
+    ("unknown_key", ["unknown_key.py:", "which forward does not take", "forward takes"]),
+    ("batchnorm", ["batchnorm.py:", "not separable", "native_batch_norm", "what to do"]),
+    ("contrastive", ["contrastive.py:", "not separable", "aten.mm", "what to do"]),
+    ("reads_block_value", ["reads_block_value.py:", "what to do"]),
+    ("dropout", ["dropout", "what to do"]),
+]
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The message with which a command ends in exit code 2."""
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    message = capsys.readouterr().err
+    assert end.value.code == 2, message
+    assert "Traceback" not in message
+    return message
+
+
+@pytest.mark.parametrize(("model", "parts"), REFUSED, ids=[name for name, _ in REFUSED])
+def test_a_model_that_cannot_be_compiled(model: str, parts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    message = refusal(capsys, "compile", str(MODELS / f"{model}.py"), "-o", str(tmp_path / "plan"))
+    for part in parts:
+        assert part in message
+    assert not (tmp_path / "plan").exists()
+
+
+def test_a_model_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "cannot read the model file" in refusal(capsys, "compile", str(tmp_path / "none.py"), "-o", str(tmp_path / "plan"))
+
+
+def test_more_ranks_than_can_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--cluster", "local:64", "--global-batch", "8", "--no-check"]
+    message = refusal(capsys, "compile", str(MODELS / "qwen_distil.py"), "-o", str(tmp_path / "plan"), *arguments)
+    assert "64 ranks are more than can be used" in message
+    assert "what to do: use at most" in message
+
+
+def test_an_unknown_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    message = refusal(capsys, "compile", str(MODELS / "qwen_distil.py"), "-o", str(tmp_path / "plan"), "--cluster", "4x8xZ80")
+    assert "Z80" in message and "what to do" in message
+
+
+def test_an_output_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    model = str(MODELS / "qwen_distil.py")
+    assert "cannot" in refusal(capsys, "compile", model, "-o", str(tmp_path / "file" / "plan"))
+    assert "a file, not a directory" in refusal(capsys, "compile", model, "-o", str(tmp_path / "file"))
+
+
+def test_an_output_that_is_not_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "precious.txt").write_text("keep me")
+    message = refusal(capsys, "compile", str(MODELS / "qwen_distil.py"), "-o", str(tmp_path))
+    assert "not a plan" in message
+    assert (tmp_path / "precious.txt").read_text() == "keep me"
+
+
+@pytest.mark.gloo
+def test_a_plan_whose_model_has_changed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "model.py"
+    shutil.copy(MODELS / "qwen_distil.py", model)
+    with pytest.raises(SystemExit, match="0"):
+        main(["compile", str(model), "-o", str(tmp_path / "plan"), "--cluster", "local:2", "--global-batch", "8", "--no-check"])
+    model.write_text(model.read_text() + "\nCHANGED = True\n")
+    message = refusal(capfd, "run", str(tmp_path / "plan"), "--steps", "1")
+    assert "has changed since the plan was made" in message
+    assert "+CHANGED = True" in message
+
+
+def test_a_plan_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "cannot read the plan" in refusal(capsys, "explain", str(tmp_path))
+
+
+def test_a_checkpoint_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "what to do" in refusal(capsys, "export", str(tmp_path), "-o", str(tmp_path / "weights.safetensors"))
