@@ -17,7 +17,7 @@ def train(directory: Path, layout: Layout, steps: int, *arguments: str) -> list[
 
     def target(rank: int) -> dict[str, Any]:
         enter_plan(directory)
-        terms = importlib.import_module("sections.terms")
+        terms: Any = importlib.import_module("sections.terms")
         from secc.runtime.options import parse
         from secc.runtime.run import Run
         from secc.runtime.trainer import Trainer
