@@ -38,20 +38,20 @@ class Watch:
         """An op is about to run."""
         if any(tag in func.tags for tag in _DYNAMIC) and not any(is_fake(a) for a in args):
             self.reads = True
-        kind = hazard(func, args, kwargs)
+        kind = "batch_norm" if _couples(func, args, kwargs) else "random" if is_random(func, args, kwargs) else ""
         if kind:
             self.hazards[Hazard(self._path, kind, str(func), place())] = None
 
 
-def hazard(func: Any, args: Any, kwargs: Any) -> str:
-    """ "batch_norm", "random" or ""."""
+def is_random(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an op draws random numbers; dropout with probability 0 does not."""
+    return torch.Tag.nondeterministic_seeded in func.tags and bool(_argument(func, args, kwargs, _PROBABILITY, 1.0))
+
+
+def _couples(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an op is a batch norm with the batch's own statistics. Over a batch of one it may be an instance norm."""
     name = func._schema.name.removeprefix("aten::")
-    if name.startswith(_NORMS):
-        couples = _argument(func, args, kwargs, ("training", "train"), True) and args[0].shape[0] > 1
-        return "batch_norm" if couples else ""
-    if torch.Tag.nondeterministic_seeded in func.tags:
-        return "random" if _argument(func, args, kwargs, _PROBABILITY, 1.0) else ""
-    return ""
+    return name.startswith(_NORMS) and args[0].shape[0] > 1 and bool(_argument(func, args, kwargs, ("training", "train"), True))
 
 
 def _argument(func: Any, args: Any, kwargs: Any, names: tuple[str, ...], default: Any) -> Any:

@@ -21,6 +21,7 @@ from secc.frontend.frontier import Frontier, Note, choose, coarsen, component, l
 from secc.frontend.inputs import Inputs
 from secc.frontend.survey import Pattern, Survey
 from secc.runtime.recorder import BlockError, Hazard, Recorder
+from secc.runtime.recorder.hazards import is_random
 from secc.runtime.recorder.places import class_place
 from secc.runtime.sizes import sizes_of
 from secc.runtime.user_model import UserModel
@@ -60,7 +61,7 @@ class Case:
 
 @dataclass
 class Capture:
-    """Everything the compiler knows of the user's forward. `hazards` are ops in blocks that couple samples or draw random numbers."""
+    """Everything the compiler knows of the user's forward. `hazards` are ops in blocks that couple the samples of a batch."""
 
     inputs: Inputs
     optional: frozenset[str]
@@ -98,8 +99,8 @@ def capture(
             found, problems = [], [Diagnostic(error.message, error.where)]
         frontier.notes += [Note("", p.message, p.where) for p in problems]
         cases += [_named(Case(f"c{len(cases) + i}", pattern, g)) for i, g in enumerate(found)]
+    _refuse_random(cases, hazards := list(dict.fromkeys(h for seen in observed.values() for o in seen for h in o.recording.hazards)))
     called = {str(n.target): n for case in reversed(cases) for n in case.generic.graph.nodes if n.op == "call_module"}
-    hazards = list(dict.fromkeys(h for seen in observed.values() for o in seen for h in o.recording.hazards))
     return Capture(
         inputs, survey.optional, cases, {p: _block(model, p, n) for p, n in called.items()}, _parameters(model), ties(model), hazards, frontier.notes
     )
@@ -147,6 +148,18 @@ def _observed(model: nn.Module, frontier: Frontier, batches: Mapping[Pattern, _B
                 raise
             frontier.notes.append(Note(error.coarser, f"one block, because {error.message}", error.where))
             frontier.blocks = coarsen(frontier.blocks, error.coarser)
+
+
+def _refuse_random(cases: Sequence[Case], hazards: Sequence[Hazard]) -> None:
+    """Raise UserError where forward draws random numbers: no other order of samples repeats one process's stream."""
+    glue = (n for case in cases for n in case.generic.graph.nodes if isinstance(n.target, torch._ops.OpOverload))
+    drawn = [h for h in hazards if h.kind == "random"]
+    drawn += [Hazard("", "random", str(n.target), n.meta["where"]) for n in glue if is_random(n.target, n.args, n.kwargs)]
+    if drawn:
+        first = drawn[0]
+        place = f"block {first.path}" if first.path else "forward"
+        message = f"{place} draws random numbers ({first.op}), which no split of the batch over ranks can repeat"
+        raise UserError(message, first.where, "set dropout probabilities to 0, or put the module into eval mode in model()")
 
 
 def _named(case: Case) -> Case:

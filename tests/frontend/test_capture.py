@@ -75,6 +75,12 @@ def test_what_couples_samples_inside_a_block_is_told_by_place(models: Path) -> N
     assert [(h.path, h.kind, h.where) for h in found.hazards] == [("norm", "batch_norm", "batchnorm.py:19")]
 
 
+def test_random_numbers_are_refused_by_place(models: Path) -> None:
+    with pytest.raises(UserError, match="random") as error:
+        captured(load(models / "dropout.py"))
+    assert error.value.where == "dropout.py:18" and "dropout" in error.value.remedy
+
+
 def test_a_branch_on_a_blocks_value_is_refused_by_place(models: Path) -> None:
     with pytest.raises(UserError) as error:
         captured(load(models / "reads_block_value.py"))

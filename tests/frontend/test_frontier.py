@@ -1,0 +1,136 @@
+"""Which modules become blocks, and how the choice moves: heads, losses, cuts, the user's own choice, and calls that cannot be recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from secc.errors import UserError
+from secc.frontend.frontier import choose, coarsen, component, is_stack
+
+WIDTH, VOCABULARY = 8, 40
+TOKENS = {"tokens": torch.randint(0, VOCABULARY, (3, 7)), "labels": torch.randint(0, VOCABULARY, (3, 7))}
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor, thing: object = None) -> torch.Tensor:
+        return x + self.line(self.norm(x)).relu()
+
+
+class Stack(nn.Module):
+    """Embedding, layers, norm."""
+
+    def __init__(self, layers: int = 3, thing: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.norm, self.thing = nn.LayerNorm(WIDTH), thing
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x, object() if self.thing else None)
+        return self.norm(x)
+
+
+class Language(nn.Module):
+    """A stack with a head; the loss is computed inside if labels are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder, self.head = Stack(), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        logits = self.head(self.decoder(tokens))
+        return logits if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class Wrapped(nn.Module):
+    """A tower in a wrapper that adds no head."""
+
+    def __init__(self, thing: bool = False) -> None:
+        super().__init__()
+        self.tower, self.out = Stack(thing=thing), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.out(self.tower(tokens))
+
+
+class Pair(nn.Module):
+    """Two components."""
+
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second, self.gain = first, second, nn.Parameter(torch.ones(()))
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        inner = {"labels": labels} if isinstance(self.second, Language) and self.second.training else {}
+        a, b = self.first(tokens), self.second(tokens, **inner)
+        return (a.mean() + b.mean()) * self.gain
+
+
+def chosen(model: nn.Module, **options: Any) -> list[str]:
+    return choose(model, [TOKENS], **options).blocks
+
+
+def test_a_component_with_one_stack_is_one_block() -> None:
+    assert chosen(Pair(Wrapped(), Stack())) == ["first", "second"]
+
+
+def test_the_climb_ends_below_a_head() -> None:
+    assert chosen(Pair(Wrapped(), Language().eval())) == ["first", "second.decoder", "second.head"]
+
+
+def test_a_module_that_computes_the_loss_is_opened() -> None:
+    assert chosen(Pair(Stack(), Language())) == ["first", "second.decoder", "second.head"]
+
+
+def test_a_cut_component_has_its_layers_as_blocks() -> None:
+    found = chosen(Pair(Wrapped(), Stack()), cut={"first"})
+    assert found == ["first.tower.embed", *(f"first.tower.layers.{i}" for i in range(3)), "first.tower.norm", "first.out", "second"]
+
+
+def test_the_user_may_name_blocks() -> None:
+    model = Pair(Wrapped(), Language().eval())
+    assert chosen(model, named=["second"]) == ["first", "second"]
+    found = chosen(model, named=["first.tower.layers.1"])
+    assert "first.tower.layers.1" in found and "first" not in found and "first.out" in found
+
+
+@pytest.mark.parametrize("option", [{"cut": ["frist"]}, {"named": ["second.x"]}])
+def test_a_path_that_is_no_module_is_refused(option: dict[str, Sequence[str]]) -> None:
+    with pytest.raises(UserError, match="no module"):
+        chosen(Pair(Stack(), Stack()), **option)
+
+
+def test_layers_that_cannot_be_called_from_text_stay_inside_their_component() -> None:
+    found = choose(Pair(Wrapped(thing=True), Stack()), [TOKENS])
+    assert found.blocks == ["first", "second"]
+
+
+def test_the_component_is_the_largest_module_without_another_stack() -> None:
+    model = Pair(Wrapped(), Language())
+    assert component(model, "first.tower") == "first"
+    assert component(model, "second.head") == "second"
+    assert component(Language(), "head") == ""
+
+
+def test_stacks_are_lists_of_alike_layers_with_weights() -> None:
+    assert is_stack(nn.ModuleList([Layer(), Layer()])) and is_stack(nn.Sequential(Layer(), Layer(), Layer()))
+    assert not is_stack(nn.ModuleList([Layer()]))
+    assert not is_stack(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4)))
+    assert not is_stack(nn.Sequential(Layer(), nn.LayerNorm(WIDTH)))
+    assert not is_stack(nn.ModuleList([nn.Sequential(nn.ReLU()), nn.Sequential(nn.ReLU())]))
+
+
+def test_coarser_blocks_take_the_place_of_those_inside() -> None:
+    assert coarsen(["a.b.0", "a.b.1", "a.c", "ab"], "a.b") == ["a.b", "a.c", "ab"]
