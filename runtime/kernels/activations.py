@@ -1,0 +1,23 @@
+"""Scalar functions that several kernels share, in Triton and so that the interpreter runs them too (it has no libdevice)."""
+
+from __future__ import annotations
+
+from secc.runtime.kernels.backend import jit, tl
+
+
+@jit
+def tanh(x):
+    """tanh without cancellation near zero: a series for small |x|, exponentials of negative numbers elsewhere."""
+    e = tl.exp(-2.0 * tl.abs(x))
+    large = (1.0 - e) / (1.0 + e)
+    squared = x * x
+    small = x * (1.0 - squared * (1.0 / 3.0) * (1.0 - squared * 0.4))
+    return tl.where(tl.abs(x) < 0.04, small, tl.where(x < 0, -large, large))
+
+
+@jit
+def capped(x, cap, CAPPED: tl.constexpr):
+    """cap * tanh(x / cap), or x where there is no cap."""
+    if CAPPED:
+        x = cap * tanh(x / cap)
+    return x

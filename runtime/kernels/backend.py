@@ -1,0 +1,80 @@
+"""Which way an operator computes, and the few things every kernel file needs.
+
+Each operator has two ways: Triton kernels and a PyTorch reference. CUDA tensors take the kernels, CPU tensors the reference; with
+`TRITON_INTERPRET=1` set before the first import, CPU tensors take the kernels through Triton's interpreter. Where Triton is not installed,
+the kernels are plain functions that nobody calls. float64 always takes the reference: it is there to check the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from secc.runtime.errors import UserError
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+    tl: Any = None
+
+INTERPRETED: bool = triton is not None and triton.knobs.runtime.interpret  # pyright: ignore[reportAttributeAccessIssue]
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def jit(function: Callable[..., Any]) -> Any:
+    """`triton.jit` where Triton is installed; its kernels read their module's globals, so helpers are decorated too."""
+    return function if triton is None else triton.jit(function)
+
+
+def has_kernels(x: torch.Tensor) -> bool:
+    """Whether operators on `x` run Triton kernels: by device, dtype and what is installed."""
+    if triton is None or x.dtype not in KERNEL_DTYPES:
+        return False
+    return INTERPRETED if x.device.type == "cpu" else x.is_cuda
+
+
+def on_device(x: torch.Tensor) -> AbstractContextManager[Any]:
+    """Triton launches on the current device: make it the tensor's."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype sums are kept in: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The least power of two that is at least `n` and at least 1."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """[..., H] as [rows, H] with adjacent entries in a row: a view where strides allow it, else a copy."""
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def require(condition: bool, message: str, remedy: str = "") -> None:
+    """Raise UserError unless `condition` holds."""
+    if not condition:
+        raise UserError(message, remedy=remedy)
+
+
+def require_alike(name: str, *tensors: torch.Tensor | None) -> None:
+    """Raise UserError unless the tensors (None left out) share one floating dtype and one device."""
+    given = [t for t in tensors if t is not None]
+    kinds = {(t.dtype, t.device) for t in given}
+    if len(kinds) > 1 or not given[0].is_floating_point():
+        seen = ", ".join(f"{str(t.dtype).removeprefix('torch.')} on {t.device}" for t in given)
+        raise UserError(f"{name} needs floating tensors of one dtype on one device, not {seen}", remedy="cast them first")

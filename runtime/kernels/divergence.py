@@ -1,0 +1,279 @@
+"""Divergences between two softmaxes over one vocabulary, row by row, from chunks of logits: kernels and their PyTorch reference.
+
+With p = softmax(teacher / T), q = softmax(student / T) and m = beta * p + (1 - beta) * q:
+
+    forward   sum p log(p / q)                                                gradient by a student's logit: (q - p) / T
+    reverse   sum q log(q / p)                                                q (log(q / p) - R) / T, R the row's divergence
+    js        beta * sum p log(p / m) + (1 - beta) * sum q log(q / m)         (1 - beta) q (log(q / m) - R) / T, R = sum q log(q / m)
+
+Terms are summed as p log(p / q) + q - p (the same sum, for p and q each add up to one), by a series where p and q are close, so that no
+term is negative and nothing cancels. A token of probability zero adds nothing on the side that it weighs. `statistics` reads the logits once;
+`value_and_gradient_` reads them once more, and a third time for the kinds whose gradient needs R.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from secc.runtime.kernels import tuning
+from secc.runtime.kernels.backend import accumulator, has_kernels, jit, on_device, require, tl
+from secc.runtime.kernels.shards import Shards, combine
+
+Kind = Literal["forward", "reverse", "js"]
+KINDS = ("forward", "reverse", "js")
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Which divergence, at which temperature; `beta` is the teacher's share of the mixture of `js`."""
+
+    kind: str
+    beta: float
+    temperature: float
+
+    def check(self, name: str) -> None:
+        """Raise UserError for a kind, beta or temperature that means nothing."""
+        require(self.kind in KINDS, f"{name}: no divergence is called {self.kind!r}", f"choose from {', '.join(KINDS)}")
+        require(self.temperature > 0, f"{name}: temperature must be positive, not {self.temperature}")
+        if self.kind == "js":
+            require(0 < self.beta < 1, f"{name}: with beta {self.beta} js is zero everywhere", "choose kind forward or reverse")
+
+    @property
+    def needs_row_value(self) -> bool:
+        """Whether a logit's gradient needs a sum over its whole row."""
+        return self.kind != "forward"
+
+
+@jit
+def _online(top, total, z):
+    """One more block of logits for the running maximum and the sum of exponentials above it."""
+    higher = tl.maximum(top, tl.max(z, 0))
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    return higher, total * tl.exp(top - base) + tl.sum(tl.exp(z - base), 0)
+
+
+@jit
+def _statistics(student, teacher, out, student_stride, teacher_stride, width, scale, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    student_top = tl.full((), float("-inf"), tl.float32)
+    teacher_top = tl.full((), float("-inf"), tl.float32)
+    student_sum = tl.zeros((), tl.float32)
+    teacher_sum = tl.zeros((), tl.float32)
+    for start in range(0, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < width
+        z = tl.load(student + row * student_stride + columns, mask=inside, other=float("-inf")).to(tl.float32) * scale
+        student_top, student_sum = _online(student_top, student_sum, z)
+        z = tl.load(teacher + row * teacher_stride + columns, mask=inside, other=float("-inf")).to(tl.float32) * scale
+        teacher_top, teacher_sum = _online(teacher_top, teacher_sum, z)
+    tl.store(out + row * 4, student_top)
+    tl.store(out + row * 4 + 1, student_sum)
+    tl.store(out + row * 4 + 2, teacher_top)
+    tl.store(out + row * 4 + 3, teacher_sum)
+
+
+def _statistics_reference(student: torch.Tensor, teacher: torch.Tensor, temperature: float) -> torch.Tensor:
+    parts = []
+    for logits in (student, teacher):
+        z = logits.to(accumulator(logits.dtype)) / temperature
+        top = z.amax(1) if z.shape[1] else z.new_full((z.shape[0],), -torch.inf)
+        parts += [top, (z - torch.where(top == -torch.inf, 0.0, top).unsqueeze(1)).exp_().sum(1)]
+    return torch.stack(parts, 1)
+
+
+def row_norms(name: str, student: torch.Tensor, teacher: torch.Tensor, temperature: float, shards: Shards) -> torch.Tensor:
+    """[4, rows]: what `combine` gives for a chunk's student and teacher logits / temperature, over all shards."""
+    rows, width = student.shape
+    if has_kernels(student):
+        out = student.new_empty(rows, 4, dtype=torch.float32)
+        launch = tuning.launch(name, width or 1, student)
+        with on_device(student):
+            _statistics[(rows,)](
+                student, teacher, out, student.stride(0), teacher.stride(0), width, 1 / temperature,
+                BLOCK=launch.block, num_warps=launch.warps,
+            )  # fmt: skip
+    else:
+        out = _statistics_reference(student, teacher, temperature)
+    partials = shards.gather(out)
+    return torch.cat([combine(partials[:, :, 0], partials[:, :, 1]), combine(partials[:, :, 2], partials[:, :, 3])])
+
+
+@jit
+def log_mixture(log_p, log_q, beta):
+    """log(beta * p + (1 - beta) * q)."""
+    a = log_p + tl.log(beta)
+    b = log_q + tl.log(1.0 - beta)
+    top = tl.maximum(a, b)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    return base + tl.log(tl.exp(a - base) + tl.exp(b - base))
+
+
+@jit
+def _weighed(p, log_ratio):
+    return tl.where(p > 0, p * log_ratio, 0.0)
+
+
+@jit
+def _term(log_p, log_q):
+    """p log(p / q) + q - p, without cancellation."""
+    p = tl.exp(log_p)
+    x = log_p - log_q
+    series = x * x * (0.5 - x * (1.0 / 6.0) * (1.0 - x * 0.25 * (1.0 - x * 0.2)))
+    return tl.where(tl.abs(x) < 0.1, p * series, _weighed(p, x) + tl.exp(log_q) - p)
+
+
+@jit
+def value_of_token(log_q, log_p, beta, KIND: tl.constexpr):
+    """A token's share of the row's divergence, and of R (see the module)."""
+    if KIND == "forward":
+        value = _term(log_p, log_q)
+        inner = value
+    elif KIND == "reverse":
+        value = _term(log_q, log_p)
+        inner = value
+    else:
+        log_m = log_mixture(log_p, log_q, beta)
+        inner = _term(log_q, log_m)
+        value = beta * _term(log_p, log_m) + (1.0 - beta) * inner
+    return value, inner
+
+
+@jit
+def gradient_of_token(log_q, log_p, inner, beta, KIND: tl.constexpr):
+    """T times the derivative of the row's divergence by a student's logit."""
+    q = tl.exp(log_q)
+    if KIND == "forward":
+        change = q - tl.exp(log_p)
+    elif KIND == "reverse":
+        change = _weighed(q, log_q - log_p - inner)
+    else:
+        change = (1.0 - beta) * _weighed(q, log_q - log_mixture(log_p, log_q, beta) - inner)
+    return change
+
+
+@jit
+def _value_and_gradient(
+    student, teacher, norms, inner, kept, out, rows, student_stride, teacher_stride, width, scale, beta,
+    KIND: tl.constexpr, VALUE: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    student_top = tl.load(norms + row)
+    student_log = tl.load(norms + rows + row)
+    teacher_top = tl.load(norms + 2 * rows + row)
+    teacher_log = tl.load(norms + 3 * rows + row)
+    keep = tl.load(kept + row) != 0
+    row_inner = tl.load(inner + row)
+    value = tl.zeros((), tl.float32)
+    new_inner = tl.zeros((), tl.float32)
+    for start in range(0, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < width
+        place = student + row * student_stride + columns
+        z = tl.load(place, mask=inside, other=float("-inf")).to(tl.float32)
+        log_q = z * scale - student_top - student_log
+        z = tl.load(teacher + row * teacher_stride + columns, mask=inside, other=float("-inf")).to(tl.float32)
+        log_p = z * scale - teacher_top - teacher_log
+        if VALUE:
+            token_value, token_inner = value_of_token(log_q, log_p, beta, KIND)
+            value += tl.sum(tl.where(inside, token_value, 0.0), 0)
+            new_inner += tl.sum(tl.where(inside, token_inner, 0.0), 0)
+        if GRADIENT:
+            change = scale * gradient_of_token(log_q, log_p, row_inner, beta, KIND)
+            tl.store(place, tl.where(keep, change, 0.0).to(student.dtype.element_ty), mask=inside)
+    if VALUE:
+        tl.store(out + row, tl.where(keep, value, 0.0))
+        tl.store(out + rows + row, new_inner)
+
+
+def log_softmax(logits: torch.Tensor, norms: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Log-probabilities [rows, width] from a chunk's logits and its norms [2, rows]."""
+    return logits.to(norms.dtype) / temperature - norms[0].unsqueeze(1) - norms[1].unsqueeze(1)
+
+
+def _reference(
+    student: torch.Tensor, teacher: torch.Tensor, norms: torch.Tensor, inner: torch.Tensor, kept: torch.Tensor, out: torch.Tensor,
+    rule: Divergence, value: bool, gradient: bool,
+) -> None:  # fmt: skip
+    log_q = log_softmax(student, norms[:2], rule.temperature)
+    log_p = log_softmax(teacher, norms[2:4], rule.temperature)
+    if value:
+        whole, share = _value_reference(log_q, log_p, rule)
+        out[0], out[1] = whole.masked_fill(kept == 0, 0.0), share
+    if gradient:
+        change = gradient_reference(log_q, log_p, inner, rule)
+        student.copy_(change.masked_fill_((kept == 0).unsqueeze(1), 0.0))
+
+
+def _weighed_reference(p: torch.Tensor, log_ratio: torch.Tensor) -> torch.Tensor:
+    return torch.where(p > 0, p * log_ratio, 0.0)
+
+
+def _log_mixture_reference(log_p: torch.Tensor, log_q: torch.Tensor, beta: float) -> torch.Tensor:
+    return torch.logaddexp(log_p + torch.tensor(beta, dtype=log_p.dtype).log(), log_q + torch.tensor(1 - beta, dtype=log_q.dtype).log())
+
+
+def _term_reference(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    p, x = log_p.exp(), log_p - log_q
+    series = x * x * (0.5 - x / 6 * (1 - x / 4 * (1 - x / 5 * (1 - x / 6 * (1 - x / 7)))))
+    return torch.where(x.abs() < (0.1 if p.dtype == torch.float32 else 0.005), p * series, _weighed_reference(p, x) + log_q.exp() - p)
+
+
+def _value_reference(log_q: torch.Tensor, log_p: torch.Tensor, rule: Divergence) -> tuple[torch.Tensor, torch.Tensor]:
+    if rule.kind != "js":
+        value = _term_reference(log_p, log_q) if rule.kind == "forward" else _term_reference(log_q, log_p)
+        return value.sum(1), value.sum(1)
+    log_m = _log_mixture_reference(log_p, log_q, rule.beta)
+    inner = _term_reference(log_q, log_m).sum(1)
+    return rule.beta * _term_reference(log_p, log_m).sum(1) + (1 - rule.beta) * inner, inner
+
+
+def gradient_reference(log_q: torch.Tensor, log_p: torch.Tensor, inner: torch.Tensor, rule: Divergence) -> torch.Tensor:
+    """The derivative of rows' divergences by the student's logits; `inner` [rows] is R (see the module)."""
+    q = log_q.exp()
+    if rule.kind == "forward":
+        change = q - log_p.exp()
+    elif rule.kind == "reverse":
+        change = _weighed_reference(q, log_q - log_p - inner.unsqueeze(1))
+    else:
+        log_m = _log_mixture_reference(log_p, log_q, rule.beta)
+        change = (1 - rule.beta) * _weighed_reference(q, log_q - log_m - inner.unsqueeze(1))
+    return change / rule.temperature
+
+
+def value_and_gradient_(
+    name: str, student: torch.Tensor, teacher: torch.Tensor, norms: torch.Tensor, inner: torch.Tensor, kept: torch.Tensor, rule: Divergence,
+    *, value: bool, gradient: bool,
+) -> torch.Tensor:  # fmt: skip
+    """One more reading of a chunk: [2, rows] of this shard's values (0 where `kept` is 0) and shares of R, if `value`.
+
+    If `gradient`, the student's logits become the derivative of the summed values by them; `inner` then holds R for kinds that need it.
+    """
+    rows, width = student.shape
+    out = norms.new_zeros(2, rows)
+    if not has_kernels(student):
+        _reference(student, teacher, norms, inner, kept, out, rule, value, gradient)
+        return out
+    launch = tuning.launch(name, width or 1, student)
+    with on_device(student):
+        _value_and_gradient[(rows,)](
+            student, teacher, norms, inner, kept, out, rows, student.stride(0), teacher.stride(0), width, 1 / rule.temperature, rule.beta,
+            KIND=rule.kind, VALUE=value, GRADIENT=gradient, BLOCK=launch.block, num_warps=launch.warps,
+        )  # fmt: skip
+    return out
+
+
+def row_values(
+    name: str, student: torch.Tensor, teacher: torch.Tensor, norms: torch.Tensor, kept: torch.Tensor, rule: Divergence, shards: Shards,
+    *, gradient: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(this shard's values [rows], R [rows] of all shards); with `gradient`, the student's logits become their derivative."""
+    once = gradient and not rule.needs_row_value
+    values, inner = value_and_gradient_(name, student, teacher, norms, norms[0], kept, rule, value=True, gradient=once)
+    if rule.needs_row_value:
+        inner = shards.total(inner)
+        if gradient:
+            value_and_gradient_(name, student, teacher, norms, inner.contiguous(), kept, rule, value=False, gradient=True)
+    return values, inner

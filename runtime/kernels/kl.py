@@ -1,0 +1,140 @@
+"""Divergence between a teacher's and a student's next-token distributions, from their hidden states and heads, without their logits.
+
+Tiling as in `linear_loss`, with the logits of one chunk for either model; `divergence` has the mathematics. FLOPs for N rows: 2NHV for each
+model's logits and 4NHV for the student's gradients, as unfused.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from secc.runtime.kernels import tuning
+from secc.runtime.kernels.backend import accumulator, as_rows, require, require_alike
+from secc.runtime.kernels.divergence import Divergence, Kind, row_norms, row_values
+from secc.runtime.kernels.linear_loss import Head, HeadGradient, autocast, candidates, default_launch, fake_gradients, row_chunks, scaled
+from secc.runtime.kernels.shards import Shards
+
+NAME = "linear_kl"
+
+
+def kept_rows(mask: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor:
+    """[rows] of uint8: 1 where a row counts."""
+    return hidden.new_ones(hidden.shape[0], dtype=torch.uint8) if mask is None else (mask != 0).to(torch.uint8)
+
+
+@torch.library.custom_op("secc::linear_kl", mutates_args=())
+def _operator(
+    student_hidden: torch.Tensor, student_weight: torch.Tensor, teacher_hidden: torch.Tensor, teacher_weight: torch.Tensor,
+    mask: torch.Tensor | None, temperature: float, kind: str, beta: float, group: str, want_hidden: bool, want_weight: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    rule, shards, kept = Divergence(kind, beta, temperature), Shards(group), kept_rows(mask, student_hidden)
+    chunk = tuning.launch(NAME, student_weight.shape[0] or 1, student_weight).rows
+    losses = student_hidden.new_empty(student_hidden.shape[0], dtype=accumulator(student_hidden.dtype))
+    with torch.autocast(student_hidden.device.type, enabled=False):
+        student, teacher = Head(student_hidden, student_weight, chunk), Head(teacher_hidden, teacher_weight, chunk)
+        gradient = HeadGradient(NAME, student, None, (want_hidden, want_weight, False))
+        for rows in row_chunks(student_hidden.shape[0], chunk):
+            logits, teacher_logits = student.logits(rows), teacher.logits(rows)
+            norms = row_norms(NAME, logits, teacher_logits, temperature, shards)
+            losses[rows], _ = row_values(NAME, logits, teacher_logits, norms, kept[rows], rule, shards, gradient=gradient.wanted)
+            if gradient.wanted:
+                gradient.add(rows, logits)
+        total = shards.total(losses.sum(dtype=torch.float64)).to(losses.dtype)
+        hidden, weight, _ = gradient.results(shards)
+        return total, kept.sum(dtype=torch.int64), hidden, weight
+
+
+@_operator.register_fake
+def _(
+    student_hidden, student_weight, teacher_hidden, teacher_weight, mask, temperature, kind, beta, group, want_hidden, want_weight
+):  # fmt: skip
+    gradients = fake_gradients(NAME, student_hidden, student_weight, None, (want_hidden, want_weight, False))
+    loss = student_hidden.new_empty((), dtype=accumulator(student_hidden.dtype))
+    return loss, student_hidden.new_empty((), dtype=torch.int64), *gradients[:2]
+
+
+def _setup_context(ctx, inputs, output):
+    ctx.dtypes = inputs[0].dtype, inputs[1].dtype
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*output[2:])
+
+
+def _backward(ctx, upstream, *_):
+    if upstream is None:
+        return (None,) * 11
+    return *(scaled(g, upstream, dtype) for g, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)), *(None,) * 9
+
+
+_operator.register_autograd(_backward, setup_context=_setup_context)
+
+
+def check_heads(
+    name: str, student_hidden: torch.Tensor, student_weight: torch.Tensor, teacher_hidden: torch.Tensor, teacher_weight: torch.Tensor,
+    mask: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """Raise UserError unless both heads fit their hidden states and share rows and a vocabulary, and the mask fits the rows."""
+    require_alike(name, student_hidden, student_weight, teacher_hidden, teacher_weight)
+    for who, hidden, weight in (("student", student_hidden, student_weight), ("teacher", teacher_hidden, teacher_weight)):
+        fits = weight.dim() == 2 and hidden.shape[-1:] == weight.shape[1:]
+        require(fits, f"{name}: the {who}'s hidden {list(hidden.shape)} and weight {list(weight.shape)} do not fit")
+    rows, teacher_rows = list(student_hidden.shape[:-1]), list(teacher_hidden.shape[:-1])
+    require(rows == teacher_rows, f"{name}: rows {rows} of the student, {teacher_rows} of the teacher")
+    sizes = student_weight.shape[0], teacher_weight.shape[0]
+    require(
+        sizes[0] == sizes[1],
+        f"{name}: the student has {sizes[0]} tokens, the teacher {sizes[1]}",
+        f"where the longer one is padding, cut it: weight[:{min(sizes)}] takes its softmax over the tokens that both have",
+    )
+    require(mask is None or list(mask.shape) == rows, f"{name}: the mask has one entry for each row, {rows}")
+    require(mask is None or not mask.is_floating_point(), f"{name}: the mask says which rows count; weights are not supported")
+
+
+def linear_kl(
+    student_hidden: torch.Tensor,
+    student_weight: torch.Tensor,
+    teacher_hidden: torch.Tensor,
+    teacher_weight: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    kind: Kind = "forward",
+    beta: float = 0.5,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Divergence of softmax(logits / temperature) of teacher and student, without the logits: (sum over rows, number of rows that count).
+
+    `student_hidden` [..., H], `student_weight` [V, H], `teacher_hidden` [..., K], `teacher_weight` [V, K], `mask` [...] bool or integer
+    (rows with 0 are left out). Kinds: `forward` KL(teacher || student), `reverse` KL(student || teacher), `js` beta * KL(teacher || m) +
+    (1 - beta) * KL(student || m) with m = beta * teacher + (1 - beta) * student, 0 < beta < 1. No factor of temperature squared. The
+    sum is float32 (float64 for float64), the count int64. Gradients reach the student's arguments only. Raises UserError for shapes or
+    dtypes that do not fit and for unequal vocabularies.
+    """
+    return sharded(student_hidden, student_weight, teacher_hidden, teacher_weight, mask, Divergence(kind, beta, temperature), "")
+
+
+def sharded(
+    student_hidden: torch.Tensor, student_weight: torch.Tensor, teacher_hidden: torch.Tensor, teacher_weight: torch.Tensor,
+    mask: torch.Tensor | None, rule: Divergence, group: str,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """`linear_kl` on the tokens that this rank of `group` holds of both vocabularies."""
+    heads = [student_hidden, student_weight, teacher_hidden.detach(), teacher_weight.detach()]
+    student_hidden, student_weight, teacher_hidden, teacher_weight = autocast(*heads)  # pyright: ignore[reportAssignmentType]
+    check_heads(NAME, student_hidden, student_weight, teacher_hidden, teacher_weight, mask)
+    require(student_weight.shape[0] > 0 or bool(group), f"{NAME}: an empty vocabulary")
+    rule.check(NAME)
+    grad = torch.is_grad_enabled()
+    loss, count, *_ = _operator(
+        as_rows(student_hidden), student_weight, as_rows(teacher_hidden), teacher_weight, None if mask is None else mask.reshape(-1),
+        rule.temperature, rule.kind, rule.beta, group, grad and student_hidden.requires_grad, grad and student_weight.requires_grad,
+    )  # fmt: skip
+    return loss, count
+
+
+def _trial(rows: int, size: int, dtype: torch.dtype, device: torch.device):
+    hidden = torch.randn(rows, 1024, dtype=dtype, device=device, requires_grad=True)
+    weight = torch.randn(size, 1024, dtype=dtype, device=device) / 32
+    teacher = torch.randn(rows, 1024, dtype=dtype, device=device)
+    return lambda: linear_kl(hidden, weight, teacher, weight)
+
+
+tuning.register(tuning.Tunable(NAME, default_launch, candidates, _trial))

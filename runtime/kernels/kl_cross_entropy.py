@@ -1,0 +1,232 @@
+"""Divergence and cross entropy on one student's head: one pass over its logits gives both, one more gives the gradients of their sum.
+
+How much of each loss counts is known only in backward (the two sums have each their own upstream gradient), so gradients cannot be
+made with the losses as in `linear_kl`: backward computes both models' logits again and writes the gradient of the weighted sum at once.
+FLOPs for N rows: 2NHV for each model's logits, twice, and 4NHV for the gradients: 12NHV at equal hidden sizes, where separate losses
+spend 14NHV (three heads forward, two backward) and unfused PyTorch 8NHV. Seven numbers a row are kept between forward and backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from secc.runtime.kernels import tuning
+from secc.runtime.kernels.backend import accumulator, as_rows, ceil_div, has_kernels, jit, on_device, require, tl
+from secc.runtime.kernels.cross_entropy import Target, gradient_of_logit, statistics
+from secc.runtime.kernels.divergence import Divergence, Kind, gradient_of_token, gradient_reference, log_softmax, row_norms, row_values
+from secc.runtime.kernels.kl import check_heads, kept_rows
+from secc.runtime.kernels.linear_loss import Head, HeadGradient, autocast, candidates, default_launch, row_chunks
+from secc.runtime.kernels.shards import Shards
+
+NAME = "linear_kl_ce"
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """What backward knows of rows: norms [6, rows] (student at T, teacher at T, student), R [rows], and both sums' gradients."""
+
+    norms: torch.Tensor
+    inner: torch.Tensor
+    divergence: torch.Tensor
+    cross_entropy: torch.Tensor
+
+
+@jit
+def _gradient(
+    student, teacher, norms, inner, kept, target, divergence, cross_entropy, student_stride, teacher_stride, norms_stride, width, first,
+    ignored, peak, spread, scale, beta, KIND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    place = student + row * student_stride + columns
+    z = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    teacher_z = tl.load(teacher + row * teacher_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    norms += row
+    log_q = z * scale - tl.load(norms) - tl.load(norms + norms_stride)
+    log_p = teacher_z * scale - tl.load(norms + 2 * norms_stride) - tl.load(norms + 3 * norms_stride)
+    change = scale * gradient_of_token(log_q, log_p, tl.load(inner + row), beta, KIND)
+    change = tl.where(tl.load(kept + row) != 0, tl.load(divergence) * change, 0.0)
+    label = tl.load(target + row).to(tl.int64)
+    log_q = z - tl.load(norms + 4 * norms_stride) - tl.load(norms + 5 * norms_stride)
+    other = gradient_of_logit(log_q, columns, label - first, peak, spread)
+    change += tl.where(label == ignored, 0.0, tl.load(cross_entropy) * other)
+    tl.store(place, change.to(student.dtype.element_ty), mask=inside)
+
+
+def _gradient_reference_(
+    student: torch.Tensor, teacher: torch.Tensor, kept: torch.Tensor, target: torch.Tensor, up: Upstream, rule: Divergence, labels: Target
+) -> None:
+    log_q = log_softmax(student, up.norms[:2], rule.temperature)
+    log_p = log_softmax(teacher, up.norms[2:4], rule.temperature)
+    change = gradient_reference(log_q, log_p, up.inner, rule).masked_fill_((kept == 0).unsqueeze(1), 0.0) * up.divergence
+    other = log_softmax(student, up.norms[4:], 1.0).exp_()
+    columns = torch.arange(labels.first, labels.first + other.shape[1], device=other.device)
+    other -= (columns == target.unsqueeze(1)) * (1 - labels.label_smoothing) + labels.label_smoothing / labels.vocabulary
+    student.copy_(change + other.masked_fill_((target == labels.ignore_index).unsqueeze(1), 0.0) * up.cross_entropy)
+
+
+def gradient_(
+    student: torch.Tensor, teacher: torch.Tensor, kept: torch.Tensor, target: torch.Tensor, up: Upstream, rule: Divergence, labels: Target
+) -> None:
+    """Replace a chunk's student logits by the gradient of the weighted sum of both losses by them."""
+    rows, width = student.shape
+    if not has_kernels(student):
+        _gradient_reference_(student, teacher, kept, target, up, rule, labels)
+    elif width:
+        launch = tuning.launch(NAME, width, student)
+        with on_device(student):
+            _gradient[(rows, ceil_div(width, launch.block))](
+                student, teacher, up.norms, up.inner, kept, target, up.divergence, up.cross_entropy,
+                student.stride(0), teacher.stride(0), up.norms.stride(0), width, labels.first, labels.ignore_index,
+                1 - labels.label_smoothing, labels.label_smoothing / labels.vocabulary, 1 / rule.temperature, rule.beta,
+                KIND=rule.kind, BLOCK=launch.block, num_warps=launch.warps,
+            )  # fmt: skip
+
+
+@torch.library.custom_op("secc::linear_kl_ce", mutates_args=())
+def _operator(
+    student_hidden: torch.Tensor, student_weight: torch.Tensor, teacher_hidden: torch.Tensor, teacher_weight: torch.Tensor,
+    target: torch.Tensor, mask: torch.Tensor | None, temperature: float, kind: str, beta: float, ignore_index: int, label_smoothing: float,
+    first: int, vocabulary: int, group: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    rule, labels = Divergence(kind, beta, temperature), Target(ignore_index, label_smoothing, 0.0, first, vocabulary)
+    labels.check(target)
+    shards, kept = Shards(group), kept_rows(mask, student_hidden)
+    rows_of_all, dtype = student_hidden.shape[0], accumulator(student_hidden.dtype)
+    divergences, cross_entropies = student_hidden.new_empty(2, rows_of_all, dtype=dtype).unbind()
+    norms, inner = student_hidden.new_empty(6, rows_of_all, dtype=dtype), student_hidden.new_empty(rows_of_all, dtype=dtype)
+    chunk = tuning.launch(NAME, student_weight.shape[0] or 1, student_weight).rows
+    with torch.autocast(student_hidden.device.type, enabled=False):
+        student, teacher = Head(student_hidden, student_weight, chunk), Head(teacher_hidden, teacher_weight, chunk)
+        for rows in row_chunks(rows_of_all, chunk):
+            z, teacher_z = student.logits(rows), teacher.logits(rows)
+            now = norms[:4, rows] = row_norms(NAME, z, teacher_z, temperature, shards)
+            divergences[rows], inner[rows] = row_values(NAME, z, teacher_z, now, kept[rows], rule, shards, gradient=False)
+            partials = shards.gather(statistics(z, None, target[rows], labels))
+            cross_entropies[rows], norms[4:, rows] = labels.losses(partials, target[rows])
+    divergence = shards.total(divergences.sum(dtype=torch.float64)).to(dtype)
+    cross_entropy = cross_entropies.sum(dtype=torch.float64).to(dtype)
+    return divergence, kept.sum(dtype=torch.int64), cross_entropy, (target != ignore_index).sum(), norms, inner
+
+
+@_operator.register_fake
+def _(
+    student_hidden, student_weight, teacher_hidden, teacher_weight, target, mask, temperature, kind, beta, ignore_index, label_smoothing,
+    first, vocabulary, group,
+):  # fmt: skip
+    rows, new = student_hidden.shape[0], student_hidden.to(accumulator(student_hidden.dtype)).new_empty
+    return new(()), new((), dtype=torch.int64), new(()), new((), dtype=torch.int64), new(6, rows), new(rows)
+
+
+@torch.library.custom_op("secc::linear_kl_ce_backward", mutates_args=())
+def _backward_operator(
+    student_hidden: torch.Tensor, student_weight: torch.Tensor, teacher_hidden: torch.Tensor, teacher_weight: torch.Tensor,
+    target: torch.Tensor, mask: torch.Tensor | None, norms: torch.Tensor, inner: torch.Tensor, divergence: torch.Tensor,
+    cross_entropy: torch.Tensor, temperature: float, kind: str, beta: float, ignore_index: int, label_smoothing: float, first: int,
+    vocabulary: int, group: str, want_hidden: bool, want_weight: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    rule, labels = Divergence(kind, beta, temperature), Target(ignore_index, label_smoothing, 0.0, first, vocabulary)
+    kept = kept_rows(mask, student_hidden)
+    chunk = tuning.launch(NAME, student_weight.shape[0] or 1, student_weight).rows
+    with torch.autocast(student_hidden.device.type, enabled=False):
+        student, teacher = Head(student_hidden, student_weight, chunk), Head(teacher_hidden, teacher_weight, chunk)
+        gradient = HeadGradient(NAME, student, None, (want_hidden, want_weight, False))
+        for rows in row_chunks(student_hidden.shape[0], chunk):
+            z, teacher_z = student.logits(rows), teacher.logits(rows)
+            up = Upstream(norms[:, rows], inner[rows], divergence, cross_entropy)
+            gradient_(z, teacher_z, kept[rows], target[rows], up, rule, labels)
+            gradient.add(rows, z)
+        hidden, weight, _ = gradient.results(Shards(group))
+    return hidden, weight.to(student_weight.dtype)
+
+
+@_backward_operator.register_fake
+def _(
+    student_hidden, student_weight, teacher_hidden, teacher_weight, target, mask, norms, inner, divergence, cross_entropy, temperature,
+    kind, beta, ignore_index, label_smoothing, first, vocabulary, group, want_hidden, want_weight,
+):  # fmt: skip
+    wanted = ((student_hidden, want_hidden), (student_weight, want_weight))
+    return tuple(torch.empty_like(t) if want else t.new_empty(0) for t, want in wanted)
+
+
+def _setup_context(ctx, inputs, output):
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[1], output[3], output[4], output[5])
+    ctx.save_for_backward(*inputs[:6], *output[4:])
+    ctx.options = inputs[6:]
+
+
+def _backward(ctx, divergence, _, cross_entropy, *__):
+    if divergence is None and cross_entropy is None:
+        return (None,) * 14
+    zero = torch.zeros_like(divergence if divergence is not None else cross_entropy)
+    upstream = [zero if g is None else g.contiguous() for g in (divergence, cross_entropy)]
+    wants = ctx.needs_input_grad[:2]
+    gradients = _backward_operator(*ctx.saved_tensors, *upstream, *ctx.options, *wants)
+    return *(g if want else None for g, want in zip(gradients, wants, strict=True)), *(None,) * 12
+
+
+_operator.register_autograd(_backward, setup_context=_setup_context)
+
+
+def linear_kl_ce(
+    student_hidden: torch.Tensor,
+    student_weight: torch.Tensor,
+    teacher_hidden: torch.Tensor,
+    teacher_weight: torch.Tensor,
+    target: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    kind: Kind = "forward",
+    beta: float = 0.5,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`linear_kl` and `linear_cross_entropy` of one student: (divergence's sum, its rows, cross entropy's sum, its rows).
+
+    Arguments as theirs: `mask` chooses the rows of the divergence, `target` (with `ignore_index`) those of the cross entropy, which is
+    taken at temperature 1. Either sum may be used alone or both, weighted as the caller likes. Raises UserError as they do.
+    """
+    return sharded(
+        student_hidden, student_weight, teacher_hidden, teacher_weight, target, mask, Divergence(kind, beta, temperature),
+        Target(ignore_index, label_smoothing, 0.0, 0, student_weight.shape[0]), "",
+    )  # fmt: skip
+
+
+def sharded(
+    student_hidden: torch.Tensor, student_weight: torch.Tensor, teacher_hidden: torch.Tensor, teacher_weight: torch.Tensor,
+    target: torch.Tensor, mask: torch.Tensor | None, rule: Divergence, labels: Target, group: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """`linear_kl_ce` on the tokens that this rank of `group` holds of both vocabularies."""
+    heads = [student_hidden, student_weight, teacher_hidden.detach(), teacher_weight.detach()]
+    student_hidden, student_weight, teacher_hidden, teacher_weight = autocast(*heads)  # pyright: ignore[reportAssignmentType]
+    check_heads(NAME, student_hidden, student_weight, teacher_hidden, teacher_weight, mask)
+    rule.check(NAME)
+    labels.check_options(NAME)
+    require(target.shape == student_hidden.shape[:-1], f"{NAME}: target {list(target.shape)} for hidden {list(student_hidden.shape)}")
+    require(not target.is_floating_point(), f"{NAME}: targets are token numbers, not {target.dtype}")
+    outputs = _operator(
+        as_rows(student_hidden), student_weight, as_rows(teacher_hidden), teacher_weight, target.reshape(-1),
+        None if mask is None else mask.reshape(-1), rule.temperature, rule.kind, rule.beta, labels.ignore_index, labels.label_smoothing,
+        labels.first, labels.vocabulary, group,
+    )  # fmt: skip
+    return outputs[0], outputs[1], outputs[2], outputs[3]
+
+
+def _trial(rows: int, size: int, dtype: torch.dtype, device: torch.device):
+    hidden = torch.randn(rows, 1024, dtype=dtype, device=device, requires_grad=True)
+    weight = torch.randn(size, 1024, dtype=dtype, device=device) / 32
+    target = torch.randint(size, (rows,), device=device)
+
+    def run() -> None:
+        divergence, _, cross_entropy, _ = linear_kl_ce(hidden, weight, hidden, weight, target)
+        torch.autograd.grad(divergence + cross_entropy, hidden)
+
+    return run
+
+
+tuning.register(tuning.Tunable(NAME, default_launch, candidates, _trial))

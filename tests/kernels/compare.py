@@ -1,0 +1,68 @@
+"""An operator against plain PyTorch in float64: values and every gradient, on the same numbers and strides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from hypothesis import strategies as st
+
+from secc.runtime.kernels.backend import INTERPRETED
+
+Tensors = Sequence[torch.Tensor]
+Function = Callable[..., torch.Tensor | Tensors]
+FLOOR = 0.05  # of a norm: below it an error counts as absolute
+
+
+def examples(n: int) -> int:
+    """How many examples hypothesis draws: fewer through the interpreter, which is slow."""
+    return n // 2 if INTERPRETED else n
+
+
+def seeds() -> st.SearchStrategy[int]:
+    """What a test fills its tensors from, so that a failing example prints as a few integers."""
+    return st.integers(0, 2**20)
+
+
+def strided(shape: Sequence[int], layout: str, seed: int, scale: float = 1.0) -> torch.Tensor:
+    """Random float32 entries: `plain`, every other entry of a longer row (`stepped`), or with its first and last dims swapped in memory."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = list(shape)
+    if layout == "stepped":
+        return scale * torch.randn(*shape[:-1], 2 * shape[-1], generator=generator)[..., ::2]
+    if layout == "swapped":
+        return scale * torch.randn(shape[-1], *shape[1:-1], shape[0], generator=generator).transpose(0, -1)
+    return scale * torch.randn(*shape, generator=generator)
+
+
+LAYOUTS = st.sampled_from(["plain", "stepped", "swapped"])
+
+
+def outputs_and_gradients(function: Function, inputs: Tensors, upstream: Sequence[float]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """(floating outputs, gradients of their weighted sum by the inputs); gradients of outputs are made uneven by a ramp."""
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    found = function(*inputs)
+    outputs = [t for t in ([found] if isinstance(found, torch.Tensor) else found) if t.is_floating_point()]
+    total = torch.zeros((), dtype=outputs[0].dtype)
+    for output, weight in zip(outputs, upstream, strict=False):
+        ramp = torch.linspace(0.5, 1.5, output.numel(), dtype=output.dtype).reshape(output.shape)
+        total = total + weight * (output * ramp).sum()
+    gradients = torch.autograd.grad(total, inputs, allow_unused=True)
+    return [o.detach() for o in outputs], [torch.zeros_like(x) if g is None else g for g, x in zip(gradients, inputs, strict=True)]
+
+
+def assert_agree(
+    operator: Function, reference: Function, inputs: Tensors, tolerance: float, upstream: Sequence[float] = (0.7, -0.4)
+) -> None:
+    """The operator on `inputs` gives what `reference` gives on them in float64, within `tolerance` of each tensor's norm.
+
+    Outputs that are no floats are left out, and gradients must have their input's dtype.
+    """
+    found = outputs_and_gradients(operator, inputs, upstream)
+    wanted = outputs_and_gradients(reference, [x.double() for x in inputs], upstream)
+    for kind, ours, theirs in zip(("output", "gradient"), found, wanted, strict=True):
+        for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            assert a.shape == b.shape, f"{kind} {i}: {list(a.shape)}, not {list(b.shape)}"
+            assert kind == "output" or a.dtype == inputs[i].dtype
+            error = float((a.double() - b).norm())
+            assert error <= tolerance * (float(b.norm()) + FLOOR), f"{kind} {i}: error {error:.2e} of norm {float(b.norm()):.2e}"

@@ -1,0 +1,18 @@
+"""These tests run twice: here, where CPU tensors take the PyTorch references, and with TRITON_INTERPRET=1 in a process of its own
+(`test_interpreter.py`), where the same tests drive the Triton kernels. Triton decides when it is imported, so one process cannot do both.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    collect_ignore = ["test_interpreter.py"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """NumPy warns of the infinities that the kernels guard against."""
+    for item in items:
+        item.add_marker(pytest.mark.filterwarnings("ignore::RuntimeWarning"))

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from secc.runtime.errors import UserError
+from secc.runtime.kernels import linear_cross_entropy, tuning
+from tests.kernels.compare import LAYOUTS, assert_agree, examples, seeds, strided
+
+
+def launch(chunk: int, block: int = 8):
+    return tuning.use("linear_cross_entropy", tuning.Launch(block, chunk))
+
+
+def reference(hidden, weight, bias, *, target, ignore_index, label_smoothing, softcap):
+    logits = hidden @ weight.T + bias
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": "sum"}
+    return F.cross_entropy(logits.reshape(-1, weight.shape[0]), target.reshape(-1), **options)
+
+
+def operator(hidden, weight, bias, **options):
+    loss, count = linear_cross_entropy(hidden, weight, bias=bias, **options)
+    assert count == (options["target"] != options["ignore_index"]).sum()
+    return loss
+
+
+@settings(max_examples=examples(20))
+@given(
+    rows=st.sampled_from([(0,), (1,), (7,), (2, 3)]),
+    width=st.integers(1, 9),
+    vocabulary=st.integers(1, 30),
+    chunk=st.integers(1, 8),
+    smoothing=st.sampled_from([0.0, 0.1, 1.0]),
+    softcap=st.sampled_from([None, 2.0, 30.0]),
+    layout=LAYOUTS,
+    seed=seeds(),
+)
+def test_agrees_with_float64(rows, width, vocabulary, chunk, smoothing, softcap, layout, seed):
+    hidden, weight = strided([*rows, width], layout, seed, 2.0), strided([vocabulary, width], layout, seed + 1)
+    target = torch.randint(vocabulary, rows, generator=torch.Generator().manual_seed(seed))
+    target[target == 0] = -1
+    options = {"target": target, "ignore_index": -1, "label_smoothing": smoothing, "softcap": softcap}
+    with launch(chunk):
+        inputs = [hidden, weight, strided([vocabulary], "plain", seed + 2)]
+        assert_agree(partial(operator, **options), partial(reference, **options), inputs, 2e-5)
+
+
+def test_large_logits_neither_overflow_nor_lose_the_loss():
+    hidden, weight, bias = torch.full((2, 4), 50.0), torch.eye(5, 4) * 100, torch.zeros(5)
+    options = {"target": torch.tensor([0, 4]), "ignore_index": -100, "label_smoothing": 0.0, "softcap": None}
+    assert_agree(partial(operator, **options), partial(reference, **options), [hidden, weight, bias], 2e-5)
+
+
+def test_an_excluded_token_has_no_probability_and_no_gradient():
+    bias = torch.tensor([0.0, -torch.inf, 0.0])
+    weight = torch.randn(3, 4, requires_grad=True)
+    with launch(2, block=1):
+        loss, _ = linear_cross_entropy(torch.randn(3, 4), weight, torch.tensor([0, 2, 2]), bias=bias)
+    loss.backward()
+    assert loss.isfinite()
+    assert torch.equal(weight.grad[1], torch.zeros(4))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_keeps_its_sums_in_float32(dtype):
+    torch.manual_seed(0)
+    inputs = [torch.randn(12, 16).to(dtype), torch.randn(40, 16).to(dtype)]
+    target = torch.randint(40, (12,))
+
+    def mean(hidden, weight):
+        loss, count = linear_cross_entropy(hidden, weight, target)
+        assert loss.dtype == torch.float32
+        return loss / count
+
+    def exact(hidden, weight):
+        return F.cross_entropy(hidden @ weight.T, target)
+
+    with launch(3, 16):
+        assert_agree(mean, exact, inputs, 3 * torch.finfo(dtype).eps)
+
+
+def test_no_gradient_is_computed_where_none_is_wanted():
+    hidden, weight = torch.randn(3, 4), torch.randn(5, 4, requires_grad=True)
+    target = torch.tensor([0, 1, 2])
+    loss, _ = linear_cross_entropy(hidden, weight, target)
+    assert torch.autograd.grad(loss, weight)[0].shape == (5, 4)
+    with torch.no_grad():
+        assert not linear_cross_entropy(hidden, weight, target)[0].requires_grad
+
+
+def test_backward_twice_gives_the_same_gradient():
+    weight = torch.randn(5, 4, requires_grad=True)
+    loss, _ = linear_cross_entropy(torch.randn(3, 4), weight, torch.tensor([0, 1, 2]))
+    first = torch.autograd.grad(2 * loss, weight, retain_graph=True)[0]
+    assert torch.equal(first, torch.autograd.grad(2 * loss, weight)[0])
+
+
+def test_autocast_takes_the_products_in_its_dtype():
+    torch.manual_seed(0)
+    hidden, weight, target = torch.randn(6, 8), torch.randn(9, 8, requires_grad=True), torch.arange(6)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, _ = linear_cross_entropy(hidden, weight, target)
+    expected, _ = linear_cross_entropy(hidden.bfloat16(), weight.bfloat16(), target)
+    assert loss == expected
+    assert torch.autograd.grad(loss, weight)[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight": torch.ones(5, 3)}, "do not fit"),
+        ({"weight": torch.ones(5, 4, dtype=torch.float64)}, "one dtype"),
+        ({"target": torch.tensor([0, 5])}, "target 5 is not in a vocabulary of 5"),
+        ({"target": torch.tensor([0])}, "target"),
+        ({"target": torch.ones(2)}, "token numbers"),
+        ({"label_smoothing": 1.5}, "label_smoothing"),
+        ({"softcap": -1.0}, "softcap"),
+        ({"bias": torch.ones(4)}, "bias"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, message):
+    fine = {"hidden": torch.ones(2, 4), "weight": torch.ones(5, 4), "target": torch.tensor([0, 1])}
+    with pytest.raises(UserError, match=message):
+        linear_cross_entropy(**{**fine, **change})
+
+
+def test_the_operator_traces_and_its_registrations_agree():
+    inputs = torch.randn(3, 4, requires_grad=True), torch.randn(6, 4, requires_grad=True), torch.randn(6), torch.tensor([0, 5, -100])
+    options = -100, 0.1, 0.0, 0, 6, "", True, True, False
+    torch.library.opcheck(torch.ops.secc.linear_cross_entropy.default, (*inputs, *options))

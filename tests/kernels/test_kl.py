@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from secc.runtime.errors import UserError
+from secc.runtime.kernels import linear_kl, linear_kl_ce, tuning
+from tests.kernels.compare import LAYOUTS, assert_agree, examples, seeds, strided
+
+KINDS = st.sampled_from(["forward", "reverse", "js"])
+ROWS = st.sampled_from([(0,), (1,), (7,), (2, 3)])
+
+
+def launch(chunk: int, block: int = 8):
+    return tuning.use("linear_kl", tuning.Launch(block, chunk))
+
+
+def launch_both(chunk: int, block: int = 8):
+    return tuning.use("linear_kl_ce", tuning.Launch(block, chunk))
+
+
+def reference(student, student_weight, *, teacher, teacher_weight, mask=None, temperature=1.0, kind="forward", beta=0.5):
+    """The divergence as the formulas have it, summed over the rows of `mask`."""
+    log_q = F.log_softmax(student @ student_weight.T / temperature, -1)
+    log_p = F.log_softmax(teacher.double() @ teacher_weight.double().T / temperature, -1)
+    p, q = log_p.exp(), log_q.exp()
+    log_m = (beta * p + (1 - beta) * q).log()
+    token = {"forward": p * (log_p - log_q), "reverse": q * (log_q - log_p)}
+    token["js"] = beta * p * (log_p - log_m) + (1 - beta) * q * (log_q - log_m)
+    rows = token[kind].sum(-1)
+    return (rows if mask is None else rows * mask).sum()
+
+
+def operator(student, student_weight, *, teacher, teacher_weight, mask=None, **options):
+    loss, count = linear_kl(student, student_weight, teacher, teacher_weight, mask, **options)
+    assert count == (teacher.shape[:-1].numel() if mask is None else mask.sum())
+    return loss
+
+
+def random_mask(rows, seed):
+    return torch.rand(rows, generator=torch.Generator().manual_seed(seed)) < 0.7
+
+
+@settings(max_examples=examples(30))
+@given(
+    rows=ROWS, width=st.integers(1, 9), teacher_width=st.integers(1, 5), vocabulary=st.integers(1, 30), chunk=st.integers(1, 8),
+    kind=KINDS, temperature=st.sampled_from([0.5, 1.0, 3.0]), beta=st.sampled_from([0.1, 0.5, 0.8]), masked=st.booleans(), layout=LAYOUTS,
+    seed=seeds(),
+)  # fmt: skip
+def test_agrees_with_float64(rows, width, teacher_width, vocabulary, chunk, kind, temperature, beta, masked, layout, seed):
+    options = {
+        "teacher": strided([*rows, teacher_width], layout, seed),
+        "teacher_weight": strided([vocabulary, teacher_width], layout, seed + 1),
+        "mask": random_mask(rows, seed) if masked else None,
+        "kind": kind, "temperature": temperature, "beta": beta,
+    }  # fmt: skip
+    inputs = [strided([*rows, width], layout, seed + 2), strided([vocabulary, width], layout, seed + 3)]
+    with launch(chunk):
+        assert_agree(partial(operator, **options), partial(reference, **options), inputs, 5e-5)
+
+
+@settings(max_examples=examples(16))
+@given(
+    rows=ROWS, vocabulary=st.integers(1, 20), chunk=st.integers(1, 8), kind=KINDS, temperature=st.sampled_from([1.0, 2.0]),
+    smoothing=st.sampled_from([0.0, 0.1]), masked=st.booleans(), layout=LAYOUTS, seed=seeds(),
+)  # fmt: skip
+def test_with_cross_entropy_agrees_with_float64(rows, vocabulary, chunk, kind, temperature, smoothing, masked, layout, seed):
+    options = {"teacher": strided([*rows, 3], layout, seed), "teacher_weight": strided([vocabulary, 3], layout, seed + 1)}
+    options |= {"mask": random_mask(rows, seed) if masked else None, "kind": kind, "temperature": temperature}
+    target = torch.randint(vocabulary, rows, generator=torch.Generator().manual_seed(seed))
+    target[target == 0] = -100
+
+    def both(student, weight):
+        teacher = options["teacher"], options["teacher_weight"]
+        return linear_kl_ce(
+            student, weight, *teacher, target, options["mask"], temperature=temperature, kind=kind, label_smoothing=smoothing
+        )
+
+    def separate(student, weight):
+        logits = (student @ weight.T).reshape(-1, vocabulary)
+        labels = F.cross_entropy(logits, target.reshape(-1), reduction="sum", label_smoothing=smoothing)
+        return reference(student, weight, **options), labels
+
+    with launch_both(chunk):
+        assert_agree(both, separate, [strided([*rows, 4], layout, seed + 2), strided([vocabulary, 4], layout, seed + 3)], 5e-5)
+
+
+@pytest.mark.parametrize("kind", ["forward", "reverse", "js"])
+def test_models_that_agree_have_no_divergence_and_no_gradient(kind):
+    hidden, weight = torch.randn(4, 6, requires_grad=True), 3 * torch.randn(50, 6)
+    loss, _ = linear_kl(hidden, weight, hidden, weight, kind=kind)
+    assert abs(loss.item()) < 1e-6
+    assert torch.autograd.grad(loss, hidden)[0].norm() < 1e-5
+
+
+def test_a_small_divergence_keeps_its_digits():
+    torch.manual_seed(1)
+    weight = torch.randn(100, 8)
+    inputs = [torch.randn(5, 8), weight + 1e-3 * torch.randn(100, 8)]
+    options = {"teacher": inputs[0], "teacher_weight": weight}
+    found, wanted = operator(*inputs, **options), reference(*[t.double() for t in inputs], **options)
+    assert wanted.item() < 1e-4
+    assert abs(found.item() / wanted.item() - 1) < 5e-4
+
+
+def test_the_teacher_gets_no_gradient():
+    student, weight, teacher, teacher_weight = (torch.randn(4, 4, requires_grad=True) for _ in range(4))
+    loss, _ = linear_kl(student, weight, teacher, teacher_weight)
+    other, _, labels, _ = linear_kl_ce(student, weight, teacher, teacher_weight, torch.arange(4))
+    (loss + other + labels).backward()
+    assert student.grad is not None
+    assert teacher.grad is None
+    assert teacher_weight.grad is None
+
+
+def test_one_of_both_losses_may_be_used_alone():
+    student, weight, teacher = torch.randn(3, 4), torch.randn(7, 4, requires_grad=True), torch.randn(3, 4)
+    labels = torch.tensor([1, 2, 3])
+    divergence, _, cross_entropy, _ = linear_kl_ce(student, weight, teacher, weight.detach(), labels)
+    alone = linear_kl(student, weight, teacher, weight.detach())[0]
+    torch.testing.assert_close(torch.autograd.grad(divergence, weight, retain_graph=True), torch.autograd.grad(alone, weight))
+    expected = F.cross_entropy(student @ weight.T, labels, reduction="sum")
+    torch.testing.assert_close(torch.autograd.grad(cross_entropy, weight), torch.autograd.grad(expected, weight))
+
+
+@pytest.mark.parametrize("kind", ["forward", "js"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_keeps_its_sums_in_float32(dtype, kind):
+    torch.manual_seed(0)
+    options = {"teacher": torch.randn(12, 8).to(dtype), "teacher_weight": torch.randn(40, 8).to(dtype), "kind": kind}
+    inputs = [torch.randn(12, 16).to(dtype), torch.randn(40, 16).to(dtype)]
+    with launch(5, 16):
+        assert_agree(partial(operator, **options), partial(reference, **options), inputs, 3 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"teacher_weight": torch.ones(6, 3)}, "the student has 5 tokens, the teacher 6"),
+        ({"teacher_hidden": torch.ones(3, 3)}, "rows"),
+        ({"teacher_hidden": torch.ones(2, 4)}, "teacher's hidden"),
+        ({"mask": torch.ones(2)}, "mask"),
+        ({"kind": "sideways"}, "sideways"),
+        ({"kind": "js", "beta": 0.0}, "zero everywhere"),
+        ({"temperature": 0.0}, "temperature"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, message):
+    fine = {"student_hidden": torch.ones(2, 4), "student_weight": torch.ones(5, 4)}
+    fine |= {"teacher_hidden": torch.ones(2, 3), "teacher_weight": torch.ones(5, 3)}
+    with pytest.raises(UserError, match=message):
+        linear_kl(**{**fine, **change})
+    with pytest.raises(UserError, match=message):
+        linear_kl_ce(**{**fine, **change}, target=torch.tensor([0, 1]))
+
+
+def test_the_operators_trace_and_their_registrations_agree():
+    heads = torch.randn(3, 4, requires_grad=True), torch.randn(6, 4, requires_grad=True), torch.randn(3, 2), torch.randn(6, 2)
+    mask, target = torch.tensor([True, False, True]), torch.tensor([0, 5, -100])
+    torch.library.opcheck(torch.ops.secc.linear_kl.default, (*heads, mask, 2.0, "forward", 0.5, "", True, True))
+    torch.library.opcheck(torch.ops.secc.linear_kl_ce.default, (*heads, target, mask, 2.0, "reverse", 0.5, -100, 0.1, 0, 6, ""))
