@@ -91,7 +91,9 @@ class Result:
         return structure.replace(self.skeleton, tensor), new
 
 
-def fresh(mode: FakeTensorMode, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, requires_grad: bool = False) -> torch.Tensor:
+def fresh(
+    mode: FakeTensorMode, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, requires_grad: bool = False
+) -> torch.Tensor:
     """A new fake tensor; not a leaf of autograd, since glue may change a block's result in place."""
     with mode, torch.enable_grad():
         tensor = torch.empty_strided(shape, stride, dtype=dtype)

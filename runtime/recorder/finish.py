@@ -13,8 +13,10 @@ aten = torch.ops.aten
 # A view needs strides that the fake result of a block had at capture; received tensors and fused kernels may have others.
 _LAYOUT_FREE = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
 
-_CONSTANT = {"zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like", "new_zeros", "new_ones", "new_full", "new_empty"}
-_CUTS = {"detach", "bernoulli", *_CONSTANT}
+_CUTS = {
+    "detach", "bernoulli", "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like", "new_zeros",
+    "new_ones", "new_full", "new_empty",
+}  # fmt: skip
 
 
 def finish(graph: fx.Graph) -> fx.Graph:

@@ -1,8 +1,8 @@
 """Makes a recorded graph functional: no op of the result writes into its arguments.
 
-Glue that writes into tensors (`x[mask] = y`, `h += p`) is right as a whole, but a section gets only a slice of it, and a slice loses the writes
-of the rest. PyTorch's functionalisation replays the graph above a second tape: writes become `index_put`, `select_scatter`,
-`add`, and views are taken anew from what was written.
+Glue that writes into tensors (`x[mask] = y`, `h += p`) is right as a whole, but a section gets only a slice of it, and a slice loses
+the writes of the rest. PyTorch's functionalisation replays the graph above a second tape: writes become `index_put`,
+`select_scatter`, `add`, and views are taken anew from what was written.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.node import map_arg
 
 from secc.runtime.recorder.fakes import fresh
 from secc.runtime.recorder.glue import Executor, Fail, Glue
@@ -22,6 +23,7 @@ from secc.runtime.recorder.recording import is_read, read_value
 from secc.runtime.recorder.structure import take
 from secc.runtime.recorder.tape import Meta, Tape
 
+_torch: Any = torch  # functionalisation's functions are public in name only
 
 
 def mutates(graph: fx.Graph) -> bool:
@@ -60,25 +62,25 @@ class _Functional:
         return func(*args, **kwargs)
 
     def run(self) -> Tape:
-        torch._enable_functionalization(reapply_views=True)
+        _torch._enable_functionalization(reapply_views=True)
         try:
             with torch.no_grad(), Ops(self):  # type: ignore[arg-type]
                 for node in self._graph.nodes:
                     self._meta = {k: node.meta.get(k) for k in ("where", "grad", "autocast")}
                     self._env[node] = self._node(node)
         finally:
-            torch._disable_functionalization()
+            _torch._disable_functionalization()
         return self.tape
 
     @contextmanager
     def _plain(self) -> Iterator[None]:
         """New tensors made inside are neither wrapped nor recorded."""
         self.paused = True
-        torch._disable_functionalization()
+        _torch._disable_functionalization()
         try:
             yield
         finally:
-            torch._enable_functionalization(reapply_views=True)
+            _torch._enable_functionalization(reapply_views=True)
             self.paused = False
 
     def _node(self, node: fx.Node) -> Any:
@@ -88,16 +90,18 @@ class _Functional:
             return self.tape.graph.output(self._inner(node.args[0]))
         args, kwargs = self._inner(node.args), self._inner(node.kwargs)
         if node.op == "call_module":
-            return self.tape.call(node.target, args, kwargs)
+            return self.tape.call(str(node.target), args, kwargs)
         if node.target is take:
             return self._take(node)
         if is_read(node):
             first = 1 if node.target is read_value else 0
-            return self.tape.read(*node.meta["read"], list(args[first:]), node.target, kwargs)
+            kind, value = node.meta["read"]
+            return self.tape.read(kind, value, list(args[first:]), node.target, kwargs)
         self._inner((node.args, node.kwargs))  # brings the arguments up to date
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self._env[n])
+        args, kwargs = map_arg((node.args, node.kwargs), lambda n: self._env[n])
         self._detaching = node.target is torch.ops.aten.detach.default
-        out = node.target(*args, **kwargs)
+        target: Any = node.target
+        out = target(*args, **kwargs)
         self._detaching = False
         return out
 
@@ -105,23 +109,23 @@ class _Functional:
         with self._plain():
             tensor = self._values(node)
         if node.op == "placeholder" or str(node.target).startswith("_constant"):
-            self.tape.bind(tensor, self.tape.head(node.op, node.target, tensor))
-        return torch._to_functional_tensor(tensor)
+            self.tape.bind(tensor, self.tape.head(node.op, str(node.target), tensor))
+        return _torch._to_functional_tensor(tensor)
 
     def _take(self, node: fx.Node) -> torch.Tensor:
-        call, path = node.args
+        call: Any = node.args[0]
         with self._plain():
             tensor = fresh(self._mode, node.meta["shape"], node.meta["stride"], node.meta["dtype"])
-        self.tape.take(self._env[call], path, tensor, node.meta["requires_grad"])
-        return torch._to_functional_tensor(tensor)
+        self.tape.take(self._env[call], str(node.args[1]), tensor, node.meta["requires_grad"])
+        return _torch._to_functional_tensor(tensor)
 
     def _inner(self, value: Any) -> Any:
         """Nodes of the old graph as nodes of the new one."""
-        return fx.node.map_arg(value, self._new_node)
+        return map_arg(value, self._new_node)
 
     def _new_node(self, node: fx.Node) -> fx.Node:
         value = self._env[node]
         if not isinstance(value, torch.Tensor):
             return value
-        torch._sync(value)
-        return self.tape.node(torch._from_functional_tensor(value))
+        _torch._sync(value)
+        return self.tape.node(_torch._from_functional_tensor(value))

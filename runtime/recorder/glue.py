@@ -1,7 +1,7 @@
 """Running one op of the glue: for real on inputs, fake on what depends on blocks, and written to the tape.
 
-Two things need care. A real tensor that a block's values are written into (`buffer[mask] = features`) has no known values from then on, and neither
-has any view of it. And `fake[mask]` has no shape under fake tensors, but a mask made of inputs has values that give it one.
+Two things need care. A real tensor that a block's values are written into (`buffer[mask] = features`) has no known values from then on,
+and neither has any view of it. And `fake[mask]` has no shape under fake tensors, but a mask made of inputs has values that give it one.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Glue:
     def _readable(self, kind: str, tensor: torch.Tensor) -> None:
         if self._executor.unknown(tensor):
             source = origin(self.tape.node(tensor))
-            self._fail(f"Python reads a value ({kind}) that depends on {source}", f"{_REMEDY}; a block's values are not known when the plan is made")
+            self._fail(f"Python reads a value ({kind}) that depends on {source}, and is not known when a plan is made", _REMEDY)
 
     def _writable(self, tensor: torch.Tensor) -> None:
         name = self.tape.state_name(tensor)

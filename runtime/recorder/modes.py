@@ -1,7 +1,7 @@
 """How the recorder sees what the user's Python does: ops below the dispatcher, and calls that only torch's Python surface shows.
 
-`tolist`, `numpy` and `torch.tensor([tensors])` read values without dispatching an op that says so; `.data` drops the gradient without any op;
-hooks and `torch.autograd.grad` act when a gradient flows, which the recorded glue would not repeat.
+`tolist`, `numpy` and `torch.tensor([tensors])` read values without dispatching an op that says so; `.data` drops the gradient without
+any op; hooks and `torch.autograd.grad` act when a gradient flows, which the recorded glue would not repeat.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointFunction
 
 from secc.runtime.errors import UserError
 from secc.runtime.recorder import structure
@@ -22,7 +23,7 @@ from secc.runtime.recorder.places import place
 _READERS: dict[Any, str] = {torch.Tensor.tolist: "tolist", torch.Tensor.numpy: "numpy", torch.Tensor.__array__: "numpy"}
 _MAKERS = {torch.tensor, torch.as_tensor, torch.Tensor.new_tensor}
 _TEXTS = {torch.Tensor.__format__, torch.Tensor.__repr__}
-_DATA = torch.Tensor.data.__get__
+_DATA = torch.Tensor.data.__get__  # pyright: ignore[reportAttributeAccessIssue]
 _REFUSED: dict[Any, str] = {
     torch.Tensor.register_hook: "a hook on a tensor",
     torch.Tensor.register_post_accumulate_grad_hook: "a hook on a tensor",
@@ -114,7 +115,7 @@ def autograd_functions(listener: Listener) -> Iterator[None]:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if listener.paused or not torch.is_grad_enabled():
             return original.__func__(cls, *args, **kwargs)
-        if cls is torch.utils.checkpoint.CheckpointFunction:
+        if cls is CheckpointFunction:
             return args[0](*args[2:])  # recomputation does not change what is computed
         message = f"forward calls {cls.__name__}.apply between its modules; its backward would be lost in the recorded glue"
         raise UserError(message, place(), f"call {cls.__name__}.apply inside an nn.Module of its own, which is called as it is")

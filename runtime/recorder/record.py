@@ -1,7 +1,7 @@
 """The recorder: runs a user's forward with opaque blocks and writes down what happens between them.
 
-Blocks return fake tensors, which have a shape but no values; ops on inputs alone run for real. So weights and logits never exist, a branch on
-an input takes the way the user's data takes, and a branch on a block's result is an error instead of a wrong graph.
+Blocks return fake tensors, which have a shape but no values; ops on inputs alone run for real. So weights and logits never exist, a
+branch on an input takes the way the user's data takes, and a branch on a block's result is an error instead of a wrong graph.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ class Recorder:
         except UserError:
             raise
         except Exception as error:
-            raise UserError(f"forward raises {type(error).__name__}: {error}", _raised_at(error) or where, "correct the model or its data") from error
+            message = f"forward raises {type(error).__name__}: {error}"
+            raise UserError(message, _raised_at(error) or where, "correct the model or its data") from error
         if not self._executor.unknown(loss):
             raise UserError("the loss depends on none of the model's parameters", where, "return the loss that is to be minimised")
         return loss
@@ -207,7 +208,8 @@ class Recorder:
         self.fail(message, remedy)
 
     def _stray(self, tensor: torch.Tensor) -> NoReturn:
-        self.fail("a tensor of a block's result travels inside an object that cannot be looked into", "return it in a tuple, dict or dataclass")
+        message = "a tensor of a block's result travels inside an object that cannot be looked into"
+        self.fail(message, "return it in a tuple, dict or dataclass")
 
 
 def record(model: nn.Module, batch: Mapping[str, Any], blocks: Collection[str]) -> Recording:

@@ -67,7 +67,8 @@ class Recording:
     @property
     def reads(self) -> list[Read]:
         """The logged reads, in order."""
-        return [Read(*n.meta["read"], n.meta["where"], n) for n in self.graph.nodes if "read" in n.meta]
+        nodes = [n for n in self.graph.nodes if is_read(n)]
+        return [Read(n.meta["read"][0], n.meta["read"][1], n.meta["where"], n) for n in nodes]
 
     @property
     def loss(self) -> fx.Node:

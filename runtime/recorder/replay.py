@@ -20,11 +20,12 @@ class Replay(fx.Interpreter):
 
     def __init__(self, model: nn.Module, graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> None:
         super().__init__(model, graph=graph)
+        self._placeholders = [str(n.target) for n in graph.nodes if n.op == "placeholder"]
         self._constants = constants
 
     def loss(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """The loss of a batch."""
-        return self.run(*(batch[n.target] for n in self.graph.nodes if n.op == "placeholder"))
+        return self.run(*(batch[name] for name in self._placeholders))
 
     def run_node(self, n: fx.Node) -> Any:
         if is_read(n):

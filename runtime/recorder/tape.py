@@ -41,7 +41,11 @@ class Tape:
     """
 
     def __init__(
-        self, state: Mapping[int, str], now: Callable[[], Meta], constants: dict[str, torch.Tensor], stray: Callable[[torch.Tensor], NoReturn]
+        self,
+        state: Mapping[int, str],
+        now: Callable[[], Meta],
+        constants: dict[str, torch.Tensor],
+        stray: Callable[[torch.Tensor], NoReturn],
     ) -> None:
         self.graph = fx.Graph()
         self.now, self.constants = now, constants
@@ -112,9 +116,9 @@ class Tape:
         node.meta |= described(tensor)
         self.bind(tensor, node)
 
-    def read(self, kind: str, value: Any, tensors: list[fx.Node], target: Callable[..., Any] = read_value, kwargs: Meta | None = None) -> None:
+    def read(self, kind: str, value: Any, tensors: list[fx.Node], target: Any = read_value, kwargs: Any = None) -> None:
         """A node that says: Python looked at these tensors and saw `value`."""
-        args = (kind, *tensors) if target is read_value else tuple(tensors)
+        args: Any = (kind, *tensors) if target is read_value else tuple(tensors)
         node = self.graph.call_function(target, args, kwargs or {})
         node.meta = self.now() | {"read": (kind, value)}
 

@@ -1,7 +1,7 @@
 """Capture: the user's model as generic graphs, one or more for each activation pattern, and what is known of its blocks and parameters.
 
-The frontier of blocks is chosen first; every pattern is recorded at several sizes, with and without padding; comparison makes the recordings
-generic. A block that turns out not to be callable from recorded arguments is exchanged for the module around it, with a note.
+The frontier of blocks is chosen first; every pattern is recorded at several sizes, with and without padding; comparison makes the
+recordings generic. A block that turns out not to be callable from recorded arguments is exchanged for the module around it, with a note.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from secc.runtime.user_model import UserModel
 
 @dataclass(frozen=True)
 class Block:
-    """One of the user's modules that is called whole. `params` and `trainable` count entries; `layers` is the depth of its component's stack."""
+    """One of the user's modules that is called whole. `params` and `trainable` count entries, `layers` those of its component's stack."""
 
     path: str
     cls: str
@@ -101,9 +101,8 @@ def capture(
         cases += [_named(Case(f"c{len(cases) + i}", pattern, g)) for i, g in enumerate(found)]
     _refuse_random(cases, hazards := list(dict.fromkeys(h for seen in observed.values() for o in seen for h in o.recording.hazards)))
     called = {str(n.target): n for case in reversed(cases) for n in case.generic.graph.nodes if n.op == "call_module"}
-    return Capture(
-        inputs, survey.optional, cases, {p: _block(model, p, n) for p, n in called.items()}, _parameters(model), ties(model), hazards, frontier.notes
-    )
+    blocks_called = {path: _block(model, path, call) for path, call in called.items()}
+    return Capture(inputs, survey.optional, cases, blocks_called, _parameters(model), ties(model), hazards, frontier.notes)
 
 
 @dataclass(frozen=True)

@@ -213,7 +213,7 @@ class _Merge:
             case fx.Node() | bool() | None | str():
                 return first
             case list() | tuple():
-                return type(first)(self._value(node, list(v)) for v in zip(*values, strict=True)) if not hasattr(first, "_fields") else first
+                return type(first)(self._value(node, list(v)) for v in zip(*values, strict=True))
             case dict():
                 return {k: self._value(node, [v[k] for v in values]) for k in first}
             case slice():

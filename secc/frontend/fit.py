@@ -1,7 +1,7 @@
 """Explaining numbers that moved between captures as expressions over the sizes of the inputs.
 
-A number is known at a few micro-batches whose sizes are known too. The simplest expression that fits all of them exactly is taken, if it has
-fewer free coefficients than there are observations, so that at least one of them checks what the others determined.
+A number is known at a few micro-batches whose sizes are known too. The simplest expression that fits all of them exactly is taken, if it
+has fewer free coefficients than there are observations, so that at least one of them checks what the others determined.
 """
 
 from __future__ import annotations

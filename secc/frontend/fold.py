@@ -7,6 +7,7 @@ such glue the same at every size.
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch import fx
@@ -76,7 +77,7 @@ def _rejoin(graph: fx.Graph, node: fx.Node, source: fx.Node, dim: int) -> None:
     node.replace_all_uses_with(whole)
 
 
-def _insert(graph: fx.Graph, target: object, args: tuple[object, ...], meta: dict[str, object]) -> fx.Node:
+def _insert(graph: fx.Graph, target: object, args: tuple[object, ...], meta: dict[str, Any]) -> fx.Node:
     node = graph.call_function(target, args)  # type: ignore[arg-type]
     node.meta = dict(meta)
     return node

@@ -144,7 +144,8 @@ class _Case:
         name = str(node.target)
         if node.op == "placeholder":
             if node.users:
-                type = TensorType.of(self._dims.get(name, node.meta["shape"]), _dtype(node))
+                dims = self._dims.get(name)
+                type = _type(node) if dims is None else TensorType.of(dims, _dtype(node))
                 self._add(InputOp.of(name, type), node)
         elif name in self._case.generic.constants:
             self._constant(node, self._case.generic.constants[name])

@@ -21,6 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from secc.errors import UserError
 from secc.runtime.user_model import UserModel
 
+_LOCATING = ("cache_dir", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
+
 SMALL = 1 << 16  # entries: what is larger has no values
 
 aten = torch.ops.aten
@@ -94,7 +96,6 @@ def _no_weights() -> Iterator[None]:
 def _from_config(cls: Any, name: Any, *args: Any, config: Any = None, **kwargs: Any) -> nn.Module:
     """What `from_pretrained` gives, without weights: the configuration (given, or read from `name`), its dtype, evaluation mode."""
     if config is None:
-        options = {k: kwargs[k] for k in ("cache_dir", "local_files_only", "revision", "subfolder", "token", "trust_remote_code") if k in kwargs}
-        config = cls.config_class.from_pretrained(name, **options)
+        config = cls.config_class.from_pretrained(name, **{k: kwargs[k] for k in _LOCATING if k in kwargs})
     wanted = {k: kwargs[k] for k in ("attn_implementation", "dtype", "torch_dtype") if k in kwargs and kwargs[k] != "auto"}
     return cls._from_config(config, **wanted).eval()

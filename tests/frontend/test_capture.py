@@ -13,7 +13,6 @@ from secc.runtime.user_model import UserModel, load
 from tests.frontend.replaying import assert_exact, captured, real_model
 
 
-
 @cache
 def _capture(models: Path, name: str) -> tuple[UserModel, Capture]:
     user = load(models / f"{name}.py")

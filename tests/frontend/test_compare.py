@@ -20,7 +20,7 @@ from secc.ir.expr import evaluate, parse, symbol, text
 from secc.runtime.recorder import Recorder
 from tests.frontend.replaying import GenericReplay
 
-ROWS = [{"B": 2, "S": 11, "I": 3}, {"B": 3, "S": 17, "I": 1}, {"B": 4, "S": 13, "I": 6}, {"B": 5, "S": 24, "I": 2}, {"B": 7, "S": 19, "I": 9}]
+ROWS = [dict(zip("BSI", row, strict=True)) for row in ((2, 11, 3), (3, 17, 1), (4, 13, 6), (5, 24, 2), (7, 19, 9))]
 
 EXPRESSIONS = [
     "7", "S", "B*S", "B*S - B", "576*I", "S + 1", "(S + 3)//4", "B*((S + 1)//2)", "16*I + B", "S*S", "2*B*S + 3", "(S - 1)//2 + 1",
@@ -164,7 +164,8 @@ def test_rows_chosen_by_a_mask_have_a_size_of_their_own() -> None:
 
 def test_constants_made_of_sizes_are_made_anew() -> None:
     def glue(m: Model, h: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return (h * torch.tensor(float(h.shape[0]))).mean() + (h.sum(-1) * torch.tensor(range(h.shape[1]))).mean() + h.sum() * torch.tensor(2)
+        rows, width, _ = h.shape
+        return (h * torch.tensor(float(rows))).mean() + (h.sum(-1) * torch.tensor(range(width))).mean() + h.sum() * torch.tensor(2)
 
     case, _ = generic(glue)
     assert [t.tolist() for t in case.constants.values()] == [2]
