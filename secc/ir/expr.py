@@ -1,8 +1,8 @@
 """Size expressions as sympy: read, simplified, printed.
 
 The text grammar is that of `secc.runtime.expr`, which ranks evaluate without sympy. Text is parsed by hand and never given to
-`sympify`, which evaluates code and reads `S`, `I` and `N` as its own objects. Symbols are positive integers, so that
-`max(B, 1)` and `floor` simplify.
+`sympify`, which evaluates code and reads `S`, `I` and `N` as its own objects. Symbols are integers that are not negative, so that
+`max(B, 0)` and `floor` simplify.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import sympy
+from sympy.printing.precedence import PRECEDENCE
 from sympy.printing.str import StrPrinter
 
 Expr = sympy.Expr
@@ -20,8 +21,8 @@ Expr = sympy.Expr
 
 @cache
 def symbol(name: str) -> sympy.Symbol:
-    """The symbol of a size: a positive integer, one object for each name."""
-    return sympy.Symbol(name, integer=True, positive=True)
+    """The symbol of a size: an integer that is not negative, one object for each name. A micro-batch may have no image."""
+    return sympy.Symbol(name, integer=True, nonnegative=True)
 
 
 def _floordiv(a: Any, b: Any) -> Any:
@@ -62,7 +63,7 @@ def from_ast(node: ast.expr) -> Expr:
         case ast.Name(id=name):
             return symbol(name)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return cast(Expr, -from_ast(operand))
+            return -from_ast(operand)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
             return _BINARY[type(op)](from_ast(left), from_ast(right))
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _CALLS:
@@ -73,27 +74,45 @@ def from_ast(node: ast.expr) -> Expr:
 
 
 _ATOM = 1000  # sympy's precedence of names and calls
+_DIVISION = 45  # of `//` and `%` here: between a sum and a product, because `2*a//b` is not `2*(a//b)`
 
 
 class _Printer(StrPrinter):
     """Prints in the grammar that `parse` and `secc.runtime.expr` read: floor divisions as `//`, no rational numbers."""
 
+    def parenthesize(self, item: Any, level: int, strict: bool = False) -> str:
+        if isinstance(item, sympy.floor | sympy.Mod):
+            return f"({self._print(item)})" if level > _DIVISION else self._print(item)
+        return super().parenthesize(item, level, strict)
+
     def _print_floor(self, expr: Any) -> str:
-        numerator, denominator = sympy.fraction(sympy.together(expr.args[0]))
-        return f"({self._factor(sympy.expand(numerator))}//{self._factor(denominator)})"
+        return self.quotient(expr.args[0])
+
+    def quotient(self, expr: Any) -> str:
+        """A fraction over `//`."""
+        numerator, denominator = sympy.fraction(sympy.together(expr))
+        return f"{self._factor(sympy.expand(numerator))}//{self._factor(denominator)}"
 
     def _factor(self, expr: Any) -> str:
         """In parentheses unless it is a name, a number or a call."""
         return self.parenthesize(expr, _ATOM, strict=True)
 
+    def _print_Mul(self, expr: Any) -> str:
+        if expr.as_coeff_Mul()[0].is_negative:
+            return f"-{self.parenthesize(-expr, PRECEDENCE['Mul'], strict=True)}"  # `-(a//b)` is not `-a//b`
+        return super()._print_Mul(expr)
+
     def _print_Pow(self, expr: Any, rational: bool = False) -> str:
         base, exponent = expr.args
         if not (exponent.is_Integer and exponent > 0):
-            return cast(str, super()._print_Pow(expr, rational))
-        return "*".join([self.parenthesize(base, 999)] * int(exponent))  # ranks know no powers
+            return super()._print_Pow(expr, rational)
+        return "*".join([self._factor(base)] * int(exponent))  # ranks know no powers
+
+    def _print_Float(self, expr: Any) -> str:
+        return repr(float(expr))  # all digits
 
     def _print_Mod(self, expr: Any) -> str:
-        return f"({self._factor(expr.args[0])} % {self._factor(expr.args[1])})"
+        return f"{self._factor(expr.args[0])} % {self._factor(expr.args[1])}"
 
     def _print_Min(self, expr: Any) -> str:
         return f"min({', '.join(sorted(self._print(a) for a in expr.args))})"
@@ -105,12 +124,10 @@ class _Printer(StrPrinter):
 def text(expr: Expr | int) -> str:
     """The expression as text that `parse` reads back to the same expression; integer valued polynomials over `//`."""
     expr = sympy.sympify(expr) if isinstance(expr, int) else expr
-    numerator, denominator = sympy.fraction(sympy.together(expr))
+    denominator = sympy.fraction(sympy.together(expr))[1]
     if denominator.is_Integer and denominator != 1:
-        # A size is an integer, so an exact quotient and a floor division agree.
-        return f"{_Printer()._factor(sympy.expand(numerator))}//{denominator}"
-    printed = cast(str, _Printer().doprint(expr))
-    return printed[1:-1] if isinstance(expr, (sympy.floor, sympy.Mod)) else printed
+        return _Printer().quotient(expr)  # a size is an integer, so an exact quotient and a floor division agree
+    return _Printer().doprint(expr)
 
 
 def evaluate(expr: Expr | int, sizes: Mapping[str, int]) -> int | float:

@@ -1,0 +1,80 @@
+"""Size expressions: the compiler's sympy and a rank's plain integers agree on every text, and texts survive being read and printed."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from secc.ir import expr
+from secc.runtime import expr as rank
+
+SYMBOLS = ("B", "S", "N", "I", "n_pixel_values")
+# A micro-batch may have no image; the other sizes are at least one.
+sizes = st.fixed_dictionaries({name: st.integers(0 if name.startswith("n_") else 1, 40) for name in SYMBOLS})
+
+
+def texts() -> st.SearchStrategy[str]:
+    """Expressions in the grammar that both sides read."""
+    leaves = st.one_of(st.integers(0, 40).map(str), st.sampled_from(SYMBOLS))
+
+    def grow(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+        pair = st.tuples(inner, inner)
+        divisor = st.integers(1, 9)
+        return st.one_of(
+            st.builds(lambda op, p: f"({p[0]} {op} {p[1]})", st.sampled_from("+-*"), pair),
+            st.builds(lambda a, d: f"({a})//{d}", inner, divisor),
+            st.builds(lambda a, d: f"({a}) % {d}", inner, divisor),
+            st.builds(lambda f, p: f"{f}({p[0]}, {p[1]})", st.sampled_from(["min", "max"]), pair),
+            inner.map(lambda a: f"-({a})"),
+        )
+
+    return st.recursive(leaves, grow, max_leaves=6)
+
+
+@given(texts(), sizes)
+@settings(max_examples=300, deadline=None)
+def test_sympy_and_ranks_agree(text: str, at: dict[str, int]) -> None:
+    assert expr.evaluate(expr.parse(text), at) == rank.evaluate(text, at)
+
+
+@given(texts(), sizes)
+@settings(max_examples=300, deadline=None)
+def test_a_printed_expression_has_the_same_value_on_a_rank(text: str, at: dict[str, int]) -> None:
+    printed = expr.text(expr.parse(text))
+    assert rank.evaluate(printed, at) == rank.evaluate(text, at)
+    assert expr.text(expr.parse(printed)) == printed
+
+
+@pytest.mark.parametrize(
+    ("text", "printed"),
+    [
+        ("S + B*(S - 1) + 1", "B*(S - 1) + S + 1"),
+        ("2*n_pixel_values*288", "576*n_pixel_values"),
+        ("(S + 3)//4", "(S + 3)//4"),
+        ("(4*S)//4", "S"),
+        ("max(n_pixel_values, 1)", "max(1, n_pixel_values)"),
+        ("N - I", "-I + N"),
+    ],
+)
+def test_expressions_are_simplified(text: str, printed: str) -> None:
+    assert expr.text(expr.parse(text)) == printed
+
+
+@pytest.mark.parametrize("text", ["", "B +", "B.real", "__import__('os')", "open('x')", "[B]", "B if S else 1", "'B'", "True", "lambda: 1"])
+def test_anything_else_is_refused_by_both(text: str) -> None:
+    with pytest.raises(ValueError):
+        expr.parse(text)
+    with pytest.raises(ValueError):
+        rank.evaluate(text, {"B": 1, "S": 1})
+
+
+def test_floats_keep_all_their_digits() -> None:
+    assert expr.text(expr.parse("0.30000000000000004*B")) == "0.30000000000000004*B"
+
+
+def test_a_missing_size_is_named() -> None:
+    with pytest.raises(ValueError, match="S"):
+        expr.evaluate(expr.parse("B*S"), {"B": 2})
+    with pytest.raises(ValueError, match="S"):
+        rank.evaluate("B*S", {"B": 2})

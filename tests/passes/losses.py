@@ -1,0 +1,153 @@
+"""Losses as users write them, as the end of one small model's forward: what `normalize-loss` must keep exact, and what it must refuse.
+
+`y` are the student's scores and `t` the teacher's, [B, S, 6]; `rows` and `targets` are scores and labels without the split into
+samples; `known` masks labels that are not -100; `mask` is 0 at padding; `share` is one weight for each sample.
+"""
+
+from __future__ import annotations
+
+MODEL = '''
+import torch, torch.nn.functional as F
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.student = nn.Linear(8, 6)
+        self.teacher = nn.Linear(8, 6).requires_grad_(False)
+        self.register_buffer("weight", torch.arange(1.0, 7.0))
+        self.scale = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x, labels, mask, share):
+        y = self.student(x)
+        with torch.no_grad():
+            t = self.teacher(x)
+        rows, targets, known = y.flatten(0, 1), labels.flatten(), labels != -100
+{body}
+
+
+def model():
+    return Model()
+
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, i):
+        g = torch.Generator().manual_seed(i)
+        n = int(torch.randint(3, 9, (), generator=g))
+        labels = torch.randint(0, 6, (n,), generator=g)
+        labels[torch.rand(n, generator=g) < 0.3] = -100
+        labels[-1] = 2
+        return dict(x=torch.randn(n, 8, generator=g), labels=labels, mask=torch.ones(n), share=torch.rand((), generator=g))
+
+
+def dataset():
+    return Samples()
+
+
+def collate(samples):
+    pad = lambda key, value: pad_sequence([s[key] for s in samples], batch_first=True, padding_value=value)
+    return dict(x=pad("x", 0), labels=pad("labels", -100), mask=pad("mask", 0), share=torch.stack([s["share"] for s in samples]))
+'''
+
+# One captured forward for each group: the weighted sum of its losses.
+GROUPS = {
+    "cross entropy": [
+        "F.cross_entropy(rows, targets)",
+        "F.cross_entropy(y.transpose(1, 2), labels)",
+        "F.cross_entropy(rows, targets, reduction='sum') / known.sum()",
+        "F.cross_entropy(rows, targets, reduction='sum') / len(x)",
+        "F.cross_entropy(rows, targets, weight=torch.arange(1.0, 7.0))",
+        "F.cross_entropy(rows, targets, label_smoothing=0.1)",
+        "F.cross_entropy(rows, targets, reduction='sum') / torch.where(known.sum() > 0, known.sum(), 1)",
+    ],
+    "soft targets": [
+        "F.cross_entropy(rows, t.softmax(-1).flatten(0, 1), label_smoothing=0.1)",
+        "F.kl_div(y.log_softmax(-1), t.softmax(-1), reduction='batchmean')",
+        "F.kl_div(y.log_softmax(-1), t.log_softmax(-1), reduction='batchmean', log_target=True)",
+        "4.0 * F.kl_div((y / 2).log_softmax(-1), (t / 2).softmax(-1), reduction='none').sum(-1).mul(mask).sum() / mask.sum()",
+        "F.cross_entropy(rows, t.argmax(-1).flatten())",
+        "F.cross_entropy(rows, t.argmax(-1).masked_fill(~known, -100).view(-1))",
+        "F.cross_entropy(y.transpose(1, 2), torch.where(known, t.argmax(-1), -100))",
+    ],
+    "regression": [
+        "F.mse_loss(y, t)",
+        "F.mse_loss(y, t, reduction='sum') / y.numel()",
+        "F.mse_loss(y, t, reduction='none').mean(-1).mean(-1).mean()",
+        "F.l1_loss(y, t)",
+        "F.smooth_l1_loss(y, t, beta=0.5)",
+        "F.huber_loss(y, t, delta=0.7)",
+        "F.poisson_nll_loss(y, t.exp())",
+        "(y - t).cosh().log().mean()",
+    ],
+    "classification": [
+        "F.binary_cross_entropy(y.sigmoid(), t.sigmoid())",
+        "F.binary_cross_entropy_with_logits(y, t.sigmoid(), pos_weight=torch.tensor(2.0))",
+        "F.soft_margin_loss(y, t.sign())",
+        "F.multi_margin_loss(rows, targets.clamp(min=0))",
+        "F.multilabel_margin_loss(rows, targets.clamp(min=0)[:, None].expand(-1, 6))",
+        "F.triplet_margin_loss(rows, t.flatten(0, 1), t.flatten(0, 1).flip(-1))",
+        "F.relu(1 - y * t).mean()",
+        "torch.clamp(F.cross_entropy(rows, targets, reduction='none'), max=2.0).mean()",
+    ],
+    "selected rows": [
+        "F.cross_entropy(y[known], labels[known])",
+        "y[known].logsumexp(-1).mean()",
+        "rows[known.flatten().nonzero().squeeze(-1)].pow(2).mean()",
+        "y[torch.arange(len(y)), mask.sum(1).long() - 1].pow(2).mean()",
+        "-y.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1).mul(known).sum() / known.sum()",
+        "torch.where(targets != -100, F.cross_entropy(rows, targets, reduction='none'), 0.0).sum() / known.sum()",
+    ],
+    "weights": [
+        "(F.mse_loss(y, t, reduction='none').mean((1, 2)) * share).mean()",
+        "(F.mse_loss(y, t, reduction='none').mean((1, 2)) * (share / share.sum())).sum()",
+        "((y.pow(2).sum(-1) * mask) / mask.sum()).sum()",
+        "(F.mse_loss(y, t, reduction='none').mean(2) * (mask / mask.sum(1, keepdim=True))).sum(1).mean()",
+        "torch.dot(F.mse_loss(y, t, reduction='none').mean((1, 2)), share) / share.sum()",
+        "torch.einsum('bsv,bsv->', y, t) / mask.sum()",
+        "(y.pow(2).mean((1, 2)) * (share - share.mean())).sum()",
+        "(y.pow(2).sum(-1) * mask).sum() / torch.maximum(mask.sum(), torch.tensor(1.0)).sqrt()",
+        "(y.pow(2).sum(-1) * mask).sum(1).mean() / x.shape[1]",
+        "(y.pow(2).sum(-1) * mask).mean(1).mean()",
+        "y.pow(2).mean((1, 2)).sqrt().mean()",
+    ],
+    "put together": [
+        "torch.stack([F.mse_loss(y, t), F.cross_entropy(rows, targets)]).mean()",
+        "(torch.stack([F.mse_loss(y, t), F.cross_entropy(rows, targets)]) * torch.tensor([0.3, 0.7])).sum()",
+        "self.scale.exp() * F.mse_loss(y, t) - self.scale",
+        "0.01 * self.scale.pow(2) + 1.5",
+        "sum([F.mse_loss(y, t), F.l1_loss(y, t)]) + 0.1 * F.mse_loss(y, t).detach()",
+        "F.mse_loss(y.double(), t.double()).float() + torch.tensor(0.0) + x.new_zeros(())",
+        "F.mse_loss(y, t) * 0 + mask.sum() / 10",
+    ],
+    "Hugging Face": [
+        "__import__('transformers.loss.loss_utils').loss.loss_utils.ForCausalLMLoss(y, labels, 6)",
+        "__import__('transformers.loss.loss_utils').loss.loss_utils.ForCausalLMLoss(y, labels, 6, num_items_in_batch=known.sum())",
+        "__import__('transformers.loss.loss_utils').loss.loss_utils.ForSequenceClassificationLoss(labels[:, -1].clamp(min=0), y[:, -1], "
+        "__import__('transformers').PretrainedConfig(num_labels=6, problem_type='single_label_classification'))",
+    ],
+}
+
+# A loss, and what the message says of it.
+REFUSED = {
+    "F.mse_loss(y, t).sqrt()": "aten.sqrt.default is applied to a sum over samples",
+    "(1 - (-F.cross_entropy(rows, targets)).exp()) * 2": "aten.exp.default is applied to a sum over samples",
+    "y.sum() / t.abs().sum()": "divides by a sum over samples that depends on a block's result",
+    "y.mean() * t.mean()": "multiplies two sums over samples",
+    "y[0].mean()": "aten.select.int makes one value of all samples",
+    "(y - y.mean(0, keepdim=True)).pow(2).mean()": "aten.sub.Tensor combines each sample with a sum over all samples",
+    "(y.mean((1, 2)).softmax(0) * share).sum()": "aten._softmax.default works along a dim that carries samples",
+    "(y - y.roll(1, 0)).pow(2).mean()": "aten.roll.default works along a dim that carries samples",
+    "F.batch_norm(rows, None, None, training=True).pow(2).mean()": "takes its mean and variance over the samples of the batch",
+    "F.layer_norm(y.mean((1, 2)), (len(y),)).pow(2).mean()": "normalises over samples",
+    "F.cross_entropy(y.mean(1) @ t.mean(1).T, torch.arange(len(y)))": "aten.mm.default pairs every sample with every other",
+    "(y.mean((1, 2))[:, None] - y.mean((1, 2))[None]).abs().mean()": "aten.sub.Tensor pairs every sample with every other",
+    "(y.mean(1).T @ y.mean(1) / len(y) - torch.eye(6)).pow(2).sum()": "aten.pow.Tensor_Scalar is applied to a sum over samples",
+    "y.std()": "aten.std.correction is taken over samples",
+    "y.mean((1, 2)).topk(2).values.mean()": "aten.topk.default works along a dim that carries samples",
+    "F.cross_entropy(rows, targets, weight=self.weight)": "weights, which are a buffer or parameter of the model",
+}
