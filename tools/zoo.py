@@ -1,0 +1,161 @@
+"""Checks small random models of many public architectures: does secc take them, is their plan exact, does a run on gloo ranks agree?
+
+python tools/zoo.py                          every architecture, checked and run on three ranks
+python tools/zoo.py llava whisper            some of them
+python tools/zoo.py --family audio --no-run  one family, compiled and checked only
+
+For each architecture: whether its glue is generic or re-recorded, its sections, and `exact` or the first line of the error. Failures are
+then listed by cause. Every model goes the way of a user's model file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from secc.check import checked
+from secc.compiler import Compiled, Options, compile_model
+from secc.errors import UserError
+from secc.report.page import page
+from tools.ranks import differences, distributed, plain, recording_model
+from tools.zoo_models import Entry, entries
+
+RANKS, GLOBAL_BATCH, STEPS = 3, 12, 3
+EXACT, SKIPPED = "exact", "-"
+CAUSES = (  # (what the first line of the error says, the cause that the table names)
+    (r"only \d+ of the captures took this way|no expression over|depends on values|is not explained", "not generic: glue depends on input values"),
+    (r"fits no rule|follow no rule|neither", "input without a rule of rows or widths"),
+    (r"Python reads a value", "reads a value that a block computed"),
+    (r"not separable", "loss not separable by sample"),
+    (r"draws random numbers", "random numbers in forward"),
+    (r"shapes of block", "shapes of a block cannot be found"),
+    (r"does not compute what plain PyTorch", "plan not exact"),
+    (r"^run: ", "run differs from the check"),
+    (r"forward raises", "forward raises under capture"),
+    (r"^\w+(Error|Exception|Unexplained)\b", "defect: not a UserError"),
+)
+
+
+@dataclass
+class Row:
+    """One line of the table. `check` and `run` are "exact", "-" if not tried, or the first line of the error."""
+
+    name: str
+    family: str
+    glue: str = SKIPPED
+    sections: tuple[str, ...] = ()
+    check: str = SKIPPED
+    run: str = SKIPPED
+    seconds: float = 0.0
+
+    @property
+    def error(self) -> str:
+        """The first error, "" if there is none."""
+        return next((e for e in (self.check, self.run) if e not in (EXACT, SKIPPED)), "")
+
+    @property
+    def cause(self) -> str:
+        """The bucket of the error."""
+        return next((cause for sign, cause in CAUSES if re.search(sign, self.error)), "other") if self.error else ""
+
+
+def look(entry: Entry, ranks: int = RANKS, run: bool = True) -> Row:
+    """Compile, check and, unless told otherwise, run one architecture."""
+    row, start = Row(entry.name, entry.family), time.perf_counter()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / f"{entry.name}.py").write_text(entry.source())
+        model = recording_model(entry.name, folder, folder)
+        try:
+            compiled = compile_model(model, Options(cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH))
+            row.glue, row.sections = glue(compiled), tuple(s.name for s in compiled.plan.sections)
+            compiled = checked(compiled, required=True)
+            row.check = EXACT
+            if run:
+                row.run = _run(compiled, model, folder, ranks)
+        except UserError as error:
+            row.check = f"{error.where}: {error.message}".splitlines()[0] if error.where else error.message.splitlines()[0]
+        except Exception as error:
+            row.check = f"{type(error).__name__}: {error}".splitlines()[0]
+    row.seconds = round(time.perf_counter() - start, 1)
+    return row
+
+
+def glue(compiled: Compiled) -> str:
+    """How the glue is known: `generic` code for all sizes, or `re-recorded` for each micro-batch."""
+    return "re-recorded" if getattr(compiled.plan, "rerecorded", False) else "generic"
+
+
+def _run(compiled: Compiled, model: Path, folder: Path, ranks: int) -> str:
+    """`exact`, or the first thing in which the run differs from plain PyTorch."""
+    compiled.write(folder / "plan", page)
+    try:
+        reference = plain(model, GLOBAL_BATCH, STEPS, folder / "plain")
+        found = distributed(folder / "plan", ranks, STEPS, folder / "run")
+    except AssertionError as error:
+        return f"run: {error}".splitlines()[0]
+    return next((f"run: {d}" for d in differences(found, reference)), EXACT)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as a Markdown table, then the failures by cause."""
+    lines = ["| architecture | family | glue | sections | check | run |", "| --- | --- | --- | --- | --- | --- |"]
+    for r in rows:
+        lines.append(f"| {r.name} | {r.family} | {r.glue} | {', '.join(r.sections) or SKIPPED} | {_cell(r.check)} | {_cell(r.run)} |")
+    exact = sum(not r.error for r in rows)
+    lines += ["", f"{exact} of {len(rows)} without an error."]
+    causes: dict[str, list[str]] = defaultdict(list)
+    for r in rows:
+        if r.error:
+            causes[r.cause].append(r.name)
+    lines += [f"- {cause}: {', '.join(names)}" for cause, names in sorted(causes.items(), key=lambda c: -len(c[1]))]
+    return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    """An error as one cell: without the folders of its place, and no column breaks."""
+    return re.sub(r"\S*/site-packages/", "", text).replace("|", "\\|")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="architectures (default: all)")
+    parser.add_argument("--family", help="only architectures of this family")
+    parser.add_argument("--ranks", type=int, default=RANKS, help="gloo ranks of a run")
+    parser.add_argument("--no-run", action="store_true", help="compile and check only")
+    parser.add_argument("--list", action="store_true", help="print the names and end")
+    parser.add_argument("--json", type=Path, help="write the rows to this file too")
+    options = parser.parse_args()
+    known = {e.name: e for e in entries() if options.family in (None, e.family)}
+    if unknown := [n for n in options.names if n not in known]:
+        parser.error(f"no architecture {unknown[0]!r}; there are {', '.join(known)}")
+    chosen = [known[n] for n in options.names or known]
+    if options.list:
+        print("\n".join(f"{e.family:16} {e.name}" for e in chosen))
+        return 0
+    rows = list[Row]()
+    for entry in chosen:
+        rows.append(look(entry, options.ranks, not options.no_run))
+        print(f"{rows[-1].seconds:6.1f} s  {entry.name:24} {rows[-1].error or EXACT}", file=sys.stderr, flush=True)
+    print(table(rows))
+    if options.json:
+        options.json.write_text(json.dumps([dataclasses.asdict(r) | {"cause": r.cause} for r in rows], indent=1) + "\n")
+    return 1 if any(r.error for r in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
