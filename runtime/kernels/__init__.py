@@ -8,7 +8,9 @@ when kernels run.
 from __future__ import annotations
 
 from secc.runtime.kernels.cross_entropy import linear_cross_entropy
+from secc.runtime.kernels.gated import geglu, swiglu
 from secc.runtime.kernels.kl import linear_kl
 from secc.runtime.kernels.kl_cross_entropy import linear_kl_ce
+from secc.runtime.kernels.norms import layer_norm, rms_norm
 
-__all__ = ["linear_cross_entropy", "linear_kl", "linear_kl_ce"]
+__all__ = ["geglu", "layer_norm", "linear_cross_entropy", "linear_kl", "linear_kl_ce", "rms_norm", "swiglu"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -58,10 +59,19 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
+@cache
+def programs(device: torch.device) -> int:
+    """How many programs share a reduction over rows: a few for each multiprocessor; their partial sums are added in a fixed order."""
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+def unit_rows(x: torch.Tensor) -> torch.Tensor:
+    """[rows, H] with adjacent entries in a row."""
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
 def as_rows(x: torch.Tensor) -> torch.Tensor:
-    """[..., H] as [rows, H] with adjacent entries in a row: a view where strides allow it, else a copy."""
-    if x.stride(-1) != 1:
-        x = x.contiguous()
+    """[..., H] as [rows, H]: a view where strides allow it, else a copy."""
     return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 

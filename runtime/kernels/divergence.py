@@ -7,8 +7,8 @@ With p = softmax(teacher / T), q = softmax(student / T) and m = beta * p + (1 - 
     js        beta * sum p log(p / m) + (1 - beta) * sum q log(q / m)         (1 - beta) q (log(q / m) - R) / T, R = sum q log(q / m)
 
 Terms are summed as p log(p / q) + q - p (the same sum, for p and q each add up to one), by a series where p and q are close, so that no
-term is negative and nothing cancels. A token of probability zero adds nothing on the side that it weighs. `statistics` reads the logits once;
-`value_and_gradient_` reads them once more, and a third time for the kinds whose gradient needs R.
+term is negative and nothing cancels. A token of probability zero adds nothing on the side that it weighs. `row_norms` reads the logits
+once; `value_and_gradient_` reads them once more, and a third time for the kinds whose gradient needs R.
 """
 
 from __future__ import annotations

@@ -51,6 +51,18 @@ TUNABLES: dict[str, Tunable] = {}
 _forced: dict[str, Launch] = {}
 
 
+def row_launch(width: int, _: torch.device) -> Launch:
+    """The default of kernels that hold whole rows: several short rows a program, more warps for long ones."""
+    block = next_power_of_2(width)
+    return Launch(block, max(4096 // block, 1), warps=min(max(block // 512, 4), 32))
+
+
+def row_candidates(width: int, _: torch.device) -> list[Launch]:
+    """Other numbers of rows and warps for kernels that hold whole rows."""
+    block = next_power_of_2(width)
+    return [Launch(block, rows, warps) for rows in (1, 2, 4, 8, 16) if rows * block <= 1 << 15 for warps in (2, 4, 8, 16, 32)]
+
+
 def register(tunable: Tunable) -> None:
     """Make a kernel known to `launch` and `tune`."""
     TUNABLES[tunable.name] = tunable

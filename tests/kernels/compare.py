@@ -30,7 +30,7 @@ def strided(shape: Sequence[int], layout: str, seed: int, scale: float = 1.0) ->
     shape = list(shape)
     if layout == "stepped":
         return scale * torch.randn(*shape[:-1], 2 * shape[-1], generator=generator)[..., ::2]
-    if layout == "swapped":
+    if layout == "swapped" and len(shape) > 1:
         return scale * torch.randn(shape[-1], *shape[1:-1], shape[0], generator=generator).transpose(0, -1)
     return scale * torch.randn(*shape, generator=generator)
 

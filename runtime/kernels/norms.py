@@ -1,0 +1,248 @@
+"""RMS and layer normalisation of rows, with the residual addition before them if asked: one kernel forward, one backward.
+
+    h = x + residual                   rounded to its dtype, as the unfused residual stream is
+    y = (h - mean(h)) / sqrt(mean((h - mean(h))^2) + eps) * weight + bias         without the means: RMS norm, which has no bias
+
+A program holds whole rows. Backward sums the weight's gradient over a fixed slab of rows in each program, and the slabs' sums in order, so
+it is deterministic. Each tensor is read once forward and once backward.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from secc.runtime.kernels import tuning
+from secc.runtime.kernels.backend import accumulator, as_rows, ceil_div, has_kernels, jit, on_device, programs, require, tl, unit_rows
+
+NAME = "norm"
+LONGEST = 1 << 16  # entries of a row that a program can hold
+
+
+@jit
+def _forward(
+    x, residual, weight, bias, y, h, moments, rows, width, x_stride, residual_stride, eps,
+    CENTER: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None] & (columns < width)[None, :]
+    place = row[:, None] * width + columns[None, :]
+    value = tl.load(x + row[:, None] * x_stride + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        value += tl.load(residual + row[:, None] * residual_stride + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        rounded = value.to(h.dtype.element_ty)
+        tl.store(h + place, rounded, mask=inside)
+        value = rounded.to(tl.float32)
+    mean = tl.zeros((ROWS,), tl.float32)
+    if CENTER:
+        mean = tl.sum(value, 1) / width
+        value = tl.where(inside, value - mean[:, None], 0.0)
+    tl.store(moments + row, mean, mask=row < rows)
+    scale = 1.0 / tl.sqrt(tl.sum(value * value, 1) / width + eps)
+    tl.store(moments + rows + row, scale, mask=row < rows)
+    value *= scale[:, None]
+    if WEIGHT:
+        value *= tl.load(weight + columns, mask=columns < width, other=0.0).to(tl.float32)[None, :]
+    if BIAS:
+        value += tl.load(bias + columns, mask=columns < width, other=0.0).to(tl.float32)[None, :]
+    tl.store(y + place, value.to(y.dtype.element_ty), mask=inside)
+
+
+@jit
+def _backward(
+    dy, dh, h, weight, moments, dx, sums, rows, width, dy_stride, dh_stride, h_stride, tiles,
+    CENTER: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    slab = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    weight_sum = tl.zeros((BLOCK,), tl.float32)
+    bias_sum = tl.zeros((BLOCK,), tl.float32)
+    for tile in range(slab * tiles, (slab + 1) * tiles):
+        row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        inside = (row < rows)[:, None] & (columns < width)[None, :]
+        upstream = tl.load(dy + row[:, None] * dy_stride + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(h + row[:, None] * h_stride + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        scale = tl.load(moments + rows + row, mask=row < rows, other=0.0)
+        if CENTER:
+            value -= tl.load(moments + row, mask=row < rows, other=0.0)[:, None]
+        value = tl.where(inside, value * scale[:, None], 0.0)
+        weight_sum += tl.sum(upstream * value, 0)
+        if CENTER:
+            bias_sum += tl.sum(upstream, 0)
+        if WEIGHT:
+            upstream *= tl.load(weight + columns, mask=columns < width, other=0.0).to(tl.float32)[None, :]
+        change = upstream - value * (tl.sum(upstream * value, 1) / width)[:, None]
+        if CENTER:
+            change -= (tl.sum(upstream, 1) / width)[:, None]
+        change *= scale[:, None]
+        if RESIDUAL:
+            change += tl.load(dh + row[:, None] * dh_stride + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx + row[:, None] * width + columns[None, :], change.to(dx.dtype.element_ty), mask=inside)
+    tl.store(sums + slab * 2 * width + columns, weight_sum, mask=columns < width)
+    tl.store(sums + slab * 2 * width + width + columns, bias_sum, mask=columns < width)
+
+
+def _forward_reference(
+    h: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, center: bool, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    value = h.to(accumulator(h.dtype))
+    mean = value.mean(1, keepdim=True) if center else value.new_zeros(value.shape[0], 1)
+    value = value - mean
+    scale = (value.square().mean(1, keepdim=True) + eps).rsqrt()
+    value = value * scale
+    value = value if weight is None else value * weight
+    value = value if bias is None else value + bias
+    return value.to(dtype), torch.cat([mean, scale], 1).t().contiguous()
+
+
+def _backward_reference(
+    dy: torch.Tensor, dh: torch.Tensor | None, h: torch.Tensor, weight: torch.Tensor | None, moments: torch.Tensor, center: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    upstream = dy.to(moments.dtype)
+    value = (h.to(moments.dtype) - moments[0].unsqueeze(1)) * moments[1].unsqueeze(1)
+    weight_sum, bias_sum = (upstream * value).sum(0), upstream.sum(0)
+    upstream = upstream if weight is None else upstream * weight
+    change = upstream - value * (upstream * value).mean(1, keepdim=True)
+    change = change - upstream.mean(1, keepdim=True) if center else change
+    change = change * moments[1].unsqueeze(1)
+    return (change if dh is None else change + dh).to(h.dtype), weight_sum, bias_sum
+
+
+def _dtypes(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None
+) -> tuple[torch.dtype, torch.dtype]:
+    """The dtypes of h and y: PyTorch's promotion of what they are made of."""
+    h = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    y = h if weight is None else torch.promote_types(h, weight.dtype)
+    return h, y if bias is None else torch.promote_types(y, bias.dtype)
+
+
+@torch.library.custom_op("secc::norm", mutates_args=())
+def _operator(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, residual: torch.Tensor | None, eps: float, center: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows, width = x.shape
+    h_dtype, y_dtype = _dtypes(x, residual, weight, bias)
+    if not has_kernels(x) or width > LONGEST:
+        h = x if residual is None else (x.to(accumulator(h_dtype)) + residual).to(h_dtype)
+        y, moments = _forward_reference(h, weight, bias, eps, center, y_dtype)
+        return y, h.new_empty(0) if residual is None else h, moments
+    y, moments = x.new_empty(rows, width, dtype=y_dtype), x.new_empty(2, rows, dtype=torch.float32)
+    h = x.new_empty((rows, width) if residual is not None else 0, dtype=h_dtype)
+    launch = tuning.launch(NAME, width, x)
+    x = unit_rows(x)
+    other = x if residual is None else unit_rows(residual)
+    if rows:
+        with on_device(x):
+            _forward[(ceil_div(rows, launch.rows),)](
+                x, other, x if weight is None else weight.contiguous(), x if bias is None else bias.contiguous(), y, h, moments,
+                rows, width, x.stride(0), other.stride(0), eps, CENTER=center, RESIDUAL=residual is not None, WEIGHT=weight is not None,
+                BIAS=bias is not None, ROWS=launch.rows, BLOCK=launch.block, num_warps=launch.warps,
+            )  # fmt: skip
+    return y, h, moments
+
+
+@_operator.register_fake
+def _(x, weight, bias, residual, eps, center):
+    h_dtype, y_dtype = _dtypes(x, residual, weight, bias)
+    h = x.new_empty(x.shape if residual is not None else 0, dtype=h_dtype)
+    return x.new_empty(x.shape, dtype=y_dtype), h, x.new_empty(2, x.shape[0], dtype=accumulator(h_dtype))
+
+
+@torch.library.custom_op("secc::norm_backward", mutates_args=())
+def _backward_operator(
+    dy: torch.Tensor, dh: torch.Tensor | None, h: torch.Tensor, weight: torch.Tensor | None, moments: torch.Tensor, center: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows, width = h.shape
+    if not has_kernels(h) or width > LONGEST or not rows:
+        return _backward_reference(dy, dh, h, weight, moments, center)
+    launch = tuning.launch(NAME, width, h)
+    tiles = ceil_div(rows, launch.rows)
+    slabs = min(tiles, programs(h.device))
+    dx, sums = h.new_empty(rows, width), h.new_empty(slabs, 2, width, dtype=torch.float32)
+    dy, h = unit_rows(dy), unit_rows(h)
+    other = dy if dh is None else unit_rows(dh)
+    with on_device(h):
+        _backward[(slabs,)](
+            dy, other, h, h if weight is None else weight.contiguous(), moments, dx, sums, rows, width, dy.stride(0), other.stride(0),
+            h.stride(0), ceil_div(tiles, slabs), CENTER=center, RESIDUAL=dh is not None, WEIGHT=weight is not None,
+            ROWS=launch.rows, BLOCK=launch.block, num_warps=launch.warps,
+        )  # fmt: skip
+    weight_sum, bias_sum = sums.sum(0).unbind()
+    return dx, weight_sum.clone(), bias_sum.clone()
+
+
+@_backward_operator.register_fake
+def _(dy, dh, h, weight, moments, center):
+    return h.new_empty(h.shape), moments.new_empty(h.shape[1]), moments.new_empty(h.shape[1])
+
+
+def _setup_context(ctx, inputs, output):
+    x, weight, bias, residual, _, center = inputs
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[2])
+    ctx.save_for_backward(x if residual is None else output[1], weight, output[2])
+    ctx.center = center
+    ctx.dtypes = [None if t is None else t.dtype for t in (x, weight, bias, residual)]
+
+
+def _derive(ctx, dy, dh, _):
+    h, weight, moments = ctx.saved_tensors
+    if dy is None:  # only the residual stream was used
+        gradients = dh, None, None, dh
+    else:
+        dx, dweight, dbias = _backward_operator(dy, dh if ctx.dtypes[3] else None, h, weight, moments, ctx.center)
+        gradients = dx, dweight, dbias, dx
+    typed = (None if g is None or dtype is None else g.to(dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True))
+    return *typed, None, None
+
+
+_operator.register_autograd(_derive, setup_context=_setup_context)
+
+
+def _norm(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, residual: torch.Tensor | None, eps: float, center: bool
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    require(x.is_floating_point() and x.dim() > 0 and x.shape[-1] > 0, f"a norm is of rows of floating numbers, not {list(x.shape)}")
+    for name, t in (("weight", weight), ("bias", bias)):
+        require(t is None or t.shape == x.shape[-1:], f"norm: rows of {x.shape[-1]} entries need a {name} of as many")
+    require(residual is None or residual.shape == x.shape, "norm: the residual has the shape of x")
+    y, h, _ = _operator(as_rows(x), weight, bias, None if residual is None else as_rows(residual), eps, center)
+    return y.view(x.shape) if residual is None else (y.view(x.shape), h.view(x.shape))
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float = 1e-6, residual: torch.Tensor | None = None
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dim, in float32 inside; with `residual`, (the norm of x + residual, x + residual).
+
+    `x` and `residual` [..., H], `weight` [H] or None. The result has the dtype that PyTorch promotes x and weight to. Raises UserError for
+    shapes that do not fit.
+    """
+    return _norm(x, weight, None, residual, eps, center=False)
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float = 1e-5,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dim; `weight` and `bias` [H] or None; the rest as `rms_norm`."""
+    return _norm(x, weight, bias, residual, eps, center=True)
+
+
+def _trial(rows: int, size: int, dtype: torch.dtype, device: torch.device):
+    x = torch.randn(rows, size, dtype=dtype, device=device, requires_grad=True)
+    weight = torch.ones(size, dtype=dtype, device=device, requires_grad=True)
+
+    def run() -> None:
+        y = rms_norm(x, weight)
+        assert isinstance(y, torch.Tensor)
+        torch.autograd.grad(y, (x, weight), y.detach())
+
+    return run
+
+
+tuning.register(tuning.Tunable(NAME, tuning.row_launch, tuning.row_candidates, _trial))
