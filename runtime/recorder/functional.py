@@ -21,7 +21,7 @@ from secc.runtime.recorder.glue import Executor, Fail, Glue
 from secc.runtime.recorder.modes import Ops
 from secc.runtime.recorder.recording import is_read, read_value
 from secc.runtime.recorder.structure import take
-from secc.runtime.recorder.tape import Meta, Tape
+from secc.runtime.recorder.tape import MOMENT, Meta, Tape
 
 _torch: Any = torch  # functionalisation's functions are public in name only
 
@@ -66,7 +66,7 @@ class _Functional:
         try:
             with torch.no_grad(), Ops(self):  # type: ignore[arg-type]
                 for node in self._graph.nodes:
-                    self._meta = {k: node.meta.get(k) for k in ("where", "grad", "autocast")}
+                    self._meta = {k: node.meta.get(k) for k in MOMENT}
                     self._env[node] = self._node(node)
         finally:
             _torch._disable_functionalization()

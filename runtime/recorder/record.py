@@ -57,7 +57,7 @@ class Recorder:
     def record(self, batch: Mapping[str, Any]) -> Recording:
         """Record `model(**batch)`. Raises UserError for what cannot be recorded, BlockError where other blocks may help."""
         self.paused, self._open, self._hazards, self._watch = False, [""], dict[Hazard, None](), Watch("")
-        self._tape = Tape(self._state, here, {}, self._stray)
+        self._tape = Tape(self._state, lambda: here(self._open[-1]), {}, self._stray)
         self._executor = Executor(self._mode, self._fail)
         self._glue = Glue(self._tape, self._executor, self._fail)
         inputs = _copies(batch)

@@ -6,8 +6,8 @@ A recording's graph is a `torch.fx.Graph` of
 - `call_function` nodes for ATen ops, none of which mutates;
 - reads: nodes marked `meta["read"]` that stand where Python looked at a value of a tensor.
 
-Every node's meta has `where` ("file:line"), `grad` (grad mode), `autocast` ("" or "cpu bfloat16"), and for tensors `shape`, `dtype`
-and `requires_grad`.
+Every node's meta has `where` ("file:line"), `module` (the path of the open module that ran), `grad` (grad mode), `autocast` ("" or
+"cpu bfloat16"), and for tensors `shape`, `dtype` and `requires_grad`.
 """
 
 from __future__ import annotations

@@ -20,9 +20,12 @@ from secc.runtime.recorder.structure import take
 Meta = dict[str, Any]
 
 
-def here() -> Meta:
-    """What the meta of a node says about the moment it is recorded."""
-    return {"where": place(), "grad": torch.is_grad_enabled(), "autocast": autocast()}
+MOMENT = ("where", "module", "grad", "autocast")
+
+
+def here(module: str) -> Meta:
+    """What the meta of a node says about the moment it is recorded, while `module` (a path) runs."""
+    return dict(zip(MOMENT, (place(), module, torch.is_grad_enabled(), autocast()), strict=True))
 
 
 def autocast() -> str:
@@ -87,7 +90,7 @@ class Tape:
         if name in self._heads:
             return self._heads[name]
         node = self.graph.create_node(op, name) if op == "get_attr" else self.graph.placeholder(name)
-        node.meta = {"where": "", "grad": True, "autocast": ""} | described(tensor)
+        node.meta = dict(zip(MOMENT, ("", "", True, ""), strict=True)) | described(tensor)
         node.meta["requires_grad"] = op == "get_attr" and tensor.requires_grad
         self._heads[name] = node
         return node
@@ -131,7 +134,7 @@ class Tape:
     def take(self, call: fx.Node, path: str, tensor: torch.Tensor, requires_grad: bool) -> fx.Node:
         """A node for the tensor at an access path of a block's result."""
         node = self.graph.call_function(take, (call, path))
-        node.meta = {k: call.meta[k] for k in ("where", "grad", "autocast")}
+        node.meta = {k: call.meta[k] for k in MOMENT}
         node.meta |= {"requires_grad": requires_grad, "stride": tensor.stride()}
         self.describe(node, tensor)
         return node

@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from secc.errors import UserError
-from secc.frontend.compare import Diagnostic, Generic, Observed, generalise, way
+from secc.frontend.compare import Diagnostic, Generic, GlueError, Observed, generalise, way
 from secc.frontend.fold import fold
 from secc.frontend.frontier import Frontier, Note, choose, coarsen, component, layers
 from secc.frontend.inputs import Inputs
@@ -88,18 +88,8 @@ def capture(
     """
     batches = {p: _Batches(user, survey, inputs, p) for p in survey.unions()}
     frontier = choose(model, [b.ragged[0].batch for b in batches.values()], cut, blocks)
-    observed = _observed(model, frontier, batches)
-    cases: list[Case] = []
-    for pattern, seen in observed.items():
-        try:
-            found, problems = generalise(seen)
-        except UserError as error:
-            if pattern in survey.patterns:
-                raise
-            found, problems = [], [Diagnostic(error.message, error.where)]
-        frontier.notes += [Note("", p.message, p.where) for p in problems]
-        cases += [_named(Case(f"c{len(cases) + i}", pattern, g)) for i, g in enumerate(found)]
-    _refuse_random(cases, hazards := list(dict.fromkeys(h for seen in observed.values() for o in seen for h in o.recording.hazards)))
+    cases, observed = _captured(model, frontier, batches, frozenset(survey.patterns))
+    _refuse_random(cases, hazards := list(dict.fromkeys(h for o in observed for h in o.recording.hazards)))
     called = {str(n.target): n for case in reversed(cases) for n in case.generic.graph.nodes if n.op == "call_module"}
     blocks_called = {path: _block(model, path, call) for path, call in called.items()}
     return Capture(inputs, survey.optional, cases, blocks_called, _parameters(model), ties(model), hazards, frontier.notes)
@@ -136,17 +126,36 @@ class _Batches:
         return found
 
 
-def _observed(model: nn.Module, frontier: Frontier, batches: Mapping[Pattern, _Batches]) -> dict[Pattern, list[Observed]]:
-    """Record every pattern. A block that cannot be called from recorded arguments gives way to the module around it."""
+def _captured(
+    model: nn.Module, frontier: Frontier, batches: Mapping[Pattern, _Batches], needed: Collection[Pattern]
+) -> tuple[list[Case], list[Observed]]:
+    """Record every pattern and make it generic. What cannot be, in a module that is no block, is hidden in a block: that module."""
     while True:
         recorder = Recorder(model, frontier.blocks)
         try:
-            return {p: b.record(recorder) for p, b in batches.items()}
-        except BlockError as error:
-            if error.coarser is None or error.coarser in frontier.blocks:
+            observed = {p: b.record(recorder) for p, b in batches.items()}
+            return _generic(observed, frontier, needed), [o for seen in observed.values() for o in seen]
+        except (BlockError, GlueError) as error:
+            around = error.coarser if isinstance(error, BlockError) else error.module or None
+            if around is None or around in frontier.blocks:
                 raise
-            frontier.notes.append(Note(error.coarser, f"one block, because {error.message}", error.where))
-            frontier.blocks = coarsen(frontier.blocks, error.coarser)
+            frontier.notes.append(Note(around, f"one block, because {error.message}", error.where))
+            frontier.blocks = coarsen(frontier.blocks, around)
+
+
+def _generic(observed: Mapping[Pattern, Sequence[Observed]], frontier: Frontier, needed: Collection[Pattern]) -> list[Case]:
+    """The cases of all patterns. A pattern that no sample alone has may be left out, with a note."""
+    cases: list[Case] = []
+    for pattern, seen in observed.items():
+        try:
+            found, problems = generalise(seen)
+        except GlueError as error:
+            if pattern in needed or error.module:
+                raise
+            found, problems = [], [Diagnostic(error.message, error.where)]
+        frontier.notes += [Note("", p.message, p.where) for p in problems]
+        cases += [_named(Case(f"c{len(cases) + i}", pattern, g)) for i, g in enumerate(found)]
+    return cases
 
 
 def _refuse_random(cases: Sequence[Case], hazards: Sequence[Hazard]) -> None:

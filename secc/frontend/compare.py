@@ -19,7 +19,7 @@ from torch import fx
 from secc.errors import UserError
 from secc.frontend.fit import Fitter
 from secc.ir.expr import Expr
-from secc.runtime.recorder import Recording, is_read, take
+from secc.runtime.recorder import Read, Recording, is_read
 from secc.runtime.recorder.finish import needed
 
 FEWEST = 3  # captures that a case needs, so that sizes can be explained and checked
@@ -36,6 +36,14 @@ class Observed:
     sizes: Mapping[str, int]
 
 
+class GlueError(UserError):
+    """Glue that cannot be made generic; `module` is the open module that it belongs to, "" for the model itself."""
+
+    def __init__(self, module: str, message: str, where: str = "", remedy: str = "") -> None:
+        super().__init__(message, where, remedy)
+        self.module = module
+
+
 @dataclass(frozen=True)
 class Diagnostic:
     """Glue that no expression over sizes explains: what it is, where, and the values it had."""
@@ -43,11 +51,12 @@ class Diagnostic:
     message: str
     where: str
     values: tuple[Any, ...] = ()
+    module: str = ""
 
-    def error(self) -> UserError:
+    def error(self) -> GlueError:
         """The diagnostic as bad input."""
         shown = ", ".join(str(v)[:60] for v in self.values[:6])
-        return UserError(self.message + (f" (it was {shown})" if shown else ""), self.where, _REMEDY)
+        return GlueError(self.module, self.message + (f" (it was {shown})" if shown else ""), self.where, _REMEDY)
 
 
 @dataclass
@@ -78,28 +87,34 @@ class Unexplained(Exception):
 def generalise(observed: Sequence[Observed]) -> tuple[list[Generic], list[Diagnostic]]:
     """The cases of one pattern from folded recordings, those with most captures first, and what could not be explained.
 
-    Raises UserError if no case is left.
+    Raises GlueError if no case is left, or if a case could be taken for a batch that goes another way.
     """
     groups: dict[Any, list[Observed]] = {}
     for o in observed:
         groups.setdefault(signature(o.recording.graph), []).append(o)
+    ways = sorted(groups.values(), key=len, reverse=True)
+    reads = {id(o): o.recording.reads for o in observed}
     cases, problems = [], []
-    for group in sorted(groups.values(), key=len, reverse=True):
+    for group in ways:
         found, notes = _cases(group)
         cases += found
         problems += notes
+    for case, group in cases:
+        strangers = [o for o in observed if all(o is not member for member in group)]
+        if not all(_rejects(case, reads[id(o)]) for o in strangers):
+            raise (_difference(ways) or Diagnostic("forward goes different ways that no value it reads tells apart", "")).error()
     if not cases:
-        raise (_difference(list(groups.values())) or problems[0]).error()
-    return cases, problems
+        raise (problems[0] if len(ways) == 1 else _difference(ways) or problems[0]).error()
+    return [case for case, _ in cases], problems
 
 
-def _cases(group: list[Observed]) -> tuple[list[Generic], list[Diagnostic]]:
+def _cases(group: list[Observed]) -> tuple[list[tuple[Generic, list[Observed]]], list[Diagnostic]]:
     """Merge captures of one structure: together if that explains all, else apart by what Python read."""
     if len(group) < FEWEST:
         place = next((n.meta["where"] for n in group[0].recording.graph.nodes if n.meta.get("where")), "")
         return [], [Diagnostic(f"only {len(group)} of the captures took this way, too few to tell sizes from constants", place)]
     try:
-        return [_Merge(group).run()], []
+        return [(_Merge(group).run(), group)], []
     except Unexplained as error:
         problem = error.diagnostic
     parts: dict[Any, list[Observed]] = {}
@@ -109,6 +124,15 @@ def _cases(group: list[Observed]) -> tuple[list[Generic], list[Diagnostic]]:
         return [], [problem]
     results = [_cases(part) for part in parts.values()]
     return [c for cases, _ in results for c in cases], [p for _, problems in results for p in problems]
+
+
+def _rejects(case: Generic, reads: Sequence[Read]) -> bool:
+    """Whether a guard of the case tells a recording with these reads from the case's own."""
+    for guard in case.guards:
+        order, (kind, value) = guard.meta["order"], guard.meta["read"]
+        if order < len(reads) and (reads[order].kind, reads[order].where) == (kind, guard.meta["where"]) and reads[order].value != value:
+            return True
+    return False
 
 
 def signature(graph: fx.Graph) -> Any:
@@ -168,6 +192,8 @@ class _Merge:
     def run(self) -> Generic:
         explained: dict[fx.Node, dict[str, Any]] = {}
         dropped: list[fx.Node] = []
+        for order, read in enumerate(self._first.reads):
+            read.node.meta["order"] = order
         for nodes in list(zip(*(g.nodes for g in self._graphs), strict=True)):
             if is_read(nodes[0]) and self._explained(nodes):
                 dropped.append(nodes[0])
@@ -228,7 +254,7 @@ class _Merge:
     def _found(self, node: fx.Node, values: list[Any], expr: Expr | float | None) -> Any:
         if expr is None:
             message = f"a number in {node.target} moves with the batch, and no expression over its sizes explains it"
-            raise Unexplained(Diagnostic(message, node.meta["where"], tuple(values)))
+            raise _unexplained(node, message, values)
         return int(expr) if isinstance(expr, sympy.Integer) else expr
 
     def _dim(self, node: fx.Node, values: Sequence[int]) -> Expr:
@@ -237,7 +263,7 @@ class _Merge:
             return expr
         if not _dynamic(node):
             message = f"a dim of the result of {node.target} moves with the batch, and no expression over its sizes explains it"
-            raise Unexplained(Diagnostic(message, node.meta["where"], tuple(values)))
+            raise _unexplained(node, message, values)
         name = f"rows_{len(self._data)}"
         self._data.append(name)
         self._fitter = self._fitter.with_symbol(name, values)
@@ -252,7 +278,7 @@ class _Merge:
         """
         values = [n.meta["read"][1] for n in nodes]
         if all(v == values[0] for v in values):
-            return False
+            return not _of_inputs(nodes[0])
         if all(isinstance(v, bool) for v in values):
             return True
         try:
@@ -260,7 +286,7 @@ class _Merge:
         except (Unexplained, ValueError):
             kind = nodes[0].meta["read"][0]
             message = f"Python reads a value ({kind}) of the inputs that sizes do not explain"
-            raise Unexplained(Diagnostic(message, nodes[0].meta["where"], tuple(values))) from None
+            raise _unexplained(nodes[0], message, values) from None
         return True
 
     def _constant(self, nodes: Sequence[fx.Node]) -> dict[str, Any]:
@@ -273,8 +299,8 @@ class _Merge:
         shape = self._shape(node, [tuple(t.shape) for t in tensors])
         made = self._full(node, tensors, shape) or self._range(node, tensors)
         if made is None:
-            values = tuple(t.tolist() for t in tensors)
-            raise Unexplained(Diagnostic("a tensor made of Python data changes with the batch", node.meta["where"] or _user(node), values))
+            user = next(iter(node.users), node)
+            raise _unexplained(user, "a tensor made of Python data changes with the batch", [t.tolist() for t in tensors])
         target, args = made
         kwargs = {"dtype": tensors[0].dtype, "device": torch.device("cpu")}
         modes = {"where": _user(node), "grad": False, "autocast": "", "requires_grad": False}
@@ -292,8 +318,24 @@ class _Merge:
         return aten.arange.default, (self._value(node, [len(t) for t in tensors]),)
 
 
+def _unexplained(node: fx.Node, message: str, values: Sequence[Any]) -> Unexplained:
+    return Unexplained(Diagnostic(message, node.meta["where"], tuple(values), node.meta["module"]))
+
+
 def _user(node: fx.Node) -> str:
     return next((u.meta["where"] for u in node.users), "")
+
+
+def _of_inputs(node: fx.Node) -> bool:
+    """Whether a value is computed from inputs, not from constants alone."""
+    seen, queue = {node}, [node]
+    while queue:
+        n = queue.pop()
+        if n.op == "placeholder":
+            return True
+        queue += [p for p in n.all_input_nodes if p not in seen]
+        seen.update(n.all_input_nodes)
+    return False
 
 
 def _dynamic(node: fx.Node) -> bool:
@@ -311,9 +353,11 @@ def _difference(groups: list[list[Observed]]) -> Diagnostic | None:
     for x, y, s, t in zip(a.nodes, b.nodes, signature(a), signature(b), strict=False):
         if s != t:
             message = "the glue's ops change with the batch in a way that no capture explains: they differ first here"
-            return Diagnostic(message, x.meta.get("where") or y.meta.get("where", ""), (_shown(x), _shown(y)))
+            place = x if x.meta.get("where") else y
+            return Diagnostic(message, place.meta.get("where", ""), (_shown(x), _shown(y)), place.meta.get("module", ""))
     return None
 
 
 def _shown(node: fx.Node) -> str:
-    return f"{node.target}{node.args}" if node.target is not take else str(node)
+    name = f"read {node.meta['read'][0]}" if is_read(node) else getattr(node.target, "__name__", node.target)
+    return f"{name}{node.args}"

@@ -158,7 +158,11 @@ class _Tree:
         stacks = self.stacks(path)
         if seen[path].loss or seen[path].labels or len(stacks) > 1:
             return True
-        return bool(stacks) and self._head(path, stacks[0], seen)
+        return bool(stacks) and self._whole(path, stacks[0], seen) and self._head(path, stacks[0], seen)
+
+    def _whole(self, path: str, stack: str, seen: Mapping[str, Seen]) -> bool:
+        """Whether the stack is inside a child that is called: without the head, that child would be the block."""
+        return any(child in seen and stack in self.stacks(child) for child, _ in self.children(path))
 
     def _head(self, path: str, stack: str, seen: Mapping[str, Seen]) -> bool:
         """Whether a child that runs after the stack gives much wider results than it takes."""

@@ -6,6 +6,7 @@ A 72B model compiles on a laptop. Large tensors are made on the meta device, sma
 
 from __future__ import annotations
 
+import importlib
 import sys
 import warnings
 from collections.abc import Iterator
@@ -34,7 +35,7 @@ def meta_model(user: UserModel, small: bool = False) -> nn.Module:
     Raises UserError as `model()` does, and where there is no `small_model()`.
     """
     with ExitStack() as stack:
-        stack.enter_context(_no_weights())
+        stack.enter_context(_no_weights(user))
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(_Small())
         stack.enter_context(warnings.catch_warnings())
@@ -82,12 +83,11 @@ def _entries(func: Any, args: Any, kwargs: Any) -> int:
 
 
 @contextmanager
-def _no_weights() -> Iterator[None]:
+def _no_weights(user: UserModel) -> Iterator[None]:
     """Hugging Face's models are built from their configuration: no checkpoint is read, and no initialisation computed."""
     with ExitStack() as stack:
-        modeling = sys.modules.get("transformers.modeling_utils")
-        if modeling is not None:
-            base = modeling.PreTrainedModel
+        if "transformers" in sys.modules or "transformers" in user.path.read_text():
+            base = importlib.import_module("transformers.modeling_utils").PreTrainedModel
             stack.enter_context(mock.patch.object(base, "from_pretrained", classmethod(_from_config)))
             stack.enter_context(mock.patch.object(base, "initialize_weights", lambda self, *args, **kwargs: None))
         yield

@@ -69,6 +69,40 @@ def test_frozen_parts_and_ties_are_seen(models: Path) -> None:
     assert not any(p.trainable for n, p in found.parameters.items() if n.startswith("model.vision_tower."))
 
 
+LOOPING = """
+import torch
+from torch import nn
+
+class Joined(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(2))) for _ in range(2))
+    def forward(self, x):
+        return self.second(torch.stack([self.first(row) * i for i, row in enumerate(x)]))
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.joined, self.head = Joined(), nn.Linear(4, 3)
+    def forward(self, x, labels):
+        return nn.functional.cross_entropy(self.head(self.joined(x)), labels)
+
+def model(): return Model()
+def dataset(): return [{"x": torch.full((4,), float(i)), "labels": torch.tensor(i % 3)} for i in range(20)]
+"""
+
+
+def test_glue_that_no_size_explains_is_hidden_in_a_block_with_a_note(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(LOOPING)
+    user = load(path)
+    found = captured(user)
+    assert sorted(found.blocks) == ["head", "joined"]
+    (note,) = found.notes
+    assert note.path == "joined" and note.where == "model.py:10"
+    assert_exact(user, found, [user.sample(i) for i in range(11)], real_model(user))
+
+
 def test_what_couples_samples_inside_a_block_is_told_by_place(models: Path) -> None:
     found = captured(load(models / "batchnorm.py"))
     assert [(h.path, h.kind, h.where) for h in found.hazards] == [("norm", "batch_norm", "batchnorm.py:19")]

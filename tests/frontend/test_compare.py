@@ -205,6 +205,17 @@ def test_what_values_of_inputs_decide_is_refused_by_place_and_value() -> None:
     assert error.value.where.startswith("test_compare.py:") and "(it was " in error.value.message
 
 
+def test_ways_that_only_sizes_tell_apart_are_refused() -> None:
+    """No guard could choose between them at run time."""
+    with pytest.raises(UserError):
+        generalise(observe(Model(lambda m, h, mask: h.mean() if h.shape[1] > 15 else h.sum() / h.numel() * 2), [*SIZES, (6, 12)]))
+
+
+def test_reading_a_constant_guards_nothing() -> None:
+    case, _ = generic(lambda m, h, mask: h.mean() * torch.tensor([2, 3]).tolist()[1])
+    assert case.guards == []
+
+
 def test_ops_that_move_with_the_batch_are_refused_by_place() -> None:
     def glue(m: Model, h: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return torch.stack([m.head(row).mean() for row in h]).sum()

@@ -94,6 +94,25 @@ def test_a_module_that_computes_the_loss_is_opened() -> None:
     assert chosen(Pair(Stack(), Language())) == ["first", "second.decoder", "second.head"]
 
 
+class Merged(Wrapped):
+    """A tower whose own projection is wider than its layers, which are in no module of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower, self.layers, self.out = nn.Identity(), nn.ModuleList(Layer() for _ in range(2)), nn.Linear(WIDTH, 2 * WIDTH)
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.out(x)
+
+
+def test_a_wide_projection_beside_the_layers_stays_with_them() -> None:
+    assert chosen(Pair(Merged(), Stack())) == ["first", "second"]
+
+
 def test_a_cut_component_has_its_layers_as_blocks() -> None:
     found = chosen(Pair(Wrapped(), Stack()), cut={"first"})
     assert found == ["first.tower.embed", *(f"first.tower.layers.{i}" for i in range(3)), "first.tower.norm", "first.out", "second"]
