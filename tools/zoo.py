@@ -1,8 +1,8 @@
 """Checks small random models of many public architectures: does secc take them, is their plan exact, does a run on gloo ranks agree?
 
-python tools/zoo.py                          every architecture, checked and run on three ranks
-python tools/zoo.py llava whisper            some of them
-python tools/zoo.py --family audio --no-run  one family, compiled and checked only
+python -m tools.zoo                          every architecture, checked and run on three ranks
+python -m tools.zoo llava whisper            some of them
+python -m tools.zoo --family audio --no-run  one family, compiled and checked only
 
 For each architecture: whether its glue is generic or re-recorded, its sections, and `exact` or the first line of the error. Failures are
 then listed by cause. Every model goes the way of a user's model file.
