@@ -1,226 +1,225 @@
 """Micro-batches: which samples each replica of each section processes together, and how urgent each micro-batch is.
 
-Samples go to the least loaded replica, largest first; sections on the same ranks are balanced together, so that a sample stays on its
-rank. A micro-batch holds samples of one pattern: one that needs no encoder can then start while the encoders fill. The *critical* section
-(the largest load per replica) is composed first; the others follow the order in which it will want their samples.
-All costs are integer nanoseconds, so that every rank decides alike.
+The *critical* section has the largest load per replica. If it takes several samples together, its samples are first cut into *lots* of one
+pattern, similar in size, so that little time goes into padding. Lots, or single samples elsewhere, go to the least loaded replica, largest
+first; sections on the same ranks are dealt together, so that a sample stays on its rank. The other sections cut what each replica
+got in the order in which the critical section will want it: its *turns*. A micro-batch holds samples of one pattern, because one that
+needs no encoder can start while the encoders fill.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
-from secc.runtime.expr import evaluate
+from secc.runtime.balance import Ranks, balance
+from secc.runtime.costs import Costs
+from secc.runtime.graph import Graph
+from secc.runtime.lots import Lot, lots
 from secc.runtime.plan import Plan, Section
-from secc.runtime.program import MicroBatch, SampleMeta, active, owes_backward, replica_ranks, returns_gradient
-from secc.runtime.sizes import combine
+from secc.runtime.program import MicroBatch, SampleMeta, active, replica_ranks
 
-Cut = list[tuple[int, tuple[int, ...]]]  # a section's micro-batches: (replica, positions of the samples)
-
-
-class Costs:
-    """Modelled times of sets of samples, evaluated at the sizes they will have in a micro-batch."""
-
-    def __init__(self, plan: Plan, samples: Sequence[SampleMeta]) -> None:
-        self._symbols = plan.symbols
-        self._widths: dict[str, int] = {}
-        if plan.widths == "global":
-            total = combine([s.sizes for s in samples], plan.symbols)
-            self._widths = {s.name: total[s.name] for s in plan.symbols if s.kind == "width"}
-        self._sizes = [{**s.sizes, **self._widths} for s in samples]
-
-    def sizes(self, position: int) -> dict[str, int]:
-        """The symbols of the sample at `position` as a micro-batch of its own has them."""
-        return self._sizes[position]
-
-    def together(self, positions: Sequence[int]) -> dict[str, int]:
-        """The symbols of a micro-batch of the samples at `positions`."""
-        if len(positions) == 1:
-            return self._sizes[positions[0]]
-        return combine([self._sizes[p] for p in positions], self._symbols) | self._widths
-
-    def of(self, section: Section, positions: Sequence[int]) -> tuple[int, int]:
-        """(forward, backward) nanoseconds of the samples at `positions` as one micro-batch."""
-        sizes = self.together(positions)
-        backward = evaluate(section.cost.backward_ns, sizes) if owes_backward(section) else 0
-        return evaluate(section.cost.forward_ns, sizes), backward
-
-
-@dataclass
-class Graph:
-    """The sections as a graph: producers first, and for each the sections upstream of it."""
-
-    plan: Plan
-    order: list[Section] = field(init=False)
-    depth: dict[str, int] = field(init=False)
-    ancestors: dict[str, set[str]] = field(init=False)  # over all edges
-    creditors: dict[str, set[str]] = field(init=False)  # over edges that return a gradient: whose backward waits for this section's
-
-    def __post_init__(self) -> None:
-        sections = {s.name: s for s in self.plan.sections}
-        self.ancestors = {name: set() for name in sections}
-        self.creditors = {name: set() for name in sections}
-        self.depth = dict.fromkeys(sections, 0)
-        self.order, left = [], list(self.plan.sections)
-        while left:
-            unplaced = {s.name for s in left}
-            ready = [s for s in left if not any(e.dst == s.name and e.src in unplaced for e in self.plan.edges)]
-            if not ready:
-                raise ValueError(f"the edges between sections {', '.join(sorted(unplaced))} form a cycle")
-            self.order += ready
-            left = [s for s in left if s not in ready]
-        for section in self.order:
-            for edge in self.plan.edges:
-                if edge.src == section.name:
-                    self._connect(edge.src, edge.dst, returns_gradient(edge, sections))
-
-    def _connect(self, src: str, dst: str, gradient: bool) -> None:
-        self.depth[dst] = max(self.depth[dst], self.depth[src] + 1)
-        self.ancestors[dst] |= {src, *self.ancestors[src]}
-        if gradient:
-            self.creditors[dst] |= {src, *self.creditors[src]}
+Cut = list[tuple[int, Lot]]  # a section's micro-batches: (replica, positions of the samples)
+Column = list[int]  # one number for each sample of the global batch
 
 
 @dataclass(frozen=True)
-class Urgency:
-    """What decides when a micro-batch runs. `wave` 0: its backward is awaited upstream, 1: it only needs upstream, 2: it needs nothing."""
+class Table:
+    """The micro-batches of a section, and a number for each in every column.
 
-    forward_ns: int
-    backward_ns: int
-    wave: int
-    upstream_ns: int  # backward that becomes possible upstream once this micro-batch's is done
-    turn: int  # place in the order in which the critical section wants the samples
+    `forward`, `backward`: ns. `upstream`: backward ns that become possible upstream once this micro-batch's is done. `wave` 0: its backward
+    is awaited upstream, 1: it only needs upstream, 2: it needs nothing; within a wave, the least `urgency` goes first. `turn`: when the
+    critical section wants its samples.
+    """
+
+    micro_batches: tuple[MicroBatch, ...]
+    forward: Column
+    backward: Column
+    upstream: Column
+    wave: Column
+    urgency: Column
+    turn: Column
 
 
 @dataclass(frozen=True)
-class Composition:
-    """Micro-batches of all sections with their urgencies, by micro-batch index, and the critical section's name."""
+class Dealt:
+    """The samples of each replica of each section, and the lots of the critical section's replicas."""
 
-    micro_batches: dict[str, tuple[MicroBatch, ...]]
-    urgency: dict[str, tuple[Urgency, ...]]
-    critical: str
+    positions: dict[str, list[list[int]]]
+    critical: list[list[Lot]]
 
 
 class Composer:
     """Deals the samples of one global batch to replicas and cuts them into micro-batches."""
 
     def __init__(self, plan: Plan, samples: Sequence[SampleMeta], graph: Graph) -> None:
-        self.plan, self.samples, self.graph = plan, samples, graph
+        self.plan, self.graph, self.count = plan, graph, len(samples)
         self.costs = Costs(plan, samples)
-        self.alone = {  # for each section: active sample -> (forward, backward) ns on its own
-            s.name: {p: self.costs.of(s, (p,)) for p, sample in enumerate(samples) if active(s.when, sample.pattern)} for s in plan.sections
-        }
-        self.upstream = {s.name: self._upstream(s) for s in plan.sections}
-        self.critical = max(graph.order, key=lambda s: (sum(map(sum, self.alone[s.name].values())) // s.mesh.dp, graph.depth[s.name]))
+        patterns = sorted({s.pattern for s in samples}, key=sorted)
+        number = {pattern: k for k, pattern in enumerate(patterns)}
+        self.kind: Column = [number[s.pattern] for s in samples]
+        self._active = {s.name: [active(s.when, pattern) for pattern in patterns] for s in plan.sections}  # by kind
+        self.active = {s.name: self._active_positions(s) for s in plan.sections}
+        self.alone = {s.name: self._masked(s) for s in plan.sections}
+        self.size = {name: list(map(int.__add__, f, b)) for name, (f, b) in self.alone.items()}
+        self.upstream = {s.name: self._sum(self.alone[name][1] for name in graph.creditors[s.name]) for s in plan.sections}
+        self.head = {s.name: self._sum(self.alone[name][0] for name in graph.ancestors[s.name]) for s in plan.sections}
+        self.waves = {s.name: self._waves(s) for s in plan.sections}
+        self.urgency = {s.name: self._urgency(s) for s in plan.sections}
+        loads = {s.name: sum(self.size[s.name]) // s.mesh.dp for s in graph.order}
+        busy = [s for s in graph.order if 2 * loads[s.name] >= max(loads.values())]
+        self.critical = max(busy, key=lambda s: (graph.depth[s.name], loads[s.name]))
 
-    def wavefront(self) -> tuple[dict[str, Cut], dict[int, int]]:
-        """Micro-batches of balanced replicas, and each sample's turn: when the critical section wants it."""
-        dealt = self._deal()
-        critical = self.critical.name
-        first = self._cut(self.critical, dealt[critical], dict.fromkeys(range(len(self.samples)), 0))
-        turns = self._turns(first)
-        rest = {s.name: self._cut(s, dealt[s.name], turns) for s in self.plan.sections if s.name != critical}
-        return {critical: first, **rest}, turns
+    # -- columns ------------------------------------------------------------------------------------------------------------------
 
-    def dataset_order(self) -> tuple[dict[str, Cut], dict[int, int]]:
-        """Micro-batches of consecutive samples, dealt to the replicas in turn."""
-        cuts: dict[str, Cut] = {}
-        for s in self.plan.sections:
-            positions = list(self.alone[s.name])
-            chunks = [tuple(positions[i : i + s.micro_batch]) for i in range(0, len(positions), s.micro_batch)]
-            cuts[s.name] = [(i % s.mesh.dp, chunk) for i, chunk in enumerate(chunks)]
-        return cuts, {p: p for p in range(len(self.samples))}
+    def _active_positions(self, section: Section) -> list[int]:
+        on = self._active[section.name]
+        return list(range(self.count)) if all(on) else [p for p, kind in enumerate(self.kind) if on[kind]]
 
-    def urgency(self, section: Section, positions: Sequence[int], turns: dict[int, int]) -> Urgency:
-        """The urgency of a micro-batch."""
-        forward, backward = self.costs.of(section, positions)
-        upstream = sum(self.upstream[section.name][p] for p in positions)
-        return Urgency(forward, backward, min(self._wave(section, p) for p in positions), upstream, min(turns[p] for p in positions))
+    def _masked(self, section: Section) -> tuple[Column, Column]:
+        """(forward, backward) of every sample on its own, 0 where the section is not active."""
+        columns, on = self.costs.alone(section), self._active[section.name]
+        if all(on):
+            return columns
+        forward, backward = ([v if on[kind] else 0 for v, kind in zip(c, self.kind, strict=True)] for c in columns)
+        return forward, backward
 
-    def _upstream(self, section: Section) -> dict[int, int]:
-        """For each active sample, the backward that waits upstream for this section's."""
-        waiting = [self.alone[name] for name in self.graph.creditors[section.name]]
-        return {p: sum(costs[p][1] for costs in waiting if p in costs) for p in self.alone[section.name]}
+    def _sum(self, columns: Iterable[Column]) -> Column:
+        parts = list(columns)
+        if len(parts) == 1:
+            return parts[0]
+        return list(map(sum, zip(*parts, strict=True))) if parts else [0] * self.count
 
-    def _wave(self, section: Section, position: int) -> int:
-        if any(position in self.alone[name] for name in self.graph.creditors[section.name]):
-            return 0
-        return 1 if any(position in self.alone[name] for name in self.graph.ancestors[section.name]) else 2
+    def _waves(self, section: Section) -> list[int]:
+        """By kind of sample: 0 if its backward is awaited upstream, 1 if it needs upstream, else 2."""
+        awaited, needed = ([self._active[name] for name in names[section.name]] for names in (self.graph.creditors, self.graph.ancestors))
+        kinds = range(len(self._active[section.name]))
+        return [0 if any(on[k] for on in awaited) else 1 if any(on[k] for on in needed) else 2 for k in kinds]
 
-    def _deal(self) -> dict[str, list[list[int]]]:
-        """For each section the samples of each replica: largest first, each to the least loaded. Sections of the same ranks deal alike."""
-        groups: dict[tuple[int, ...], list[Section]] = defaultdict(list)
+    def _urgency(self, section: Section) -> Column:
+        """Of samples of one wave the least goes first: what owes most upstream, what upstream has ready soonest, or the largest."""
+        waves, size = self.waves[section.name], self.size[section.name]
+        upstream, head = self.upstream[section.name], self.head[section.name]
+        return [(-u, h, -s)[waves[kind]] for u, h, s, kind in zip(upstream, head, size, self.kind, strict=True)]
+
+    # -- dealing ------------------------------------------------------------------------------------------------------------------
+
+    def deal(self) -> Dealt:
+        """Each replica's samples: largest first, each to the least loaded. Sections of the same ranks are dealt alike."""
+        groups: dict[Ranks, list[Section]] = defaultdict(list)
         for s in self.plan.sections:
             groups[replica_ranks(s)].append(s)
-        weights = {ranks: self._weights(sections) for ranks, sections in groups.items()}
+        weights = {ranks: self._sum(self.size[s.name] for s in sections) for ranks, sections in groups.items()}
         load: dict[int, int] = defaultdict(int)
-        dealt: dict[str, list[list[int]]] = {}
-        for ranks in sorted(groups, key=lambda ranks: (-sum(weights[ranks].values()) // len(ranks), ranks)):
-            owner = self._balance(ranks, weights[ranks], load)
+        positions: dict[str, list[list[int]]] = {}
+        critical: list[list[Lot]] = []
+        for ranks in sorted(groups, key=lambda ranks: (-sum(weights[ranks]) // len(ranks), ranks)):
+            if self.critical in groups[ranks] and self.critical.micro_batch > 1:
+                critical, owner = self._deal_lots(ranks, weights[ranks], load)
+            else:
+                owner = self._deal_samples(ranks, groups[ranks], weights[ranks], load)
             for s in groups[ranks]:
-                dealt[s.name] = [[] for _ in ranks]
-                for p in self.alone[s.name]:
-                    dealt[s.name][owner[p]].append(p)
-        return dealt
+                positions[s.name] = dealt = [[] for _ in ranks]
+                for p in self.active[s.name]:
+                    dealt[owner[p]].append(p)
+        return Dealt(positions, critical or [[(p,) for p in dealt] for dealt in positions[self.critical.name]])
 
-    def _weights(self, sections: Iterable[Section]) -> dict[int, int]:
-        total: dict[int, int] = defaultdict(int)
-        for s in sections:
-            for p, (forward, backward) in self.alone[s.name].items():
-                total[p] += forward + backward
-        return total
-
-    def _balance(self, ranks: tuple[int, ...], weights: dict[int, int], load: dict[int, int]) -> dict[int, int]:
-        """The replica of each sample. `load` is what the ranks do already; this work is added to it."""
-        owner: dict[int, int] = {}
-        heap = [(load[rank], 0, r) for r, rank in enumerate(ranks)]
-        heapq.heapify(heap)
-        # Samples of equal weight are taken pattern by pattern, so that each replica gets its share of every pattern.
-        for p in sorted(weights, key=lambda p: (-weights[p], sorted(self.samples[p].pattern), p)):
-            busy, count, r = heap[0]
-            heapq.heapreplace(heap, (busy + weights[p], count + 1, r))
-            owner[p] = r
-        for busy, _, r in heap:
-            load[ranks[r]] = busy
+    def _deal_samples(self, ranks: Ranks, sections: Sequence[Section], weights: Column, load: dict[int, int]) -> Column:
+        """The replica of each sample. Samples of equal weight are taken kind by kind, so that each replica gets its share of every kind."""
+        some = self.active[sections[0].name] if len(sections) == 1 else [p for p in range(self.count) if self._any(sections, p)]
+        order = sorted(some, key=self.kind.__getitem__)
+        order.sort(key=weights.__getitem__, reverse=True)
+        owner = [0] * self.count
+        for p, replica in zip(order, balance([weights[p] for p in order], ranks, load), strict=True):
+            owner[p] = replica
         return owner
 
-    def _cut(self, section: Section, dealt: list[list[int]], turns: dict[int, int]) -> Cut:
-        """Even micro-batches of one pattern each: by turn, and within a turn the largest together, which wastes the least padding."""
-        alone, upstream, cut = self.alone[section.name], self.upstream[section.name], []
+    def _any(self, sections: Iterable[Section], position: int) -> bool:
+        return any(self._active[s.name][self.kind[position]] for s in sections)
+
+    def _deal_lots(self, ranks: Ranks, weights: Column, load: dict[int, int]) -> tuple[list[list[Lot]], Column]:
+        """The critical section's lots by replica, and the replica of each sample."""
+        section, own = self.critical, self.size[self.critical.name]
+        groups: dict[int, list[int]] = defaultdict(list)
+        for p in self.active[section.name]:
+            groups[self.kind[p]].append(p)
+        others = [w - o for w, o in zip(weights, own, strict=True)]
+        dealt: list[list[Lot]] = [[] for _ in ranks]
+        owner = [0] * self.count
+        ordered = [sorted(g, key=own.__getitem__, reverse=True) for g in groups.values()]
+        for lot, replica in lots(self.costs, section, ordered, others, ranks, load):
+            dealt[replica].append(lot)
+            for p in lot:
+                owner[p] = replica
+        rest = [p for p in range(self.count) if weights[p] and not self._active[section.name][self.kind[p]]]
+        rest.sort(key=weights.__getitem__, reverse=True)
+        for p, replica in zip(rest, balance([weights[p] for p in rest], ranks, load), strict=True):
+            owner[p] = replica
+        return dealt, owner
+
+    # -- cutting ------------------------------------------------------------------------------------------------------------------
+
+    def turns(self, dealt: Dealt) -> Column:
+        """When the critical section wants each sample: how long its replica has work before it that is more urgent.
+
+        What needs upstream comes first, so these times are those of a section that finds everything ready.
+        """
+        name = self.critical.name
+        size, urgency, waves = self.size[name], self.urgency[name], self.waves[name]
+        turn = [sum(size)] * self.count
+        for some in dealt.critical:
+            time = 0
+            for _, _, lot in sorted((waves[self.kind[t[0]]], sum(map(urgency.__getitem__, t)), t) for t in some):
+                for p in lot:
+                    turn[p] = time
+                time += sum(map(size.__getitem__, lot))
+        return turn
+
+    def composed(self, dealt: Dealt, turn: Column) -> dict[str, Table]:
+        """Every section's micro-batches for these turns."""
+        critical = [(r, t) for r, some in enumerate(dealt.critical) for t in some]
+        return {
+            s.name: self.table(s, critical if s is self.critical else self._cut(s, dealt.positions[s.name], turn), turn)
+            for s in self.plan.sections
+        }
+
+    def dataset_order(self) -> dict[str, Table]:
+        """Micro-batches of consecutive samples, dealt to the replicas in turn."""
+        tables: dict[str, Table] = {}
+        for s in self.plan.sections:
+            positions = self.active[s.name]
+            chunks = [tuple(positions[i : i + s.micro_batch]) for i in range(0, len(positions), s.micro_batch)]
+            tables[s.name] = self.table(s, [(i % s.mesh.dp, chunk) for i, chunk in enumerate(chunks)], list(range(self.count)))
+        return tables
+
+    def _cut(self, section: Section, dealt: list[list[int]], turn: Column) -> Cut:
+        """Even micro-batches of one kind each: by turn, and within a turn the largest together, which wastes the least padding."""
+        if section.micro_batch == 1:
+            return [(r, (p,)) for r, positions in enumerate(dealt) for p in positions]
+        size, upstream, cut = self.size[section.name], self.upstream[section.name], []
         for r, positions in enumerate(dealt):
-            groups: dict[frozenset[str], list[int]] = defaultdict(list)
-            for p in sorted(positions, key=lambda p: (turns[p], -upstream[p], -sum(alone[p]), p)):
-                groups[self.samples[p].pattern].append(p)
+            groups: dict[int, list[int]] = defaultdict(list)
+            for p in sorted(positions, key=lambda p: (turn[p], -upstream[p], -size[p], p)):
+                groups[self.kind[p]].append(p)
             for group in groups.values():
                 count = -(-len(group) // section.micro_batch)
                 bounds = [i * len(group) // count for i in range(count + 1)]
                 cut += [(r, tuple(group[a:b])) for a, b in pairwise(bounds)]
         return cut
 
-    def _turns(self, cut: Cut) -> dict[int, int]:
-        """Each sample's place in the critical section's order: first the first micro-batch of every replica that needs upstream, ..."""
-        critical, queues = self.critical, defaultdict(list)
-        for replica, positions in cut:
-            u = self.urgency(critical, positions, dict.fromkeys(positions, 0))
-            queues[replica].append((u.wave, -u.upstream_ns, -u.forward_ns - u.backward_ns, positions))
-        turns = dict.fromkeys(range(len(self.samples)), len(self.samples))
-        for replica, queue in queues.items():
-            for k, (wave, *_, positions) in enumerate(sorted(queue)):
-                turns |= dict.fromkeys(positions, (wave * len(self.samples) + k) * critical.mesh.dp + replica)
-        return turns
-
-
-def compose(plan: Plan, samples: Sequence[SampleMeta], graph: Graph, order: str) -> Composition:
-    """The micro-batches of one global batch. `order`: "wavefront", or "dataset" to take the samples as they come."""
-    composer = Composer(plan, samples, graph)
-    cuts, turns = composer.wavefront() if order == "wavefront" else composer.dataset_order()
-    micros = {
-        s.name: tuple(MicroBatch(i, s.name, r, tuple(sorted(positions))) for i, (r, positions) in enumerate(cuts[s.name]))
-        for s in plan.sections
-    }
-    urgency = {s.name: tuple(composer.urgency(s, m.samples, turns) for m in micros[s.name]) for s in plan.sections}
-    return Composition(micros, urgency, composer.critical.name)
+    def table(self, section: Section, cut: Cut, turn: Column) -> Table:
+        """The columns of a section's micro-batches."""
+        name, waves, urgency = section.name, self.waves[section.name], self.urgency[section.name]
+        micros = tuple(MicroBatch(i, name, r, t if len(t) == 1 else tuple(sorted(t))) for i, (r, t) in enumerate(cut))
+        lots = [t for _, t in cut]
+        if all(len(t) == 1 for t in lots):
+            at = [t[0] for t in lots]
+            columns = [[c[p] for p in at] for c in (*self.alone[name], self.upstream[name], urgency, turn)]
+            forward, backward, upstream, urgencies, turns = columns
+            return Table(micros, forward, backward, upstream, [waves[self.kind[p]] for p in at], urgencies, turns)
+        forward, backward = self.costs.of(section, lots)
+        upstream, urgencies = ([sum(c[p] for p in t) for t in lots] for c in (self.upstream[name], urgency))
+        wave = [min(waves[self.kind[p]] for p in t) for t in lots]
+        return Table(micros, forward, backward, upstream, wave, urgencies, [min(turn[p] for p in t) for t in lots])

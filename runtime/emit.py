@@ -10,90 +10,104 @@ anything.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from secc.runtime.compose import Graph
-from secc.runtime.plan import Plan
-from secc.runtime.program import Instruction, MicroBatch, Schedule, replica_ranks, returns_gradient
-from secc.runtime.timeline import Job, Timeline
-
-Pairs = Mapping[str, Sequence[tuple[int, int]]]  # for each edge, (producer's, consumer's) micro-batch
-JobKey = tuple[str, str, int]
+from secc.runtime.compose import Table
+from secc.runtime.graph import Graph
+from secc.runtime.jobs import Messages, Step
+from secc.runtime.plan import Edge, Plan
+from secc.runtime.program import Instruction, Schedule, replica_ranks, returns_gradient
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Message:
-    """A tensor on its way from one rank to another, between two jobs."""
+@dataclass(slots=True, eq=False)
+class _Message:
+    """A tensor on its way between two jobs on different ranks; `channel` holds those that were sent and not yet received."""
 
-    edge: str
-    direction: str
-    src_micro: int
-    dst_micro: int
-    sender: int
-    receiver: int
-    target: JobKey
-
-    @property
-    def channel(self) -> tuple[str, str, int, int]:
-        return self.edge, self.direction, self.sender, self.receiver
-
-    def instruction(self, kind: str) -> Instruction:
-        peer = self.receiver if kind == "SEND" else self.sender
-        return Instruction(
-            kind, edge=self.edge, direction=self.direction, peer=peer, src_micro=self.src_micro, dst_micro=self.dst_micro
-        )
+    send: Instruction
+    receive: Instruction
+    target: int
+    channel: deque[_Message]
+    received: bool = False
 
 
-def emit(plan: Plan, graph: Graph, micros: dict[str, tuple[MicroBatch, ...]], pairs: Pairs, timeline: Timeline) -> Schedule:
-    """The schedule whose ranks run their jobs in the timeline's order."""
-    outgoing: dict[JobKey, list[Message]] = defaultdict(list)
-    incoming: dict[JobKey, list[Message]] = defaultdict(list)
-    for source, message in _messages(plan, micros, pairs):
+def emit(plan: Plan, graph: Graph, tables: dict[str, Table], messages: Messages, step: Step, order: Sequence[int]) -> Schedule:
+    """The schedule whose ranks run their jobs in this order."""
+    place = [0] * len(order)
+    for index, job in enumerate(order):
+        place[job] = index
+    outgoing: dict[int, list[_Message]] = defaultdict(list)
+    incoming: dict[int, list[_Message]] = defaultdict(list)
+    for source, message in _messages(plan, step, messages):
         outgoing[source].append(message)
         incoming[message.target].append(message)
-    place = {(j.kind, j.section, j.micro): i for i, j in enumerate(timeline.order)}
-    underway: dict[tuple[str, str, int, int], deque[Message]] = defaultdict(deque)
-    received: set[Message] = set()
+    compute = _compute(tables, step)
+    replicas = [(s.name, {rank: r for r, rank in enumerate(replica_ranks(s))}) for s in reversed(graph.order)]
     programs: list[list[Instruction]] = [[] for _ in range(plan.world_size)]
-    for job in timeline.order:
-        program, key = programs[job.rank], (job.kind, job.section, job.micro)
-        for message in incoming[key]:
-            queue = underway[message.channel]
-            while message not in received:
-                received.add(queue[0])
-                program.append(queue.popleft().instruction("RECV"))
-        program.append(_compute(job, micros))
-        for message in sorted(outgoing[key], key=lambda m: place[m.target]):
-            program.append(message.instruction("SEND"))
-            underway[message.channel].append(message)
+    for job in order:
+        program = programs[step.jobs.rank[job]]
+        for message in incoming.get(job, ()):
+            while not message.received:
+                first = message.channel.popleft()
+                first.received = True
+                program.append(first.receive)
+        program += compute[job]
+        sent = outgoing.get(job, ())
+        for message in sent if len(sent) < 2 else sorted(sent, key=lambda m: place[m.target]):
+            program.append(message.send)
+            message.channel.append(message)
     for rank, program in enumerate(programs):
-        program += _closing(graph, rank)
-    return Schedule(micros, tuple(map(tuple, programs)))
+        program += _closing(replicas, rank)
+    return Schedule({name: t.micro_batches for name, t in tables.items()}, tuple(map(tuple, programs)))
 
 
-def _messages(plan: Plan, micros: dict[str, tuple[MicroBatch, ...]], pairs: Pairs) -> Iterator[tuple[JobKey, Message]]:
+def _messages(plan: Plan, step: Step, messages: Messages) -> Iterator[tuple[int, _Message]]:
     """Every message between different ranks, with the job that makes it."""
-    sections = {s.name: s for s in plan.sections}
-    ranks = {name: [replica_ranks(s)[m.replica] for m in micros[name]] for name, s in sections.items()}
+    sections, rank = {s.name: s for s in plan.sections}, step.jobs.rank
+    channels: dict[tuple[str, str, int, int], deque[_Message]] = defaultdict(deque)
     for edge in plan.edges:
-        gradient = returns_gradient(edge, sections)
-        for src, dst in pairs[edge.name]:
-            a, b = ranks[edge.src][src], ranks[edge.dst][dst]
+        src, dst, gradient = step.numbers[edge.src], step.numbers[edge.dst], returns_gradient(edge, sections)
+        for pair in messages[edge.name]:
+            a, b = rank[src.forward + pair[0]], rank[dst.forward + pair[1]]
             if a != b:
-                yield ("F", edge.src, src), Message(edge.name, "fwd", src, dst, a, b, ("F", edge.dst, dst))
+                yield src.forward + pair[0], _message(edge, "fwd", pair, a, b, dst.forward + pair[1], channels)
                 if gradient:
-                    yield ("B", edge.dst, dst), Message(edge.name, "bwd", src, dst, b, a, ("B", edge.src, src))
+                    yield dst.backward + pair[1], _message(edge, "bwd", pair, b, a, src.backward + pair[0], channels)
 
 
-def _compute(job: Job, micros: dict[str, tuple[MicroBatch, ...]]) -> Instruction:
-    return Instruction(job.kind, job.section, replica=micros[job.section][job.micro].replica, micro=job.micro)
+def _message(
+    edge: Edge,
+    direction: str,
+    pair: tuple[int, int],
+    a: int,
+    b: int,
+    target: int,
+    channels: dict[tuple[str, str, int, int], deque[_Message]],
+) -> _Message:
+    """The message from rank `a` to rank `b`."""
+    send = Instruction("SEND", "", 0, 0, -1, edge.name, direction, b, *pair)
+    receive = Instruction("RECV", "", 0, 0, -1, edge.name, direction, a, *pair)
+    return _Message(send, receive, target, channels[edge.name, direction, a, b])
 
 
-def _closing(graph: Graph, rank: int) -> Iterator[Instruction]:
+def _compute(tables: dict[str, Table], step: Step) -> list[tuple[Instruction, ...]]:
+    """The instructions of each job."""
+    found: list[tuple[Instruction, ...]] = [()] * len(step.jobs.rank)
+    for name, n in step.numbers.items():
+        micros = tables[name].micro_batches
+        forwards = [Instruction("F", name, m.replica, 0, m.index) for m in micros]
+        backwards = [Instruction("B", name, m.replica, 0, m.index) for m in micros] if n.backward >= 0 else []
+        if n.backward == n.forward:
+            found[n.forward : n.forward + len(micros)] = zip(forwards, backwards, strict=True)
+        else:
+            found[n.forward : n.forward + len(micros)] = zip(forwards, strict=True)
+            found[n.backward : n.backward + len(backwards)] = zip(backwards, strict=True)
+    return found
+
+
+def _closing(replicas: list[tuple[str, dict[int, int]]], rank: int) -> Iterator[Instruction]:
     """Reductions from the last section to the first, whose backwards end last, then the optimizer step."""
-    for section in reversed(graph.order):
-        ranks = replica_ranks(section)
-        if rank in ranks:
-            yield Instruction("REDUCE", section.name, replica=ranks.index(rank))
+    for name, of_rank in replicas:
+        if rank in of_rank:
+            yield Instruction("REDUCE", name, of_rank[rank])
     yield Instruction("STEP")

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from secc.runtime.plan import Edge, Section
 
@@ -25,8 +26,7 @@ COMPUTE = ("F", "B", "W")
 TRANSFER = ("SEND", "RECV")
 
 
-@dataclass(frozen=True, slots=True)
-class Instruction:
+class Instruction(NamedTuple):
     """One entry of a rank's program.
 
     F, B, W: forward, backward, weight gradients of micro-batch `micro` (index into `Schedule.micro_batches[section]`).
@@ -60,8 +60,7 @@ class SampleMeta:
     sizes: Mapping[str, int]
 
 
-@dataclass(frozen=True)
-class MicroBatch:
+class MicroBatch(NamedTuple):
     """The samples that pass through one replica of a section together: ascending positions within the global batch."""
 
     index: int

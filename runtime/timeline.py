@@ -1,81 +1,77 @@
 """List scheduling in virtual time: every rank, whenever it is free, starts the most urgent job whose predecessors are done.
 
-Times are integer nanoseconds and ties are broken by position, so every run of it gives the same order.
+Jobs are numbers and their properties are lists, because a step has thousands of them and every rank runs this before every step. Times are
+integer nanoseconds and no two jobs are equally urgent, so every run of it gives the same order.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 
-@dataclass(slots=True, eq=False)
-class Job:
-    """F or B of a section's micro-batch on a rank, for `duration` ns. Lower `priority` goes first, then lower `index`.
+@dataclass
+class Jobs:
+    """The jobs of a step. `priority` is a permutation of their numbers: the job with the least goes first.
 
-    `successors` wait for this job; it waits for `waits_for` others.
+    `duration` in ns; `successors` wait for a job, which itself waits for `waits` others.
     """
 
-    index: int
-    kind: str
-    section: str
-    micro: int
-    rank: int
-    duration: int
-    priority: tuple[int, ...]
-    successors: list[Job] = field(default_factory=list)
-    waits_for: int = 0
+    ranks: int
+    rank: list[int] = field(default_factory=list)
+    duration: list[int] = field(default_factory=list)
+    priority: list[int] = field(default_factory=list)
+    successors: list[list[int]] = field(default_factory=list)
+    waits: list[int] = field(default_factory=list)
 
-    def before(self, other: Job) -> None:
-        """Make `other` wait for this job."""
-        self.successors.append(other)
-        other.waits_for += 1
+    def before(self, first: int, then: int) -> None:
+        """Make job `then` wait for job `first`."""
+        self.successors[first].append(then)
+        self.waits[then] += 1
 
 
-@dataclass(frozen=True)
-class Timeline:
-    """The jobs in the order in which they start, over all ranks, and the time at which the last one ends."""
+def run(jobs: Jobs) -> tuple[list[int], int]:
+    """The jobs in the order in which they start, over all ranks, and when the last one ends.
 
-    order: tuple[Job, ...]
-    makespan: int
-
-
-def run(jobs: Sequence[Job], ranks: int) -> Timeline:
-    """Run the jobs, each at its index, on ranks 0 .. ranks-1, using up `waits_for`. Raises ValueError if they wait in a circle."""
-    ready: list[list[tuple[tuple[int, ...], int]]] = [[] for _ in range(ranks)]
-    for job in jobs:
-        if not job.waits_for:
-            heapq.heappush(ready[job.rank], (job.priority, job.index))
-    free = [True] * ranks
-    ends: list[tuple[int, int]] = []
-    order: list[Job] = []
-    time, touched = 0, set(range(ranks))
+    Raises ValueError if jobs wait for each other in a circle.
+    """
+    rank, duration, priority, successors = jobs.rank, jobs.duration, jobs.priority, jobs.successors
+    waits = jobs.waits.copy()
+    by_priority = [0] * len(priority)
+    for job, place in enumerate(priority):
+        by_priority[place] = job
+    bits = max(1, len(priority)).bit_length()
+    mask = (1 << bits) - 1
+    ready: list[list[int]] = [[] for _ in range(jobs.ranks)]  # priorities of the jobs that may start
+    for job, count in enumerate(waits):
+        if not count:
+            heappush(ready[rank[job]], priority[job])
+    free = [True] * jobs.ranks
+    ends: list[int] = []  # (time << bits) + job, which orders by time
+    order: list[int] = []
+    time, touched = 0, list(range(jobs.ranks))
     while True:
-        for rank in sorted(touched):
-            if free[rank] and ready[rank]:
-                job = jobs[heapq.heappop(ready[rank])[1]]
+        for r in touched:
+            if free[r] and ready[r]:
+                job = by_priority[heappop(ready[r])]
+                free[r] = False
                 order.append(job)
-                free[rank] = False
-                heapq.heappush(ends, (time + job.duration, job.index))
+                heappush(ends, (time + duration[job] << bits) + job)
         if not ends:
             break
-        time, touched = ends[0][0], set()
-        while ends and ends[0][0] == time:
-            job = jobs[heapq.heappop(ends)[1]]
-            free[job.rank] = True
-            touched |= {job.rank, *_release(job, ready)}
-    if len(order) < len(jobs):
-        raise ValueError(f"{len(jobs) - len(order)} jobs wait for each other in a circle")
-    return Timeline(tuple(order), time)
-
-
-def _release(job: Job, ready: list[list[tuple[tuple[int, ...], int]]]) -> list[int]:
-    """Tell the successors that the job is done; the ranks of those that are now ready."""
-    ranks: list[int] = []
-    for successor in job.successors:
-        successor.waits_for -= 1
-        if not successor.waits_for:
-            heapq.heappush(ready[successor.rank], (successor.priority, successor.index))
-            ranks.append(successor.rank)
-    return ranks
+        time = ends[0] >> bits
+        touched = []
+        while ends and ends[0] >> bits == time:
+            job = heappop(ends) & mask
+            r = rank[job]
+            free[r] = True
+            touched.append(r)
+            for then in successors[job]:
+                waits[then] -= 1
+                if not waits[then]:
+                    r = rank[then]
+                    heappush(ready[r], priority[then])
+                    touched.append(r)
+    if len(order) < len(priority):
+        raise ValueError(f"{len(priority) - len(order)} jobs wait for each other in a circle")
+    return order, time

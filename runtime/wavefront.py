@@ -13,15 +13,28 @@ before it. Everything is integers and plain Python, so all ranks and the simulat
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from secc.runtime.compose import Composition, Graph, Urgency, compose
+from secc.runtime.compose import Composer, Table
 from secc.runtime.emit import emit
-from secc.runtime.plan import Plan, Section
-from secc.runtime.program import SampleMeta, Schedule, owes_backward, pairs, replica_ranks, returns_gradient
-from secc.runtime.timeline import Job, run
+from secc.runtime.graph import Graph
+from secc.runtime.jobs import Messages, Step, make
+from secc.runtime.plan import Plan
+from secc.runtime.program import SampleMeta, Schedule, pairs
+from secc.runtime.timeline import run
 
 ORDERS = ("wavefront", "dataset")
-JobKey = tuple[str, str, int]  # kind, section, micro-batch
+
+
+@dataclass
+class Candidate:
+    """A way to run the step: its micro-batches, jobs, the order in which they start, and how long that takes."""
+
+    tables: dict[str, Table]
+    messages: Messages
+    step: Step
+    order: list[int]
+    makespan: int
 
 
 def schedule(plan: Plan, samples: Sequence[SampleMeta], *, order: str = "wavefront") -> Schedule:
@@ -38,61 +51,18 @@ def timed_schedule(plan: Plan, samples: Sequence[SampleMeta], *, order: str = "w
     if order not in ORDERS:
         raise ValueError(f"unknown order {order!r}: one of {', '.join(ORDERS)}")
     graph = Graph(plan)
-    composition = compose(plan, samples, graph, order)
-    messages = {e.name: sorted(pairs(e, Schedule(composition.micro_batches, ()))) for e in plan.edges}
-    jobs = _jobs(plan, graph, composition, in_turn=order == "dataset")
-    _depend(plan, messages, jobs)
-    timeline = run(list(jobs.values()), plan.world_size)
-    return emit(plan, graph, composition.micro_batches, messages, timeline), timeline.makespan
+    composer = Composer(plan, samples, graph)
+    if order == "dataset":
+        best = _candidate(composer, composer.dataset_order(), in_turn=True)
+    else:
+        dealt = composer.deal()
+        best = _candidate(composer, composer.composed(dealt, composer.turns(dealt)), in_turn=False)
+    return emit(plan, graph, best.tables, best.messages, best.step, best.order), best.makespan
 
 
-def _jobs(plan: Plan, graph: Graph, composition: Composition, in_turn: bool) -> dict[JobKey, Job]:
-    """One job for each forward and backward, with its rank, duration and priority; a backward waits for its forward.
-
-    `in_turn` makes each replica run its forwards in the order of the samples.
-    """
-    jobs: dict[JobKey, Job] = {}
-    for section in graph.order:
-        ranks, depth = replica_ranks(section), graph.depth[section.name]
-        ahead = _runs_ahead(plan, graph, composition, section)
-        last: dict[int, Job] = {}
-        for micro, u in zip(composition.micro_batches[section.name], composition.urgency[section.name], strict=True):
-            first, then = _priorities(u, ahead, in_turn, depth)
-            key = ("F", section.name, micro.index)
-            jobs[key] = forward = Job(len(jobs), *key, ranks[micro.replica], u.forward_ns, first)
-            if in_turn and micro.replica in last:
-                last[micro.replica].before(forward)
-            last[micro.replica] = forward
-            if owes_backward(section):
-                key = ("B", section.name, micro.index)
-                jobs[key] = Job(len(jobs), *key, ranks[micro.replica], u.backward_ns, then)
-                forward.before(jobs[key])
-    return jobs
-
-
-def _runs_ahead(plan: Plan, graph: Graph, composition: Composition, section: Section) -> bool:
-    """Whether a section does all its forwards first: it feeds the critical section from other ranks."""
-    critical = plan.section(composition.critical)
-    return section.name in graph.ancestors[critical.name] and section.mesh.ranks != critical.mesh.ranks
-
-
-def _priorities(u: Urgency, ahead: bool, in_turn: bool, depth: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of a forward and its backward. On a rank, backwards come before forwards and downstream sections before upstream ones,
-    except where a section runs ahead.
-    """
-    size = u.forward_ns + u.backward_ns
-    if ahead:
-        return (0, 0, u.turn, -size), (1, 0, -u.upstream_ns - u.backward_ns)
-    forward = (1, -depth, u.turn) if in_turn else (1, -depth, u.wave, -u.upstream_ns, -size)
-    return forward, (0, -depth, -u.upstream_ns, -size)
-
-
-def _depend(plan: Plan, messages: dict[str, list[tuple[int, int]]], jobs: dict[JobKey, Job]) -> None:
-    """Consumers' forwards wait for producers', and producers' backwards for consumers' where a gradient returns."""
-    sections = {s.name: s for s in plan.sections}
-    for edge in plan.edges:
-        gradient = returns_gradient(edge, sections)
-        for src, dst in messages[edge.name]:
-            jobs["F", edge.src, src].before(jobs["F", edge.dst, dst])
-            if gradient:
-                jobs["B", edge.dst, dst].before(jobs["B", edge.src, src])
+def _candidate(composer: Composer, tables: dict[str, Table], in_turn: bool) -> Candidate:
+    plan = composer.plan
+    micros = Schedule({name: t.micro_batches for name, t in tables.items()}, ())
+    messages = {e.name: sorted(pairs(e, micros)) for e in plan.edges}
+    step = make(plan, composer.graph, tables, messages, in_turn)
+    return Candidate(tables, messages, step, *run(step.jobs))

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from secc.runtime.compose import Costs, Graph
+from secc.runtime.costs import Costs
 from secc.runtime.expr import evaluate
+from secc.runtime.graph import Graph
 from secc.runtime.plan import Edge, Plan, Section
 from secc.runtime.program import SampleMeta, active, owes_backward, replica_ranks, returns_gradient
 from secc.schedule.additive import parts
@@ -59,10 +60,15 @@ class Work:
         self.active = {s.name: [p for p, x in enumerate(samples) if active(s.when, x.pattern)] for s in plan.sections}
         self.closing = {s.name: self.traffic.closing_ns(s.name) for s in plan.sections}
         self._costs = Costs(plan, samples)
-        self._alone = {s.name: {p: self._costs.of(s, (p,)) for p in self.active[s.name]} for s in plan.sections}
+        self._alone = {s.name: self._times(s) for s in plan.sections}
         named = {s.name: s for s in plan.sections}
         self.arcs = [Arc(e.src, e.dst, returns_gradient(e, named), self._waits(e)) for e in plan.edges]
         self.units = self._units()
+
+    def _times(self, section: Section) -> dict[int, tuple[int, int]]:
+        """(forward, backward) of each active sample on its own."""
+        forward, backward = self._costs.alone(section)
+        return {p: (forward[p], backward[p]) for p in self.active[section.name]}
 
     def _waits(self, edge: Edge) -> dict[int, int]:
         """The message of each sample that both ends of an edge see, over the fastest link there is."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from secc.runtime.check import check
 from secc.runtime.comm import WINDOW
-from secc.runtime.compose import Costs
+from secc.runtime.costs import Costs
 from secc.runtime.edges import EdgeLayout
 from secc.runtime.gradients import Holders
 from secc.runtime.plan import Plan
@@ -70,7 +70,8 @@ class _Machine:
     def __init__(self, plan: Plan, samples: Sequence[SampleMeta], schedule: Schedule, traffic: Traffic) -> None:
         self.plan, self.samples, self.schedule, self.traffic = plan, tuple(samples), schedule, traffic
         self.network = Network(traffic)
-        self.costs = Costs(plan, samples)
+        costs = Costs(plan, samples)
+        self.durations = {s.name: costs.of(s, [m.samples for m in schedule.micro_batches[s.name]]) for s in plan.sections}
         self.sections = {s.name: s for s in plan.sections}
         self.messages, self.needs = self._messages()
         self.ranks = [self._rank(program) for program in schedule.programs]
@@ -138,8 +139,7 @@ class _Machine:
         return True
 
     def duration(self, i: Instruction) -> int:
-        times = self.costs.of(self.sections[i.section], self.schedule.micro_batches[i.section][i.micro].samples)
-        return times[i.kind == "B"]
+        return self.durations[i.section][i.kind == "B"][i.micro]
 
     # -- messages -----------------------------------------------------------------------------------------------------------------
 

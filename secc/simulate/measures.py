@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from secc.runtime.compose import Costs
+from secc.runtime.costs import Costs
 from secc.runtime.expr import evaluate
 from secc.schedule.bounds import Bound, work_bound, work_plan_bound
 from secc.schedule.traffic import Traffic, parameter_bytes

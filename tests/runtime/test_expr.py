@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from secc.runtime.expr import evaluate
+from secc.runtime.expr import evaluate, evaluate_columns
 
 leaves = st.one_of(st.integers(0, 50).map(str), st.sampled_from(["B", "S", "n_pixels"]))
 expressions = st.recursive(
@@ -27,6 +27,12 @@ def test_values_are_pythons(text, values):
     assert evaluate(text, values) == eval(text, {"min": min, "max": max}, dict(values))
 
 
+@given(expressions, st.lists(sizes, max_size=4))
+def test_columns_have_the_values_of_each_place(text, places):
+    columns = {name: [place[name] for place in places] for name in ("B", "S", "n_pixels")}
+    assert evaluate_columns(text, columns, len(places)) == [evaluate(text, place) for place in places]
+
+
 REFUSED = ["", "B +", "B / 2", "B ** 2", "2.5", "'a'", "S.real", "open('f')", "[B]", "B if S else 1", "max(B, key=S)"]
 
 
@@ -34,8 +40,12 @@ REFUSED = ["", "B +", "B / 2", "B ** 2", "2.5", "'a'", "S.real", "open('f')", "[
 def test_everything_else_is_refused(text):
     with pytest.raises(ValueError, match="not a size expression"):
         evaluate(text, {"B": 1, "S": 2})
+    with pytest.raises(ValueError, match="not a size expression"):
+        evaluate_columns(text, {"B": [1], "S": [2]}, 1)
 
 
 def test_an_unknown_symbol_is_named():
     with pytest.raises(ValueError, match="'T' in B\\*T"):
         evaluate("B*T", {"B": 1})
+    with pytest.raises(ValueError, match="'T' in B\\*T"):
+        evaluate_columns("B*T", {"B": [1]}, 1)

@@ -57,6 +57,6 @@ def plans(draw):
     return plan(draw(st.permutations(sections)), edges, world, draw(st.sampled_from(["own", "global"])))
 
 
-batches = st.lists(
-    st.tuples(st.sets(st.sampled_from(KEYS)), st.integers(1, 3), st.integers(1, 30)), max_size=9
-).map(lambda rows: [sample(i, *keys, images=n, length=length) for i, (keys, n, length) in enumerate(rows)])
+batches = st.lists(st.tuples(st.sets(st.sampled_from(KEYS)), st.integers(1, 3), st.integers(1, 30)), max_size=9).map(
+    lambda rows: [sample(i, *keys, images=n, length=length) for i, (keys, n, length) in enumerate(rows)]
+)

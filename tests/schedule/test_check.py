@@ -15,7 +15,8 @@ from tests.schedule.plans import batches, edge, plan, plans, sample, section
 
 VLM = plan([section("vision", [0], when=("images",)), section("lm", [1])], [edge("vision", "lm")], 2)
 IMAGES = [sample(0, "images"), sample(1, "images")]
-STEP = parse_schedule("""
+STEP = parse_schedule(
+    """
 section vision
   micro 0 replica 0 samples 0
   micro 1 replica 0 samples 1
@@ -44,7 +45,8 @@ rank 1
   SEND vision_to_lm bwd 1>1 to 0
   REDUCE lm
   STEP
-""".lstrip())
+""".lstrip()
+)
 
 
 def moved(step: Schedule, rank: int, text: str, to: int) -> Schedule:
@@ -84,7 +86,7 @@ def test_a_lost_sample_is_caught(p, samples, data):
     micros = [m for ms in step.micro_batches.values() for m in ms]
     assume(micros)
     chosen = data.draw(st.sampled_from(micros))
-    fewer = dataclasses.replace(chosen, samples=chosen.samples[1:])
+    fewer = chosen._replace(samples=chosen.samples[1:])
     changed = {name: tuple(fewer if m is chosen else m for m in ms) for name, ms in step.micro_batches.items()}
     with pytest.raises(ScheduleError, match=chosen.section):
         check(p, samples, Schedule(changed, step.programs))
@@ -111,7 +113,7 @@ def test_a_message_to_the_wrong_rank_or_twice_is_caught():
     doubled = with_program(STEP, 0, [*STEP.programs[0][:2], *STEP.programs[0][1:]])
     with pytest.raises(ScheduleError, match="twice"):
         check(VLM, IMAGES, doubled)
-    astray = with_program(STEP, 0, [dataclasses.replace(i, peer=0) if i.kind == "SEND" else i for i in STEP.programs[0]])
+    astray = with_program(STEP, 0, [i._replace(peer=0) if i.kind == "SEND" else i for i in STEP.programs[0]])
     with pytest.raises(ScheduleError, match="which nothing calls for"):
         check(VLM, IMAGES, astray)
 

@@ -20,17 +20,17 @@ from secc.runtime.program import (
 
 names = st.from_regex(r"[a-z_][a-z0-9_.]{0,8}", fullmatch=True)
 small = st.integers(0, 300)
-compute = st.builds(Instruction, st.sampled_from("FBW"), names, small, small, micro=small)
+compute = st.builds(lambda *fields: Instruction(*fields), st.sampled_from("FBW"), names, small, small, small)
 transfer = st.builds(
-    Instruction,
+    lambda kind, *fields: Instruction(kind, "", 0, 0, -1, *fields),
     st.sampled_from(["SEND", "RECV"]),
-    edge=names,
-    direction=st.sampled_from(["fwd", "bwd"]),
-    peer=small,
-    src_micro=small,
-    dst_micro=small,
+    names,
+    st.sampled_from(["fwd", "bwd"]),
+    small,
+    small,
+    small,
 )
-closing = st.one_of(st.builds(Instruction, st.just("REDUCE"), names, small, small), st.just(Instruction("STEP")))
+closing = st.one_of(st.builds(lambda *fields: Instruction(*fields), st.just("REDUCE"), names, small, small), st.just(Instruction("STEP")))
 instructions = st.one_of(compute, transfer, closing)
 micro_batches = st.lists(st.tuples(small, st.lists(small, max_size=4)), max_size=4)
 

@@ -91,10 +91,25 @@ def test_replicas_are_balanced_by_cost_and_by_pattern():
 
 
 def test_micro_batches_are_even_and_no_larger_than_asked():
-    step = schedule(vlm(replicas=1, micro_batch=4), [sample(i, length=100 + i) for i in range(9)])
+    step = schedule(vlm(replicas=1, micro_batch=4, text="50 + B*S"), [sample(i, length=100 + i) for i in range(9)])
     assert [len(m.samples) for m in step.micro_batches["lm"]] == [3, 3, 3]
     longest_together = max(step.micro_batches["lm"], key=lambda m: max(m.samples))
     assert longest_together.samples == (6, 7, 8)
+
+
+def test_lots_hold_samples_of_like_length():
+    """Long and short samples in turn: apart, nothing is padded, and both replicas get one lot of each."""
+    samples = [sample(i, length=1000 if i % 2 else 10) for i in range(16)]
+    p = vlm(replicas=2, micro_batch=4, text="500 + B*S")
+    step, makespan = timed_schedule(p, samples)
+    assert {len({samples[s].sizes["S"] for s in m.samples}) for m in step.micro_batches["lm"]} == {1}
+    assert makespan == 3 * (500 + 4000) + 3 * (500 + 40)
+
+
+def test_lots_are_smaller_where_that_lets_replicas_end_together():
+    samples = [sample(i, length=100) for i in range(6)]
+    step = schedule(vlm(replicas=2, micro_batch=4, text="10 + B*S"), samples)
+    assert sorted(len(m.samples) for m in step.micro_batches["lm"]) == [3, 3]
 
 
 def test_ranks_without_work_still_reduce_and_step():

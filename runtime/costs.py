@@ -1,0 +1,60 @@
+"""Modelled times of samples and micro-batches: the plan's expressions at the sizes that they have.
+
+All times are integer nanoseconds, so that every rank, on any CPU, decides alike. Thousands of samples are evaluated as columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from secc.runtime.expr import Columns, evaluate_columns
+from secc.runtime.plan import Plan, Section
+from secc.runtime.program import SampleMeta, owes_backward
+from secc.runtime.sizes import combine
+
+
+class Costs:
+    """Times of the samples of one global batch. Where the plan pads to the global batch's widths, every sample has those."""
+
+    def __init__(self, plan: Plan, samples: Sequence[SampleMeta]) -> None:
+        self.count = len(samples)
+        self._symbols = plan.symbols
+        names = samples[0].sizes if samples else {s.name: 0 for s in plan.symbols}
+        self.columns = {name: [s.sizes[name] for s in samples] for name in names}
+        if plan.widths == "global":
+            for s in plan.symbols:
+                if s.kind == "width":
+                    self.columns[s.name] = [max(self.columns[s.name], default=0)] * self.count
+
+    def sizes(self, position: int) -> dict[str, int]:
+        """The symbols of the sample at `position` as a micro-batch of its own."""
+        return {name: column[position] for name, column in self.columns.items()}
+
+    def together(self, positions: Sequence[int]) -> dict[str, int]:
+        """The symbols of a micro-batch of the samples at `positions`."""
+        if len(positions) == 1:
+            return self.sizes(positions[0])
+        return combine([self.sizes(p) for p in positions], self._symbols)
+
+    def alone(self, section: Section) -> tuple[list[int], list[int]]:
+        """(forward, backward) ns of every sample as a micro-batch of its own, whether or not the section is active for it."""
+        return self.at(section, self.columns, self.count)
+
+    def of(self, section: Section, lots: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
+        """(forward, backward) ns of micro-batches, each given by its samples' positions."""
+        columns: dict[str, list[int]] = {}
+        for s in self._symbols:
+            if s.name in self.columns:
+                column, add = self.columns[s.name], sum if s.kind == "rows" else max
+                columns[s.name] = [column[lot[0]] if len(lot) == 1 else add(map(column.__getitem__, lot)) for lot in lots]
+        return self.at(section, columns, len(lots))
+
+    def joined(self, a: Columns, b: Columns) -> dict[str, list[int]]:
+        """The sizes of micro-batches made of two parts each: at every place one of `a` and one of `b`, which may be longer or shorter."""
+        kinds = {s.name: int.__add__ if s.kind == "rows" else max for s in self._symbols}
+        return {name: list(map(kinds[name], a[name], b[name])) for name in kinds if name in a}
+
+    def at(self, section: Section, columns: Columns, count: int) -> tuple[list[int], list[int]]:
+        """(forward, backward) ns at `count` places, of which `columns` holds the sizes."""
+        backward = evaluate_columns(section.cost.backward_ns, columns, count) if owes_backward(section) else [0] * count
+        return evaluate_columns(section.cost.forward_ns, columns, count), backward

@@ -1,0 +1,139 @@
+"""The jobs of a step: one for each forward and backward, or one for both where nothing can come between them.
+
+A section that nothing consumes runs a micro-batch's backward right after its forward, so the two are one job: the order takes half as
+long to compute. Which job is more urgent on a rank: backwards before forwards, since they free memory and are awaited upstream, and
+downstream sections before upstream ones; only sections that run *ahead*, because they feed sections on other ranks, do all forwards
+first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from secc.runtime.compose import Column, Table
+from secc.runtime.graph import Graph
+from secc.runtime.plan import Plan, Section
+from secc.runtime.program import owes_backward, replica_ranks, returns_gradient
+from secc.runtime.timeline import Jobs
+
+Messages = dict[str, list[tuple[int, int]]]  # for each edge, (producer's, consumer's) micro-batch
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Where a section's jobs stand: the forward of micro-batch m is job `forward + m`, its backward `backward + m`.
+
+    `backward` is -1 where none is owed, and equal to `forward` where one job does both.
+    """
+
+    section: Section
+    forward: int
+    backward: int
+
+
+@dataclass
+class Step:
+    """The jobs of one global batch, without their priorities, and what each section's are."""
+
+    jobs: Jobs
+    numbers: dict[str, Numbers]
+
+
+def make(plan: Plan, graph: Graph, tables: dict[str, Table], messages: Messages, in_turn: bool) -> Step:
+    """The jobs of these micro-batches, with priorities. `in_turn` makes each replica run its forwards in the order of the samples."""
+    step = Step(Jobs(plan.world_size), {})
+    fed = {e.src for e in plan.edges}
+    for section in graph.order:
+        _add(step, section, tables[section.name], fused=section.name not in fed)
+    _depend(plan, step, messages)
+    if in_turn:
+        _in_turn(step, tables)
+    step.jobs.priority = _priorities(graph, step, tables, in_turn)
+    return step
+
+
+def _add(step: Step, section: Section, table: Table, fused: bool) -> None:
+    jobs, ranks, count = step.jobs, replica_ranks(section), len(table.micro_batches)
+    start, where = len(jobs.rank), [ranks[m.replica] for m in table.micro_batches]
+    if not owes_backward(section):
+        parts, backward = [table.forward], -1
+    elif fused:
+        parts, backward = [list(map(int.__add__, table.forward, table.backward))], start
+    else:
+        parts, backward = [table.forward, table.backward], start + count
+    for durations in parts:
+        jobs.rank += where
+        jobs.duration += durations
+        jobs.successors += [[] for _ in durations]
+        jobs.waits += [0] * count
+    if len(parts) == 2:
+        for m in range(count):
+            jobs.before(start + m, backward + m)
+    step.numbers[section.name] = Numbers(section, start, backward)
+
+
+def _depend(plan: Plan, step: Step, messages: Messages) -> None:
+    """Consumers' forwards wait for producers', and producers' backwards for consumers' where a gradient returns."""
+    sections, before = {s.name: s for s in plan.sections}, step.jobs.before
+    for edge in plan.edges:
+        src, dst, gradient = step.numbers[edge.src], step.numbers[edge.dst], returns_gradient(edge, sections)
+        for a, b in messages[edge.name]:
+            before(src.forward + a, dst.forward + b)
+            if gradient:
+                before(dst.backward + b, src.backward + a)
+
+
+def _in_turn(step: Step, tables: dict[str, Table]) -> None:
+    for name, numbers in step.numbers.items():
+        last: dict[int, int] = {}
+        for m in tables[name].micro_batches:
+            if m.replica in last:
+                step.jobs.before(last[m.replica], numbers.forward + m.index)
+            last[m.replica] = numbers.forward + m.index
+
+
+# -- priorities -------------------------------------------------------------------------------------------------------------------
+
+
+def _priorities(graph: Graph, step: Step, tables: dict[str, Table], in_turn: bool) -> Column:
+    """Each job's place in the order of urgency, in four bands: backwards, forwards that run ahead, forwards, backwards of those ahead."""
+    bands: list[list[tuple[int, ...]]] = [[], [], [], []]
+    for name, n in step.numbers.items():
+        table, depth, ahead = tables[name], graph.depth[name], _runs_ahead(graph, n.section)
+        early, late = _forward_band(bands, ahead), bands[3 if ahead else 0]
+        early += _forward_keys(n, table, depth, ahead, in_turn)
+        if n.backward not in (-1, n.forward):
+            upstream = [-u for u in table.upstream] if not ahead else [-u - b for u, b in zip(table.upstream, table.backward, strict=True)]
+            late += zip(_constant(-depth, table), upstream, _sizes(table), range(n.backward, n.backward + len(upstream)), strict=True)
+    priority = [0] * len(step.jobs.rank)
+    for place, (*_, job) in enumerate(key for band in bands for key in sorted(band)):
+        priority[job] = place
+    return priority
+
+
+def _forward_band(bands: list[list[tuple[int, ...]]], ahead: bool) -> list[tuple[int, ...]]:
+    return bands[1] if ahead else bands[2]
+
+
+def _forward_keys(n: Numbers, table: Table, depth: int, ahead: bool, in_turn: bool) -> list[tuple[int, ...]]:
+    jobs = range(n.forward, n.forward + len(table.turn))
+    if ahead:
+        return list(zip(table.turn, _sizes(table), jobs, strict=True))
+    if in_turn:
+        return list(zip(_constant(-depth, table), table.turn, jobs, strict=True))
+    return list(zip(_constant(-depth, table), table.wave, table.urgency, _sizes(table), jobs, strict=True))
+
+
+def _sizes(table: Table) -> list[int]:
+    return [-f - b for f, b in zip(table.forward, table.backward, strict=True)]
+
+
+def _constant(value: int, table: Table) -> Sequence[int]:
+    return [value] * len(table.turn)
+
+
+def _runs_ahead(graph: Graph, section: Section) -> bool:
+    """Whether a section does all its forwards first: it feeds sections on other ranks."""
+    fed = (s for s in graph.order if section.name in graph.ancestors[s.name])
+    return any(s.mesh.ranks != section.mesh.ranks for s in fed)

@@ -1,0 +1,80 @@
+"""Lots: samples of one pattern cut into micro-batches so that little time is lost, and dealt so that replicas end together.
+
+Samples are ordered by size, so neighbours are alike, and a lot is a run of neighbours. The cut with the least modelled time (padding, and
+what every micro-batch costs besides its samples) is found by dynamic programming over where lots end; among equals, fewer and more
+even lots. Large lots are few and may leave replicas uneven, so several limits on the number of samples are tried, and the one whose
+longest replica is shortest is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from secc.runtime.balance import Ranks, balance
+from secc.runtime.costs import Costs
+from secc.runtime.plan import Section
+
+Lot = tuple[int, ...]
+
+
+def lots(
+    costs: Costs, section: Section, groups: Sequence[Sequence[int]], others: Sequence[int], ranks: Ranks, load: dict[int, int]
+) -> list[tuple[Lot, int]]:
+    """(lot, replica) for all samples of `groups`, each ordered by size. `others` is each sample's work in sections on the same ranks.
+
+    `load` is what the ranks do already; this work is added to it.
+    """
+    times = [_times(costs, section, group) for group in groups]
+    best: tuple[int, list[tuple[Lot, int]], dict[int, int]] | None = None
+    for limit in _limits(section.micro_batch):
+        found = [pair for group, table in zip(groups, times, strict=True) for pair in _cut(group, table[:limit])]
+        weighed = sorted(((time + sum(others[p] for p in lot), lot) for lot, time in found), key=lambda x: (-x[0], x[1]))
+        after = dict(load)
+        owner = balance([w for w, _ in weighed], ranks, after)
+        longest = max(after.get(rank, 0) for rank in ranks)
+        if best is None or longest < best[0]:
+            best = longest, [(lot, r) for (_, lot), r in zip(weighed, owner, strict=True)], after
+    assert best is not None
+    load.update(best[2])
+    return best[1]
+
+
+def _limits(most: int) -> list[int]:
+    """`most`, three quarters of it, half of it, ... down to 1."""
+    found, limit = {most, 1}, most
+    while limit > 1:
+        found |= {limit, max(1, limit * 3 // 4)}
+        limit //= 2
+    return sorted(found, reverse=True)
+
+
+def _times(costs: Costs, section: Section, group: Sequence[int]) -> list[list[int]]:
+    """For 1, 2, ... samples: the time of that many neighbours from each place on, forward and backward together."""
+    first = {name: [column[p] for p in group] for name, column in costs.columns.items()}
+    columns, found = first, list[list[int]]()
+    for together in range(1, min(section.micro_batch, len(group)) + 1):
+        if together > 1:
+            columns = costs.joined(columns, {name: column[together - 1 :] for name, column in first.items()})
+        forward, backward = costs.at(section, columns, len(group) - together + 1)
+        found.append(list(map(int.__add__, forward, backward)))
+    return found
+
+
+def _cut(group: Sequence[int], times: Sequence[Sequence[int]]) -> list[tuple[Lot, int]]:
+    """(lot, time) of the best cut of an ordered group into runs of at most `len(times)` samples."""
+    best, last = [(0, 0, 0)], [0]
+    for end in range(1, len(group) + 1):
+        value, size = min(
+            ((t + times[size - 1][end - size], count + 1, squares + size * size), size)
+            for size in range(1, min(len(times), end) + 1)
+            for t, count, squares in (best[end - size],)
+        )
+        best.append(value)
+        last.append(size)
+    found: list[tuple[Lot, int]] = []
+    end = len(group)
+    while end:
+        size = last[end]
+        found.append((tuple(group[end - size : end]), times[size - 1][end - size]))
+        end -= size
+    return found[::-1]
