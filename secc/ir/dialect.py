@@ -87,7 +87,7 @@ class SymbolOp(LineOp):
 
 @irdl_op_definition
 class PatternOp(LineOp):
-    """What the dataset's samples look like: the share of samples with these optional keys, and attributes `SYMBOL = mean size of one sample`."""
+    """What the dataset's samples look like: the share with these optional keys, and attributes `SYMBOL = mean size of one sample`."""
 
     name = "sec.pattern"
     when, share = prop_def(ArrayAttr[StringAttr]), prop_def(StringAttr)
@@ -252,7 +252,9 @@ class Computation(LineOp):
     section = opt_prop_def(SymbolRefAttr)
     where = opt_prop_def(StringAttr)
     HEADLINE: ClassVar[str | None] = "target"
-    KEYWORDS: ClassVar[Keywords] = (("args", "args", TEXT), ("outs", "outs", TEXTS), ("no_grad", "no_grad", FLAG), ("autocast", "autocast", TEXT), _IN, _AT)
+    KEYWORDS: ClassVar[Keywords] = (
+        ("args", "args", TEXT), ("outs", "outs", TEXTS), ("no_grad", "no_grad", FLAG), ("autocast", "autocast", TEXT), _IN, _AT,
+    )  # fmt: skip
 
     @property
     def arguments(self) -> template.Arguments:
@@ -411,8 +413,8 @@ class ReturnOp(LineOp):
 Sec = Dialect(
     "sec",
     [
-        GraphOp, SymbolOp, PatternOp, KeyOp, BlockOp, TieOp, SectionOp, CaseOp, BodyOp, InputOp, ParamOp, ConstOp, SizeOp, CallOp, GlueOp, GuardOp,
-        LeafOp, TermOp, TransferOp, EdgeOp, ReceiveOp, SendOp, ReturnOp,
+        GraphOp, SymbolOp, PatternOp, KeyOp, BlockOp, TieOp, SectionOp, CaseOp, BodyOp, InputOp, ParamOp, ConstOp, SizeOp, CallOp, GlueOp,
+        GuardOp, LeafOp, TermOp, TransferOp, EdgeOp, ReceiveOp, SendOp, ReturnOp,
     ],
     [TensorType],
 )  # fmt: skip

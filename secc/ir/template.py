@@ -18,6 +18,7 @@ import sympy
 from secc.ir import expr
 
 _REF = "_operand_"
+_REFERENCE = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|[$]([0-9]+)""")  # a text as it is, or an operand
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def _map(value: Any, function: Callable[[Any], Any]) -> Any:
 
 def parse(text: str) -> Arguments:
     """Read a template. Raises ValueError if it is not one."""
-    named = re.sub(r"[$]([0-9]+)", rf"{_REF}\g<1>", text)
+    named = _REFERENCE.sub(lambda found: found[1] or f"{_REF}{found[2]}", text)
     try:
         call = ast.parse(f"f({named})", mode="eval").body
     except SyntaxError:

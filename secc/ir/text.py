@@ -20,6 +20,30 @@ from secc.ir.verify import problems
 _CONTEXT_LINES = 2
 
 
+class _Parser(Parser):
+    """xDSL's parser, for which a text with escapes and letters beyond ASCII is bytes; here it is a text (a path, a key)."""
+
+    def parse_optional_str_literal(self) -> str | None:
+        found = super().parse_optional_str_literal()
+        if found is None and (data := self.parse_optional_bytes_literal()) is not None:
+            try:
+                return data.decode()
+            except UnicodeDecodeError:
+                self.raise_error("a text must be UTF-8")
+        return found
+
+
+class _Printer(Printer):
+    """xDSL's printer, with letters beyond ASCII as they are."""
+
+    def print_string_literal(self, string: str) -> None:
+        self.print_string('"')
+        for character in string.replace("\\", "\\\\"):
+            escaped = character == '"' or not character.isprintable()
+            self.print_string("".join(f"\\{byte:02X}" for byte in character.encode()) if escaped else character)
+        self.print_string('"')
+
+
 def context() -> Context:
     """A context that knows the dialects of secc."""
     found = Context()
@@ -31,7 +55,7 @@ def context() -> Context:
 def parse(text: str, name: str = "<text>") -> ModuleOp:
     """Read and verify a module. Raises UserError with the place drawn into the text."""
     try:
-        module = Parser(context(), text, name).parse_module()
+        module = _Parser(context(), text, name).parse_module()
     except ParseError as error:
         raise UserError(f"cannot read the IR\n{error}", name) from None
     verify(module, name)
@@ -56,7 +80,7 @@ def read(path: str | Path) -> ModuleOp:
 def print_module(module: Operation) -> str:
     """The text of a module; `parse` reads it back to an equal one."""
     stream = StringIO()
-    Printer(stream=stream).print_op(module)
+    _Printer(stream=stream).print_op(module)
     return stream.getvalue().rstrip() + "\n"
 
 
@@ -75,7 +99,7 @@ def excerpt(module: ModuleOp, op: Operation, message: str) -> str:
     diagnostic = Diagnostic()
     diagnostic.add_message(op, message)
     stream = StringIO()
-    Printer(stream=stream, diagnostic=diagnostic).print_op(module)
+    _Printer(stream=stream, diagnostic=diagnostic).print_op(module)
     lines = stream.getvalue().splitlines()
     first = next((i for i, line in enumerate(lines) if line.lstrip().startswith("^")), len(lines) - 1)
     return "\n".join(lines[max(0, first - 1 - _CONTEXT_LINES) : first + 2 + _CONTEXT_LINES])

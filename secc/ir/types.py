@@ -58,13 +58,8 @@ class TensorType(ParametrizedAttribute, TypeAttribute):
         return DTYPES[self.dtype.data]
 
     def verify(self) -> None:
-        if self.dtype.data not in DTYPES:
-            raise VerifyException(f"unknown dtype {self.dtype.data}; known are {', '.join(DTYPES)}")
-        for dim in self.dims:
-            try:
-                expr.parse(dim.data)
-            except ValueError as error:
-                raise VerifyException(str(error)) from None
+        if (problem := _problem(self.dims, self.dtype.data)) is not None:
+            raise VerifyException(problem)
 
     @classmethod
     def parse_parameters(cls, parser: AttrParser) -> Sequence[Attribute]:
@@ -76,11 +71,25 @@ class TensorType(ParametrizedAttribute, TypeAttribute):
             if parser.parse_optional_punctuation(","):
                 parser.parse_keyword("grad")
                 grad = True
+            if (problem := _problem(dims, dtype)) is not None:
+                parser.raise_error(problem)
         return ArrayAttr(dims), StringAttr(dtype), BoolAttr.from_bool(grad)
 
     def print_parameters(self, printer: Printer) -> None:
         dims = ", ".join(d.data if re.fullmatch(r"\w+", d.data) else f'"{d.data}"' for d in self.dims)
         printer.print_string(f"<[{dims}], {self.dtype.data}{', grad' if self.requires_grad else ''}>")
+
+
+def _problem(dims: Iterable[StringAttr], dtype: str) -> str | None:
+    """What is wrong with a type, None if nothing is."""
+    if dtype not in DTYPES:
+        return f"unknown dtype {dtype}; known are {', '.join(DTYPES)}"
+    for dim in dims:
+        try:
+            expr.parse(dim.data)
+        except ValueError as error:
+            return str(error)
+    return None
 
 
 def _parse_dim(parser: AttrParser) -> StringAttr:

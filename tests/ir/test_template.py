@@ -1,0 +1,68 @@
+"""Argument templates: what is written is read back the same, and the structure is what a call was given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import sympy
+from hypothesis import given
+from hypothesis import strategies as st
+
+from secc.ir import expr, template
+from secc.ir.template import Arguments, Name, Ref
+
+sizes = st.sampled_from(["B", "S - 1", "B*S", "(S + 3)//4", "max(1, n)", "B % 2", "-B", "0.5*B", "1/B"]).map(expr.parse)
+plain = st.one_of(
+    st.none(), st.booleans(), st.integers(-9, 2**63 - 1), st.floats(allow_nan=False), st.text(max_size=6), sizes,
+    st.builds(Ref, st.integers(0, 12)), st.sampled_from([Name("torch.float32"), Name("device"), Name("torch.contiguous_format")]),
+)  # fmt: skip
+
+
+def nested(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    bound = st.one_of(st.none(), st.integers(-9, 9), sizes)
+    return st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(st.text(max_size=4), inner, max_size=2),
+        st.builds(slice, bound, bound, bound),
+    )
+
+
+values = st.recursive(plain, nested, max_leaves=8)
+names = st.sampled_from(["dtype", "dim", "keepdim", "attention_mask"])
+
+
+@given(st.lists(values, max_size=4), st.dictionaries(names, values, max_size=3))
+def test_arguments_survive_being_written_and_read(args: list[Any], kwargs: dict[str, Any]) -> None:
+    found = template.parse(template.format(Arguments(args, kwargs)))
+    assert found == Arguments(args, kwargs)
+    assert [type(a) for a in found.args if not isinstance(a, sympy.Expr)] == [type(a) for a in args if not isinstance(a, sympy.Expr)]
+
+
+def test_the_structure_of_a_call() -> None:
+    found = template.parse("$0, [B, S - 1, 64], '$1', dtype=torch.float32, other=$2, scale=float('-inf')")
+    assert found.args == [Ref(0), [expr.parse("B"), expr.parse("S - 1"), 64], "$1"]
+    assert found.kwargs == {"dtype": Name("torch.float32"), "other": Ref(2), "scale": float("-inf")}
+
+
+def test_operands_are_named_by_the_caller() -> None:
+    assert template.format(template.parse("$1, [$0, None], dim=-1"), lambda ref: "xy"[ref.index]) == "y, [x, None], dim=-1"
+
+
+def test_map_visits_every_leaf() -> None:
+    found = template.parse("[$0, ($1, 2)], {'a': slice($2, None)}, k=B")
+    assert [leaf for leaf in found.leaves() if isinstance(leaf, Ref)] == [Ref(0), Ref(1), Ref(2)]
+    doubled = found.map(lambda leaf: Ref(2 * leaf.index) if isinstance(leaf, Ref) else leaf)
+    assert template.format(doubled) == "[$0, ($2, 2)], {'a': slice($4, None, None)}, k=B"
+
+
+@pytest.mark.parametrize("text", ["$0,, 1", "1)", "open('x')", "[x for x in y]", "a.b.c()", "lambda: 0", "$0.item()"])
+def test_what_is_no_argument_list_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        template.parse(text)
+
+
+def test_a_value_without_a_text_is_refused() -> None:
+    with pytest.raises(ValueError, match="object"):
+        template.format(Arguments([object()]))
