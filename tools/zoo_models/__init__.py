@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tools.zoo_models import audio, encoder_decoder, experts, vision
+from tools.zoo_models import audio, encoder_decoder, experts, grids, tiles, video, vision
 from tools.zoo_models.entry import Entry
 
-_FAMILIES = (vision, audio, encoder_decoder, experts)
+_FAMILIES = (vision, tiles, grids, video, audio, encoder_decoder, experts)
 
 
 def entries() -> list[Entry]:
