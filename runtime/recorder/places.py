@@ -1,14 +1,20 @@
-"""Which line of the user's code (or of a library that the user calls) caused an op: `file:line`, for nodes and for messages."""
+"""Which line of the user's code (or of a library that the user calls) caused an op: `file:line`, for nodes and for messages.
+
+Random ops are named by the module that runs them and the line of its own code that asks for them.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from types import CodeType
 
 import torch
+from torch import nn
 
+_CALL = nn.Module._call_impl.__code__  # pyright: ignore[reportFunctionMemberAccess]
 _INTERNAL = tuple(f"{folder}/" for folder in (Path(torch.__file__).parent, Path(__file__).parents[2], Path(__file__).resolve().parents[1]))
 
 
@@ -25,6 +31,28 @@ def place() -> str:
             return short_place(frame.f_code, frame.f_lineno)
         frame = frame.f_back
     return ""
+
+
+def paths_of(model: nn.Module) -> dict[int, str]:
+    """The path of each module by its id; valid as long as the model lives."""
+    return {id(module): path for path, module in model.named_modules()}
+
+
+def drawer(paths: Mapping[int, str]) -> str:
+    """`path@file:line` of the random op that runs now: the innermost module with one of these paths, and the line of its own code.
+
+    There is no line where the module is torch's. Nothing outside of the module counts, so the name does not depend on who calls it.
+    """
+    frame, place = sys._getframe(1), ""
+    while frame is not None:
+        if frame.f_code is _CALL:
+            path = paths.get(id(frame.f_locals["self"]))
+            if path is not None:
+                return f"{path}@{place}" if place else path
+        elif not place and not is_internal(frame.f_code.co_filename):
+            place = short_place(frame.f_code, frame.f_lineno)
+        frame = frame.f_back
+    return f"@{place}"
 
 
 def class_place(cls: type) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -32,27 +32,49 @@ from secc.runtime.user_model import loss_of
 _COLLECTORS = "transformers.utils.output_capturing"
 
 
+class Observer:
+    """Is told of the calls of modules outside of blocks, and of blocks."""
+
+    def entered(self, path: str, args: Any, kwargs: Any) -> None:
+        """A module is about to be called."""
+
+    def left(self, path: str, result: Any) -> None:
+        """The call returned."""
+
+
 class Recorder:
     """Records forwards of one model with one choice of blocks (module paths), many times.
 
-    The model may be on the meta device; it is copied and never changed. `entered(path, args, kwargs)` and `left(path, result)` are told of
-    every call of a module outside of blocks.
+    The model may be on the meta device; it is copied and never changed.
     """
 
     def __init__(self, model: nn.Module, blocks: Collection[str]) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._model = fake_copy(model, self._mode)
         self._modules = dict(self._model.named_modules())
-        unknown = sorted(set(blocks) - self._modules.keys())
-        if unknown:
-            raise UserError(f"the model has no module {unknown[0]!r}", class_place(type(model)), "name modules as named_modules() does")
-        self.blocks = frozenset(blocks)
         self._tensors = {n: t for n, t in (*self._model.named_parameters(), *self._model.named_buffers())}
         self._state = {id(t): n for n, t in self._tensors.items()}
-        self._shapes, self._opaque, self._layers = Shapes(), dict[str, bool](), _layers(self._model)
-        self.entered: Callable[[str, Any, Any], None] = lambda path, args, kwargs: None
-        self.left: Callable[[str, Any], None] = lambda path, result: None
+        self._shapes, self._layers = Shapes(), _layers(self._model)
+        self._observer = Observer()
         intercept(self._model, self._call)
+        self.use(blocks)
+
+    def use(self, blocks: Collection[str]) -> None:
+        """Take these modules as blocks from now on. Raises UserError for a path that is no module."""
+        unknown = sorted(set(blocks) - self._modules.keys())
+        if unknown:
+            where, remedy = class_place(type(self._model)), "name modules as named_modules() does"
+            raise UserError(f"the model has no module {unknown[0]!r}", where, remedy)
+        self.blocks, self._opaque = frozenset(blocks), dict[str, bool]()
+
+    @contextmanager
+    def observed(self, observer: Observer) -> Iterator[None]:
+        """Tell `observer` of the calls made inside."""
+        self._observer = observer
+        try:
+            yield
+        finally:
+            self._observer = Observer()
 
     def record(self, batch: Mapping[str, Any]) -> Recording:
         """Record `model(**batch)`. Raises UserError for what cannot be recorded, BlockError where other blocks may help."""
@@ -132,14 +154,14 @@ class Recorder:
     def _call(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.paused:
             return self._layer(path, module, args, kwargs) if path in self._layers else module._call_impl(*args, **kwargs)
-        self.entered(path, args, kwargs)
+        self._observer.entered(path, args, kwargs)
         if self._is_opaque(path, module):
             result = self._block(path, module, args, kwargs)
         else:
             self._open.append(path)
             result = module._call_impl(*args, **kwargs)
             self._open.pop()
-        self.left(path, result)
+        self._observer.left(path, result)
         return result
 
     def _is_opaque(self, path: str, module: nn.Module) -> bool:

@@ -87,8 +87,9 @@ def capture(
     and remedy, for what cannot be captured.
     """
     batches = {p: _Batches(user, survey, inputs, p) for p in survey.unions()}
-    frontier = choose(model, [b.ragged[0].batch for b in batches.values()], cut, blocks)
-    cases, observed = _captured(model, frontier, batches, frozenset(survey.patterns))
+    recorder = Recorder(model, ())
+    frontier = choose(model, [b.ragged[0].batch for b in batches.values()], cut, blocks, recorder)
+    cases, observed = _captured(recorder, frontier, batches, frozenset(survey.patterns))
     _refuse_random(cases, hazards := list(dict.fromkeys(h for o in observed for h in o.recording.hazards)))
     called = {str(n.target): n for case in reversed(cases) for n in case.generic.graph.nodes if n.op == "call_module"}
     blocks_called = {path: _block(model, path, call) for path, call in called.items()}
@@ -127,11 +128,11 @@ class _Batches:
 
 
 def _captured(
-    model: nn.Module, frontier: Frontier, batches: Mapping[Pattern, _Batches], needed: Collection[Pattern]
+    recorder: Recorder, frontier: Frontier, batches: Mapping[Pattern, _Batches], needed: Collection[Pattern]
 ) -> tuple[list[Case], list[Observed]]:
     """Record every pattern and make it generic. What cannot be, in a module that is no block, is hidden in a block: that module."""
     while True:
-        recorder = Recorder(model, frontier.blocks)
+        recorder.use(frontier.blocks)
         try:
             observed = {p: b.record(recorder) for p, b in batches.items()}
             return _generic(observed, frontier, needed), [o for seen in observed.values() for o in seen]

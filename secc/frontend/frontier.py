@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from secc.errors import UserError
-from secc.runtime.recorder import BlockError, Recorder
+from secc.runtime.recorder import BlockError, Observer, Recorder
 from secc.runtime.recorder.structure import tensors
 
 _WIDER = 1.25  # times as many features out as in: a head over a vocabulary, not a layer
@@ -50,17 +50,24 @@ class Frontier:
     notes: list[Note] = field(default_factory=list)
 
 
-def choose(model: nn.Module, batches: Sequence[Mapping[str, Any]], cut: Collection[str] = (), named: Sequence[str] = ()) -> Frontier:
+def choose(
+    model: nn.Module,
+    batches: Sequence[Mapping[str, Any]],
+    cut: Collection[str] = (),
+    named: Sequence[str] = (),
+    recorder: Recorder | None = None,
+) -> Frontier:
     """Choose blocks, looking at how `model(**batch)` calls its modules (one batch for each pattern is enough; nothing is computed).
 
-    `cut`: components whose layers are to be blocks. `named`: blocks that the user chose, beside which the rules hold.
+    `cut`: components whose layers are to be blocks. `named`: blocks that the user chose, beside which the rules hold. `recorder` is one
+    of the model that may be used; it is left with other blocks than it had.
     Raises UserError for a path that the model does not have, and for a forward that cannot be looked at.
     """
     tree = _Tree(model)
     tree.check([*cut, *named])
-    notes: list[Note] = []
-    blocks = tree.blocks(_trace(model, tree, batches, notes), frozenset(cut), frozenset(named))
-    return Frontier(blocks, {b: tree.component(b) for b in blocks}, notes)
+    seen = _trace(recorder or Recorder(model, ()), tree, batches)
+    blocks = tree.blocks(seen, frozenset(cut), frozenset(named))
+    return Frontier(blocks, {b: tree.component(b) for b in blocks})
 
 
 def component(model: nn.Module, path: str) -> str:
@@ -176,17 +183,16 @@ def _below(cut: frozenset[str], path: str, child: str, tree: _Tree) -> frozenset
     return cut | {child} if path in cut and tree.stacks(child) else cut
 
 
-def _trace(model: nn.Module, tree: _Tree, batches: Sequence[Mapping[str, Any]], notes: list[Note]) -> dict[str, Seen]:
+def _trace(recorder: Recorder, tree: _Tree, batches: Sequence[Mapping[str, Any]]) -> dict[str, Seen]:
     """Call every pattern's forward with the layers opaque, and write down what each module outside of layers was called with."""
     blocks = tree.layers()
     while True:
         seen: dict[str, Seen] = {}
-        recorder = Recorder(model, blocks)
-        observer = _Observer(seen)
-        recorder.entered, recorder.left = observer.entered, observer.left
+        recorder.use(blocks)
         try:
-            for batch in batches:
-                recorder.record(batch)
+            with recorder.observed(_Observer(seen)):
+                for batch in batches:
+                    recorder.record(batch)
             return seen
         except BlockError as error:
             if error.coarser is None or error.coarser in blocks:
@@ -194,7 +200,7 @@ def _trace(model: nn.Module, tree: _Tree, batches: Sequence[Mapping[str, Any]], 
             blocks = coarsen(blocks, error.coarser)
 
 
-class _Observer:
+class _Observer(Observer):
     """Fills in `Seen` from a recorder's calls."""
 
     def __init__(self, seen: dict[str, Seen]) -> None:

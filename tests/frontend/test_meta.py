@@ -56,8 +56,8 @@ def test_large_tensors_have_no_storage_and_small_ones_have_values(tmp_path: Path
 
 def test_from_pretrained_reads_the_configuration_alone(tmp_path: Path) -> None:
     config = T.Qwen3Config(
-        vocab_size=8192, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-        tie_word_embeddings=True, architectures=["Qwen3ForCausalLM"],
+        vocab_size=8192, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, tie_word_embeddings=True, architectures=["Qwen3ForCausalLM"],
     )  # fmt: skip
     config.save_pretrained(tmp_path / "checkpoint")  # and no weights
     model = meta_model(_user(tmp_path, CHECKPOINT.format(path=str(tmp_path / "checkpoint"))))
