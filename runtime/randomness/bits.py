@@ -1,0 +1,63 @@
+"""64 random bits for every entry of a tensor, from keys and coordinates alone.
+
+An entry's counter is its key plus the sum over dims of coordinate times an odd number that belongs to the dim; the bits are the finaliser of
+splitmix64 applied to it (Steele, Lea, Flood 2014, with the constants of Stafford's variant 13). Coordinates, not a running index, make the
+counter: an entry keeps its bits when a padded dim grows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+
+CHUNK = 1 << 15  # entries that are mixed together on a CPU, so that they stay in its cache
+
+
+def key(*parts: object) -> int:
+    """A signed 64-bit number for these parts, the same on every machine."""
+    digest = hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+@cache
+def stride(dim: int) -> int:
+    """The odd number that a coordinate of this dim is multiplied by."""
+    return key("dim", dim) | 1
+
+
+def coordinates(dim: int, places: torch.Tensor) -> torch.Tensor:
+    """What the coordinates `places` (int64) along a dim add to the counters."""
+    return places * stride(dim)
+
+
+def bits(parts: Sequence[torch.Tensor], base: int, device: torch.device) -> torch.Tensor:
+    """Random int64, shape [len(p) for p in parts]; `parts` hold what each place of each dim adds to the counter `base`."""
+    shape = [len(p) for p in parts]
+    if 0 in shape:
+        return torch.empty(shape, dtype=torch.int64, device=device)
+    rows = torch.full((1,), base, dtype=torch.int64, device=device)
+    for part in parts[:-1]:
+        rows = (rows.unsqueeze(1) + part).flatten()
+    last = parts[-1] if parts else torch.zeros(1, dtype=torch.int64, device=device)
+    if len(last) < 64 or len(rows) == 1:
+        rows, last = (rows.unsqueeze(1) + last).flatten(), torch.zeros(1, dtype=torch.int64, device=device)
+    out = torch.empty(len(rows), len(last), dtype=torch.int64, device=device)
+    step = max(1, CHUNK // len(last)) if device.type == "cpu" else len(rows)
+    spare = torch.empty(min(step, len(rows)), len(last), dtype=torch.int64, device=device)
+    for first in range(0, len(rows), step):
+        piece = out[first : first + step]
+        torch.add(rows[first : first + step].unsqueeze(1), last, out=piece)
+        _mix(piece, spare[: len(piece)])
+    return out.view(shape)
+
+
+def _mix(z: torch.Tensor, spare: torch.Tensor) -> None:
+    """The finaliser, in place; shifts of int64 carry the sign, which the masks take away."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, None)):
+        torch.bitwise_right_shift(z, shift, out=spare)
+        z.bitwise_xor_(spare.bitwise_and_((1 << 64 - shift) - 1))
+        if factor is not None:
+            z.mul_(factor)
