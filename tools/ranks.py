@@ -23,6 +23,9 @@ from secc.frontend.reference import GRADIENT_FLOOR, GRADIENT_TOLERANCE, LOSS_TOL
 from secc.runtime.user_model import load
 from tools.train_plain import train
 
+PRELOADED = ["secc.runtime.trainer", "torch.distributed.checkpoint", "torch._dynamo"] + [
+    f"transformers.models.{m}.modeling_{m}" for m in ("clip", "internvl", "llama", "llava", "qwen2", "qwen3", "whisper")
+]
 RUN_SECONDS = 150
 LEARNING_RATE = 1e-3
 LATER_LOSSES = 1e-4  # relative: losses after the first step
@@ -139,7 +142,7 @@ def _global_norm(reference: Trained) -> float:
 def run(plan: Path, world_size: int, arguments: Sequence[str], environment: dict[str, str] | None = None) -> None:
     """Run a plan's run.py on `world_size` processes of this machine. Raises AssertionError where one fails or time is up."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "transformers", "secc.runtime.trainer"])
+    context.set_forkserver_preload(PRELOADED)
     place = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with tempfile.TemporaryDirectory() as errors:
         files = [Path(errors) / str(rank) for rank in range(world_size)]
