@@ -8,7 +8,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from secc.runtime.check import ScheduleError, check
+from secc.runtime.accept import accepts
+from secc.runtime.check import Checker, ScheduleError, check
 from secc.runtime.program import Schedule, parse_instruction, parse_schedule
 from secc.runtime.wavefront import schedule
 from tests.schedule.plans import batches, edge, plan, plans, sample, section
@@ -77,6 +78,41 @@ def test_a_lost_instruction_is_caught(p, samples, data):
     lost = data.draw(st.integers(0, len(step.programs[rank]) - 1))
     with pytest.raises(ScheduleError):
         check(p, samples, with_program(step, rank, step.programs[rank][:lost] + step.programs[rank][lost + 1 :]))
+
+
+@given(plans(), batches, st.data())
+@settings(max_examples=150)
+def test_the_quick_pass_and_the_checks_agree(p, samples, data):
+    """On schedules with an instruction changed, moved, doubled or swapped for another."""
+    step = schedule(p, samples)
+    rank = data.draw(st.integers(0, p.world_size - 1))
+    program = list(step.programs[rank])
+    at, to = (data.draw(st.integers(0, len(program) - 1)) for _ in range(2))
+    field = data.draw(st.sampled_from(["replica", "stage", "micro", "peer", "src_micro", "dst_micro"]))
+    match data.draw(st.sampled_from(["field", "kind", "move", "double", "swap"])):
+        case "field":
+            program[at] = program[at]._replace(**{field: data.draw(st.integers(-1, 2))})
+        case "kind":
+            program[at] = program[at]._replace(kind=data.draw(st.sampled_from(["F", "B", "W", "SEND", "RECV", "REDUCE", "STEP"])))
+        case "move":
+            program.insert(to, program.pop(at))
+        case "double":
+            program.insert(to, program[at])
+        case "swap":
+            program[at], program[to] = program[to], program[at]
+    changed = with_program(step, rank, program)
+    assert accepts(p, samples, changed) == explained(p, samples, changed)
+
+
+def explained(p, samples, step) -> bool:
+    """Whether the checks that say what is wrong find nothing."""
+    checker = Checker(p, samples, step)
+    try:
+        for part in (checker.micro_batches, checker.instructions, checker.order, checker.channels, lambda: checker.deadlock(False)):
+            part()
+    except ScheduleError:
+        return False
+    return True
 
 
 @given(plans(), batches, st.data())

@@ -1,0 +1,177 @@
+"""Whether a schedule is valid, in one pass: what every rank asks before every step, so it must take little time.
+
+The programs are run, instruction by instruction, against counters: what each computation still needs on its rank, what was sent on each
+channel and not received, what is left to compute. An instruction that nothing calls for, that comes too early or twice, or on a wrong
+rank ends the run at once; a rank that waits for a message or a reduction is left until it comes. The schedule is valid if all programs
+end with nothing left. The rules are those of `runtime/check.py`, which says what is wrong where this says no.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
+from itertools import pairwise
+
+from secc.runtime.plan import Plan
+from secc.runtime.program import Instruction, SampleMeta, Schedule, active, owes_backward, pairs, replica_ranks, returns_gradient
+
+Job = tuple[str, str, int]  # kind, section, micro-batch
+Key = tuple[str, str, int, int]  # edge, direction, producer's and consumer's micro-batch
+Link = tuple[int, int, Job, Job]  # sender, receiver, and the jobs that make and use the message
+Channel = tuple[str, str, int, int]  # edge, direction, sender, receiver
+
+
+class _Wrong(Exception):
+    """An instruction that must not stand where it stands."""
+
+
+def accepts(plan: Plan, samples: Sequence[SampleMeta], schedule: Schedule) -> bool:
+    """Whether `schedule` is complete, in order and free of deadlock for this global batch."""
+    same = schedule.micro_batches.keys() == {s.name for s in plan.sections} and len(schedule.programs) == plan.world_size
+    if not (same and _complete(plan, samples, schedule)):
+        return False
+    try:
+        return _Run(plan, schedule).ends()
+    except _Wrong:
+        return False
+
+
+def _complete(plan: Plan, samples: Sequence[SampleMeta], schedule: Schedule) -> bool:
+    """Whether every active sample is in one micro-batch of each section, no other sample is, and micro-batches are as they should be."""
+    patterns = {s.pattern for s in samples}
+    for section in plan.sections:
+        micros, on = schedule.micro_batches[section.name], {p: active(section.when, p) for p in patterns}
+        if sorted([p for m in micros for p in m.samples]) != [p for p, s in enumerate(samples) if on[s.pattern]]:
+            return False
+        for i, m in enumerate(micros):
+            if m.index != i or m.section != section.name or not 0 <= m.replica < section.mesh.dp:
+                return False
+            if not 0 < len(m.samples) <= section.micro_batch or (len(m.samples) > 1 and any(a >= b for a, b in pairwise(m.samples))):
+                return False
+    return True
+
+
+class _Run:
+    """One run of all programs."""
+
+    def __init__(self, plan: Plan, schedule: Schedule) -> None:
+        self.programs = schedule.programs
+        self.replica = {s.name: {rank: r for r, rank in enumerate(replica_ranks(s))} for s in plan.sections}  # of each rank
+        self.rank: dict[Job, int] = {}  # of every job that is not yet computed
+        self.left: Counter[tuple[str, int]] = Counter()  # backwards on a rank that are not yet computed
+        self.needs: defaultdict[Job, int] = defaultdict(int)  # inputs that are not yet on the job's rank
+        self.feeds: defaultdict[Job, list[Job]] = defaultdict(list)  # jobs of the same rank that use what a job makes
+        self.unsent: dict[Key, Link] = {}
+        self.sent: defaultdict[Channel, deque[tuple[Key, Job]]] = defaultdict(deque)  # messages not yet received
+        self.reached: defaultdict[str, set[int]] = defaultdict(set)  # ranks that reached their section's reduction
+        self.passed: set[tuple[str, int]] = set()  # ... and completed it
+        self.waiting: defaultdict[object, list[int]] = defaultdict(list)  # ranks that wait for a message on a channel or for a section
+        self.runnable = deque(range(len(self.programs)))
+        self._add(plan, schedule)
+        self._connect(plan, schedule)
+
+    def _add(self, plan: Plan, schedule: Schedule) -> None:
+        for section in plan.sections:
+            name, ranks, backward = section.name, replica_ranks(section), owes_backward(section)
+            for m in schedule.micro_batches[name]:
+                rank = ranks[m.replica]
+                self.rank["F", name, m.index] = rank
+                if backward:
+                    self.rank["B", name, m.index] = rank
+                    self.left[name, rank] += 1
+                    self._feed(("F", name, m.index), ("B", name, m.index))
+
+    def _connect(self, plan: Plan, schedule: Schedule) -> None:
+        sections = {s.name: s for s in plan.sections}
+        for edge in plan.edges:
+            gradient = returns_gradient(edge, sections)
+            for src, dst in pairs(edge, schedule):
+                self._link((edge.name, "fwd", src, dst), ("F", edge.src, src), ("F", edge.dst, dst))
+                if gradient:
+                    self._link((edge.name, "bwd", src, dst), ("B", edge.dst, dst), ("B", edge.src, src))
+
+    def _feed(self, made: Job, used: Job) -> None:
+        self.needs[used] += 1
+        self.feeds[made].append(used)
+
+    def _link(self, key: Key, made: Job, used: Job) -> None:
+        sender, receiver = self.rank[made], self.rank[used]
+        if sender == receiver:
+            self._feed(made, used)
+        else:
+            self.needs[used] += 1
+            self.unsent[key] = sender, receiver, made, used
+
+    # -- running ------------------------------------------------------------------------------------------------------------------
+
+    def ends(self) -> bool:
+        """Whether every program runs to its end and nothing is left. Raises _Wrong at an instruction that must not stand where it does."""
+        at = [0] * len(self.programs)
+        steps = {"F": self.compute, "B": self.compute, "SEND": self.send, "RECV": self.receive, "REDUCE": self.reduce}
+        while self.runnable:
+            rank = self.runnable.popleft()
+            program = self.programs[rank]
+            while at[rank] < len(program):
+                i = program[at[rank]]
+                kind = i[0]
+                if kind in steps:
+                    if not steps[kind](rank, i):
+                        break
+                elif kind != "STEP" or at[rank] != len(program) - 1:
+                    return False
+                at[rank] += 1
+        ended = all(program and program[-1].kind == "STEP" and i == len(program) for i, program in zip(at, self.programs, strict=True))
+        reduced = len(self.passed) == sum(len(ranks) for ranks in self.replica.values())
+        return ended and reduced and not self.rank and not self.unsent and not any(self.sent.values())
+
+    def compute(self, rank: int, i: Instruction) -> bool:
+        kind, section, replica, stage, micro = i[:5]
+        job = (kind, section, micro)
+        if self.rank.pop(job, None) != rank or self.needs[job] or stage or replica != self.replica[section][rank] or i[5:] != _NO_MESSAGE:
+            raise _Wrong
+        for used in self.feeds.get(job, ()):
+            self.needs[used] -= 1
+        if kind == "B":
+            self.left[section, rank] -= 1
+        return True
+
+    def send(self, rank: int, i: Instruction) -> bool:
+        edge, direction, peer, src, dst = i[5:]
+        key = (edge, direction, src, dst)
+        sender, receiver, made, used = self.unsent.pop(key, _NOBODY)
+        if sender != rank or peer != receiver or made in self.rank or i[1:5] != _NO_COMPUTE:
+            raise _Wrong
+        channel = (edge, direction, rank, receiver)
+        self.sent[channel].append((key, used))
+        if channel in self.waiting:
+            self.runnable += self.waiting.pop(channel)
+        return True
+
+    def receive(self, rank: int, i: Instruction) -> bool:
+        edge, direction, peer, src, dst = i[5:]
+        channel = (edge, direction, peer, rank)
+        if not self.sent[channel]:
+            self.waiting[channel].append(rank)
+            return False
+        key, used = self.sent[channel].popleft()
+        if key != (edge, direction, src, dst) or i[1:5] != _NO_COMPUTE:
+            raise _Wrong
+        self.needs[used] -= 1
+        return True
+
+    def reduce(self, rank: int, i: Instruction) -> bool:
+        name, replica = i[1:3]
+        ranks = self.replica.get(name, {})
+        if ranks.get(rank) != replica or self.left[name, rank] or (name, rank) in self.passed or i[3:] != _NO_REST:
+            raise _Wrong
+        self.reached[name].add(rank)
+        if len(self.reached[name]) < len(ranks):
+            self.waiting[name].append(rank)
+            return False
+        self.passed.add((name, rank))
+        self.runnable += self.waiting.pop(name, ())
+        return True
+
+
+_NO_MESSAGE, _NO_COMPUTE, _NO_REST = ("", "", -1, -1, -1), ("", 0, 0, -1), (0, -1, "", "", -1, -1, -1)
+_NOBODY: Link = (-1, -1, ("", "", -1), ("", "", -1))
