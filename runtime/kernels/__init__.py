@@ -12,5 +12,29 @@ from secc.runtime.kernels.gated import geglu, swiglu
 from secc.runtime.kernels.kl import linear_kl
 from secc.runtime.kernels.kl_cross_entropy import linear_kl_ce
 from secc.runtime.kernels.norms import layer_norm, rms_norm
+from secc.runtime.kernels.rotary import rope
+from secc.runtime.kernels.rows import gather_rows, ragged_index, scatter_rows
+from secc.runtime.kernels.tuning import tune
+from secc.runtime.kernels.vocab_parallel import (
+    vocab_parallel_linear_cross_entropy,
+    vocab_parallel_linear_kl,
+    vocab_parallel_linear_kl_ce,
+)
 
-__all__ = ["geglu", "layer_norm", "linear_cross_entropy", "linear_kl", "linear_kl_ce", "rms_norm", "swiglu"]
+__all__ = [
+    "gather_rows",
+    "geglu",
+    "layer_norm",
+    "linear_cross_entropy",
+    "linear_kl",
+    "linear_kl_ce",
+    "ragged_index",
+    "rms_norm",
+    "rope",
+    "scatter_rows",
+    "swiglu",
+    "tune",
+    "vocab_parallel_linear_cross_entropy",
+    "vocab_parallel_linear_kl",
+    "vocab_parallel_linear_kl_ce",
+]

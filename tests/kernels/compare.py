@@ -35,6 +35,12 @@ def strided(shape: Sequence[int], layout: str, seed: int, scale: float = 1.0) ->
     return scale * torch.randn(*shape, generator=generator)
 
 
+def check_registrations(operator: str, *inputs: object) -> None:
+    """An operator's schema, fake and autograd registrations agree with what it does; without the interpreter (slow) also when traced."""
+    parts = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(getattr(torch.ops.secc, operator).default, inputs, test_utils=parts if INTERPRETED else "ALL")
+
+
 LAYOUTS = st.sampled_from(["plain", "stepped", "swapped"])
 
 
@@ -43,7 +49,7 @@ def outputs_and_gradients(function: Function, inputs: Tensors, upstream: Sequenc
     inputs = [x.detach().requires_grad_() for x in inputs]
     found = function(*inputs)
     outputs = [t for t in ([found] if isinstance(found, torch.Tensor) else found) if t.is_floating_point()]
-    total = torch.zeros((), dtype=outputs[0].dtype)
+    total = sum((0.0 * x.sum() for x in inputs), torch.zeros((), dtype=outputs[0].dtype))
     for output, weight in zip(outputs, upstream, strict=False):
         ramp = torch.linspace(0.5, 1.5, output.numel(), dtype=output.dtype).reshape(output.shape)
         total = total + weight * (output * ramp).sum()

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from secc.runtime.errors import UserError
+from secc.runtime.kernels import rope, tuning
+from tests.kernels.compare import assert_agree, check_registrations, examples, seeds, strided
+
+
+def rotate_half(x):
+    first, second = x.chunk(2, -1)
+    return torch.cat([-second, first], -1)
+
+
+def reference(x, cos, sin):
+    """As Hugging Face's models have it, with partial rotation."""
+    width = cos.shape[-1]
+    cos, sin = (t.double().unsqueeze(-3) for t in (cos, sin))
+    rotated, rest = x[..., :width], x[..., width:]
+    return torch.cat([rotated * cos + rotate_half(rotated) * sin, rest], -1)
+
+
+@settings(max_examples=examples(30))
+@given(
+    batch=st.integers(0, 2), heads=st.integers(1, 5), key_heads=st.integers(1, 2), positions=st.integers(0, 4), half=st.integers(1, 5),
+    rest=st.integers(0, 3), tables=st.sampled_from(["shared", "own", "2-dim"]), transposed=st.booleans(), seed=seeds(),
+)  # fmt: skip
+def test_agrees_with_float64(batch, heads, key_heads, positions, half, rest, tables, transposed, seed):
+    shape = {"shared": [1, positions, 2 * half], "own": [batch, positions, 2 * half], "2-dim": [positions, 2 * half]}[tables]
+    cos, sin = strided(shape, "plain", seed), strided(shape, "stepped", seed + 1)  # halves that differ, too
+
+    def projected(count, number):
+        width = 2 * half + rest
+        if transposed:
+            return strided([batch, positions, count, width], "plain", number).transpose(1, 2)
+        return strided([batch, count, positions, width], "stepped", number)
+
+    inputs = [projected(heads, seed + 2), projected(key_heads, seed + 3)]
+    with tuning.use("rope", tuning.Launch(0, 2)):
+        assert_agree(lambda q, k: rope(q, k, cos, sin), lambda q, k: (reference(q, cos, sin), reference(k, cos, sin)), inputs, 2e-5)
+
+
+def test_results_keep_the_order_of_dims_in_memory():
+    q = torch.randn(2, 5, 3, 4).transpose(1, 2)
+    rotated, _ = rope(q, q, torch.ones(5, 4), torch.zeros(5, 4))
+    assert rotated.stride() == q.stride()
+    assert torch.equal(rotated, q)
+
+
+def test_what_does_not_fit_is_refused():
+    q = torch.ones(1, 2, 3, 4)
+    for message, cos in {
+        "do not fit": torch.ones(2, 4),
+        "even": torch.ones(3, 3),
+        "no gradient": torch.ones(3, 4, requires_grad=True),
+    }.items():
+        with pytest.raises(UserError, match=message):
+            rope(q, q, cos, cos)
+
+
+def test_the_operator_traces_and_its_registrations_agree():
+    q, tables = torch.randn(2, 3, 4, 6, requires_grad=True), torch.randn(1, 4, 4)
+    check_registrations("rope", q, tables, tables + 1, False, torch.float32)
