@@ -4,9 +4,10 @@
                          checkpoint.json: step, seed, shuffle, global batch, the state dict's names and which of them are tied
     DIR/latest           the name of the newest complete one
 
-Every tensor is written once, by the first rank that holds it. A checkpoint is written under another name and renamed when it is
-complete. Random numbers need no state here: data and micro-batches are seeded by seed, step and sample. `tensor_store` is imported
-where it is used, because a rank that needs no checkpoint starts almost a second sooner without.
+Every tensor is written once, by the first rank that holds it; of states that are sharded every rank writes its part. A checkpoint is
+written under another name and renamed when it is complete. Random numbers need no state here: data and micro-batches are seeded by
+seed, step and sample. `tensor_store` is imported where it is used, because a rank that needs no checkpoint starts almost a second
+sooner without.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ import torch.distributed as dist
 from torch import nn
 
 from secc.runtime.errors import UserError
+from secc.runtime.sharding import Piece
 from secc.runtime.weights import canonical_names
 
+Pieces = Mapping[nn.Parameter, Piece]  # what each entry of the rank's optimizer is of the user's parameters
 LATEST = "latest"
 _REMEDY = "give a directory that a run with --save has written"
 MANIFEST = "checkpoint.json"
@@ -104,17 +107,26 @@ def model_state(model: nn.Module) -> dict[str, Any]:
     return {f"model/{n}": v for n, v in model.state_dict().items() if n not in tied and not (isinstance(v, torch.Tensor) and v.is_meta)}
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], owned: Iterable[str], rank: int) -> dict[str, Any]:
-    """The state of the parameters `owned`, and their groups' options, by the user's names."""
+def optimizer_state(optimizer: torch.optim.Optimizer, pieces: Pieces, owned: Iterable[str], rank: int) -> dict[str, Any]:
+    """The optimizer's state by the user's names: of the parameters `owned` all, of parts of parameters also their entries.
+
+    The options of a group are stored with the names of those of its parameters that are `owned`.
+    """
+    from secc.runtime.tensor_store import Slice
+
     wanted, packed = set(owned), optimizer.state_dict()
     state: dict[str, Any] = {}
     options: list[tuple[list[str], dict[str, Any]]] = []
     for group, indices in zip(optimizer.param_groups, packed["param_groups"], strict=True):
-        members = [names[p] for p in group["params"]]
-        options.append(([n for n in members if n in wanted], {k: v for k, v in indices.items() if k not in ("params", "param_names")}))
-        for name, index in zip(members, indices["params"], strict=True):
-            if name in wanted:
-                state |= {f"optimizer/{name}/{key}": value for key, value in packed["state"].get(index, {}).items()}
+        members = [pieces[p] for p in group["params"]]
+        kept = {k: v for k, v in indices.items() if k not in ("params", "param_names")}
+        options.append(([m.name for m in members if m.name in wanted], kept))
+        for param, piece, index in zip(group["params"], members, indices["params"], strict=True):
+            for key, value in packed["state"].get(index, {}).items():
+                if not piece.whole and isinstance(value, torch.Tensor) and value.shape == param.shape:
+                    state[f"optimizer/{piece.name}/{key}"] = Slice(value, piece.shape, piece.start)
+                elif piece.name in wanted:
+                    state[f"optimizer/{piece.name}/{key}"] = value
     return state | {f"groups/{rank}": options}
 
 
@@ -136,25 +148,25 @@ def load_model(checkpoint: Path, model: nn.Module) -> None:
 
 
 def load_optimizer(
-    checkpoint: Path, optimizer: torch.optim.Optimizer | None, scheduler: Any, names: Mapping[nn.Parameter, str], rank: int
+    checkpoint: Path, optimizer: torch.optim.Optimizer | None, scheduler: Any, pieces: Pieces, rank: int
 ) -> None:
     """Read the state of this rank's parameters, their groups' options and the scheduler's state. Collective."""
     from secc.runtime import tensor_store
 
     stored = tensor_store.entries(checkpoint)
-    mine = set(names.values()) if optimizer is not None else set()
+    mine = {p.name: p for p in pieces.values()} if optimizer is not None else {}
     target: dict[str, Any] = {}
     for key, entry in stored.items():
         kind, _, rest = key.partition("/")
         if kind == "optimizer" and rest.rpartition("/")[0] in mine:
-            target[key] = _room(entry)
+            target[key] = _part(entry, mine[rest.rpartition("/")[0]])
         elif kind == "groups":
             target[key] = None
     own = _scheduler_key(stored, rank) if scheduler is not None else None
     target |= {own: None} if own else {}
     tensor_store.read(checkpoint, target)
     if optimizer is not None:
-        optimizer.load_state_dict(_packed(optimizer, target, names))
+        optimizer.load_state_dict(_packed(optimizer, target, pieces))
     if scheduler is not None and own:
         scheduler.load_state_dict(target[own])
 
@@ -179,22 +191,33 @@ def _scheduler_key(stored: Iterable[str], rank: int) -> str | None:
     return f"scheduler/{rank}" if f"scheduler/{rank}" in keys else next(iter(keys), None)
 
 
-def _packed(optimizer: torch.optim.Optimizer, stored: Mapping[str, Any], names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
+def _packed(optimizer: torch.optim.Optimizer, stored: Mapping[str, Any], pieces: Pieces) -> dict[str, Any]:
     """An optimizer's state dict, with its indices, from what is stored under names."""
+    from secc.runtime.tensor_store import Slice
+
     packed = optimizer.state_dict()
     options = {n: o for key, parts in stored.items() if key.startswith("groups/") for members, o in parts for n in members}
     values: dict[str, dict[str, Any]] = {}
     for key, value in stored.items():
         if key.startswith("optimizer/"):
             name, _, entry = key.removeprefix("optimizer/").rpartition("/")
-            values.setdefault(name, {})[entry] = value
+            values.setdefault(name, {})[entry] = value.values if isinstance(value, Slice) else value
     state: dict[int, Any] = {}
     for group, indices in zip(optimizer.param_groups, packed["param_groups"], strict=True):
-        members = [names[p] for p in group["params"]]
+        members = [pieces[p].name for p in group["params"]]
         known = next((options[n] for n in members if n in options), {})
         indices.update(known)
         state |= {index: values[name] for name, index in zip(members, indices["params"], strict=True) if name in values}
     return {"state": state, "param_groups": packed["param_groups"]}
+
+
+def _part(entry: torch.Tensor | None, piece: Piece) -> Any:
+    """What an entry of a parameter's state is loaded into: room for the rank's piece of it, where the entry is like the parameter."""
+    from secc.runtime.tensor_store import Slice
+
+    if entry is None or piece.whole or entry.shape != piece.shape:
+        return _room(entry)
+    return Slice(torch.empty(piece.stop - piece.start, dtype=entry.dtype), piece.shape, piece.start)
 
 
 def _room(entry: torch.Tensor | None) -> torch.Tensor | None:

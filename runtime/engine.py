@@ -65,7 +65,10 @@ class _Arrive(torch.autograd.Function):
 
 
 class Engine:
-    """Runs step programs on one rank. `on_reduce(section)` is called where the program has REDUCE."""
+    """Runs step programs on one rank.
+
+    `on_reduce(section)` is called where the program has REDUCE, `on_last(section)` before the last backward of a section on this rank.
+    """
 
     def __init__(
         self,
@@ -74,8 +77,10 @@ class Engine:
         transport: Transport,
         on_reduce: Callable[[str], None],
         trace: Trace,
+        on_last: Callable[[str], None] = lambda section: None,
     ) -> None:
-        self.plan, self.sections, self.transport, self.on_reduce, self.trace = plan, sections, transport, on_reduce, trace
+        self.plan, self.sections, self.transport, self.trace = plan, sections, transport, trace
+        self.on_reduce, self.on_last = on_reduce, on_last
         self.rank, self.device = transport.rank, transport.device
         planned = {s.name: s for s in plan.sections}
         self.backward_owed = {name: owes_backward(s) for name, s in planned.items()}
@@ -106,7 +111,10 @@ class _Execution:
         program = self.step.schedule.programs[self.engine.rank]
         transport = self.engine.transport
         transport.begin(self.layouts, program)
+        last = {i.section: i for i in program if i.kind == "B"}
         for i in program:
+            if last.get(i.section) is i:
+                self.engine.on_last(i.section)
             match i.kind:
                 case "F":
                     self.forward(i)

@@ -3,30 +3,44 @@
 A gradient is summed over every rank that holds its parameter: the replicas of its section, or of all its sections where it is tied.
 Ranks contribute unequal shares, or none: who has no gradient adds zeros, and whether anybody has one travels beside the sums, because
 a parameter that no sample reached must keep `grad=None` (to AdamW a zero is not the same).
+
+Gradients travel in flat buckets, in one order on all ranks and a few at a time. A bucket starts as soon as the last backward of its
+section has made its gradients; what that backward does not reach starts when the program says that the section is done. Where a
+section's optimizer is sharded, each rank gets the sum of its shard alone: under `zero2` a bucket's own gradients are freed when it
+starts, under `zero1` when all sums are there.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from secc.runtime.plan import Plan
+from secc.runtime.sharding import Flat, Piece, reduce_scatter, whole
 
 BUCKET_BYTES = 64 * 2**20
+WINDOW = 4  # buckets under way at once
 _EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 @dataclass(frozen=True)
 class Holders:
-    """Parameters that live in the same sections: their names, the sections, and the ranks of all of them."""
+    """Parameters that live in the same sections: their names, the sections, the ranks of all of them, how their optimizer is sharded.
+
+    Parameters of several sections are never sharded, because their sections may be.
+    """
 
     names: tuple[str, ...]
     sections: tuple[str, ...]
     ranks: tuple[int, ...]
+    sharding: str = "none"
 
 
 def holders(plan: Plan, names: Iterable[str], canonical: Mapping[str, str]) -> list[Holders]:
@@ -44,116 +58,240 @@ def holders(plan: Plan, names: Iterable[str], canonical: Mapping[str, str]) -> l
         found = tuple(sections_of.get(name, ()))
         if any(plan.section(s).mode != "forward" for s in found):
             together.setdefault(found, []).append(name)
+    order = {s.name: i for i, s in enumerate(plan.sections)}
     return [
-        Holders(tuple(members), sections, tuple(sorted({r for s in sections for r in plan.section(s).mesh.ranks})))
-        for sections, members in sorted(together.items())
+        Holders(tuple(members), sections, _ranks(plan, sections), plan.section(sections[0]).sharding if len(sections) == 1 else "none")
+        for sections, members in sorted(together.items(), key=lambda item: (len(item[0]), [order[s] for s in item[0]]))
     ]
 
 
-@dataclass
+def _ranks(plan: Plan, sections: Iterable[str]) -> tuple[int, ...]:
+    return tuple(sorted({r for s in sections for r in plan.section(s).mesh.ranks}))
+
+
 class _Bucket:
-    """Gradients of one dtype as one flat buffer, on its way through an all-reduce."""
+    """Gradients of one dtype on their way through a sum over `group`; of a sharded optimizer's parameters where `flat` is given."""
 
-    params: list[torch.nn.Parameter]
-    flat: torch.Tensor
-    work: dist.Work | None = None
+    def __init__(self, params: list[nn.Parameter], group: Any, flat: Flat | None, free: bool) -> None:
+        self.params, self.group, self.flat, self.free = params, group, flat, free
+        self.reached: list[bool] = []
+        self.missing = set[nn.Parameter]()  # whose gradients the last backward has still to make
+        self.ready = False
+        self._sum = torch.empty(0)
+        self._work: dist.Work | None = None
+
+    def launch(self) -> None:
+        self.reached = [p.grad is not None for p in self.params]
+        own = _flatten(self.params, self.flat.values.numel() if self.flat else None)
+        if self.free:
+            self.drop()
+        if self.flat is None:
+            self._sum = own
+            self._work = dist.all_reduce(own, dist.ReduceOp.SUM, group=self.group, async_op=True)
+        else:
+            self._sum = own.new_empty(self.flat.size)
+            self._work = reduce_scatter(self._sum, own, self.group)
+
+    def landed(self) -> bool:
+        return self._work is not None and self._work.is_completed()
+
+    def land(self) -> None:
+        assert self._work is not None
+        self._work.wait()
+        if self.flat is not None:
+            self.flat.set_gradients(self._sum)
+        else:
+            _spread(self._sum, self.params)
+        self._sum, self._work = torch.empty(0), None
+
+    def drop(self) -> None:
+        for param in self.params:
+            param.grad = None
 
 
-@dataclass
-class _Reduction:
-    """The gradients of one `Holders` with several ranks."""
+class _Reached:
+    """Which parameters of a reduction's buckets any rank has a gradient for; the last of the reduction to travel."""
 
-    params: list[torch.nn.Parameter]
-    group: Any  # of torch.distributed
-    flags: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    work: dist.Work | None = None
-    buckets: list[_Bucket] = field(default_factory=list)
+    def __init__(self, buckets: list[_Bucket], group: Any, device: torch.device) -> None:
+        self.buckets, self.group, self.device = buckets, group, device
+        self.ready = False
+        self._flags = torch.empty(0)
+        self._work: dist.Work | None = None
+
+    def launch(self) -> None:
+        self._flags = torch.tensor([r for b in self.buckets for r in b.reached], dtype=torch.int32, device=self.device)
+        self._work = dist.all_reduce(self._flags, dist.ReduceOp.MAX, group=self.group, async_op=True)
+
+    def landed(self) -> bool:
+        return self._work is not None and self._work.is_completed()
+
+    def land(self) -> None:
+        assert self._work is not None
+        self._work.wait()
+        flags = iter(self._flags.tolist())
+        for bucket in self.buckets:
+            for param in bucket.params:
+                if not next(flags):
+                    param.grad = None
+                    if bucket.flat is not None and param in bucket.flat.slices:
+                        bucket.flat.slices[param][0].grad = None
+            if bucket.flat is not None:
+                bucket.drop()
+        self._work = None
 
 
 class Reducer:
-    """Sums the gradients of this rank's parameters. Made on all ranks in the same order, because making groups is collective."""
+    """Sums the gradients of this rank's parameters. Made on all ranks in the same order, because making groups is collective.
 
-    def __init__(self, held: list[Holders], params: Mapping[str, torch.nn.Parameter], rank: int, device: torch.device) -> None:
+    `pieces` has everything that this rank's optimizer updates, `slices` what takes the places of sharded parameters.
+    """
+
+    def __init__(self, held: list[Holders], params: Mapping[str, nn.Parameter], rank: int, device: torch.device) -> None:
         self._device = device
         groups: dict[tuple[int, ...], Any] = {}
         for h in held:
             if len(h.ranks) > 1 and h.ranks not in groups:
                 groups[h.ranks] = dist.new_group(list(h.ranks))
-        mine = [h for h in held if rank in h.ranks]
-        self._reductions = {h.sections: _Reduction([params[n] for n in h.names], groups[h.ranks]) for h in mine if len(h.ranks) > 1}
-        self._counted = [params[n] for h in mine if h.ranks[0] == rank for n in h.names]
-        self._params = [params[n] for h in mine for n in h.names]
+        self._queue: list[_Bucket | _Reached] = []
+        self._parts: dict[tuple[str, ...], list[_Bucket | _Reached]] = {}
+        self.pieces: dict[nn.Parameter, Piece] = {}
+        self.slices: dict[nn.Parameter, tuple[nn.Parameter, Piece] | None] = {}
+        self._counted: list[nn.Parameter] = []
+        self._params = [params[n] for h in held if rank in h.ranks for n in h.names]
+        for h in held:
+            if rank in h.ranks:
+                self._add(h, params, rank, groups.get(h.ranks))
+        self._next, self._flying, self._hooks = 0, deque[_Bucket | _Reached](), list[RemovableHandle]()
+
+    def _add(self, held: Holders, params: Mapping[str, nn.Parameter], rank: int, group: Any) -> None:
+        """Buckets for parameters that the same ranks hold, last ones first, because backward makes their gradients first."""
+        named = [(n, params[n]) for n in held.names]
+        if group is None or held.sharding == "none":
+            self.pieces |= {p: whole(n, p) for n, p in named}
+            self._counted += [p for _, p in named if held.ranks[0] == rank]
+        if group is None:
+            return
+        buckets: list[_Bucket] = []
+        for members in _by_bucket(reversed(named)):
+            flat = Flat(members, held.ranks.index(rank), len(held.ranks)) if held.sharding != "none" else None
+            buckets.append(_Bucket([p for _, p in members], group, flat, held.sharding == "zero2"))
+            if flat is not None:
+                self.slices |= {p: flat.slices.get(p) for _, p in members}
+                self.pieces |= dict(flat.slices.values())
+                self._counted += [p for p, _ in flat.slices.values()]
+        self._parts[held.sections] = [*buckets, _Reached(buckets, group, self._device)]
+        self._queue += self._parts[held.sections]
+
+    def reset(self) -> None:
+        """Forget the gradients of the last step."""
+        for param in (*self._params, *self.pieces):
+            param.grad = None
+
+    def expect(self, section: str) -> None:
+        """The next backward is the step's last one of `section` here: its buckets may start as it makes their gradients."""
+        for bucket in self._parts.get((section,), ()):
+            if isinstance(bucket, _Bucket):
+                bucket.missing = set(bucket.params)
+                self._hooks += [p.register_post_accumulate_grad_hook(lambda p, b=bucket: self._made(p, b)) for p in bucket.params]
+
+    def _made(self, param: torch.Tensor, bucket: _Bucket) -> None:
+        bucket.missing.discard(cast(nn.Parameter, param))
+        if not bucket.missing:
+            bucket.ready = True
+            self._advance()
 
     def start(self, section: str) -> None:
-        """Start to sum the gradients that belong to `section` alone; they are final on this rank."""
-        if (section,) in self._reductions:
-            _start(self._reductions[section,], self._device)
+        """The gradients that belong to `section` alone are final on this rank: start to sum them."""
+        self._release((section,))
+        self._advance()
+
+    def _release(self, sections: tuple[str, ...]) -> None:
+        for part in self._parts.get(sections, ()):
+            part.ready = True
 
     def finish(self) -> None:
-        """Sum what is left (tied parameters) and wait: afterwards every `.grad` is the gradient over the whole global batch, or None."""
-        for reduction in self._reductions.values():
-            if reduction.work is None:
-                _start(reduction, self._device)
-        for reduction in self._reductions.values():
-            _finish(reduction)
+        """Sum what is left and wait: afterwards every gradient is the one over the whole global batch, or None.
+
+        It is the `.grad` of the parameter, or of its slice where the optimizer is sharded.
+        """
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks.clear()
+        for sections in self._parts:
+            self._release(sections)
+        while self._next < len(self._queue) or self._flying:
+            self._advance()
+            if self._flying:
+                self._flying.popleft().land()
+        for part in self._queue:
+            part.ready = False
+        self._next = 0
+
+    def _advance(self) -> None:
+        """Start what may start next, in the queue's order: the same on all ranks, so that nobody waits in a circle."""
+        while self._flying and self._flying[0].landed():
+            self._flying.popleft().land()
+        while self._next < len(self._queue) and len(self._flying) < WINDOW and self._queue[self._next].ready:
+            self._flying.append(self._queue[self._next])
+            self._next += 1
+            self._flying[-1].launch()
 
     def squared_norm(self) -> torch.Tensor:
-        """This rank's share of the squared global norm (float64, 0-dim): every parameter is counted on one rank."""
+        """This rank's share of the squared global norm (float64, 0-dim): every entry is counted on one rank."""
         norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float64) for p in self._counted if p.grad is not None]
         return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=self._device)
 
     def clip(self, norm: torch.Tensor, limit: float) -> None:
         """Scale the gradients so that their global norm, now `norm`, is at most `limit`."""
         factor = (limit / (norm + _EPSILON)).clamp(max=1.0)
-        for param in self._params:
+        for param in self.pieces:
             if param.grad is not None:
                 param.grad.mul_(factor.to(param.grad.dtype))
 
-
-def _start(reduction: _Reduction, device: torch.device) -> None:
-    reduction.flags = torch.tensor([p.grad is not None for p in reduction.params], dtype=torch.int32, device=device)
-    reduction.work = dist.all_reduce(reduction.flags, dist.ReduceOp.MAX, group=reduction.group, async_op=True)
-    reduction.buckets = [_Bucket(params, _flatten(params)) for params in _by_bucket(reduction.params)]
-    for bucket in reduction.buckets:
-        bucket.work = dist.all_reduce(bucket.flat, dist.ReduceOp.SUM, group=reduction.group, async_op=True)
+    def gather(self) -> None:
+        """After the optimizer's step: every rank gets the parameters that the others have updated. Collective."""
+        flats = [(b.flat, b.group) for b in self._queue if isinstance(b, _Bucket) and b.flat is not None]
+        for work in [flat.gather(group) for flat, group in flats]:
+            work.wait()
 
 
-def _finish(reduction: _Reduction) -> None:
-    assert reduction.work is not None
-    reduction.work.wait()
-    reached = dict(zip(reduction.params, reduction.flags.tolist(), strict=True))
-    for bucket in reduction.buckets:
-        assert bucket.work is not None
-        bucket.work.wait()
-        start = 0
-        for param in bucket.params:
-            total = bucket.flat[start : start + param.numel()].view(param.shape)
-            start += param.numel()
-            if not reached[param]:
-                param.grad = None
-            elif param.grad is None:
-                param.grad = total.to(param.dtype, copy=True)
-            else:
-                param.grad.copy_(total)
-    reduction.work, reduction.buckets = None, []
-
-
-def _by_bucket(params: Iterable[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
-    """Parameters of one dtype each, in order, up to `BUCKET_BYTES` together."""
-    buckets: list[list[torch.nn.Parameter]] = []
-    open_buckets: dict[torch.dtype, tuple[list[torch.nn.Parameter], int]] = {}
+def _spread(total: torch.Tensor, params: Iterable[nn.Parameter]) -> None:
+    """Write sums from a flat buffer into the parameters' gradients."""
+    start = 0
     for param in params:
+        part = total[start : start + param.numel()].view(param.shape)
+        start += param.numel()
+        if param.grad is None:
+            param.grad = part.to(param.dtype, copy=True)
+        else:
+            param.grad.copy_(part)
+
+
+def _by_bucket(named: Iterable[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Parameter]]]:
+    """Parameters of one dtype each, in order, up to `BUCKET_BYTES` together."""
+    buckets: list[list[tuple[str, nn.Parameter]]] = []
+    open_buckets: dict[torch.dtype, tuple[list[tuple[str, nn.Parameter]], int]] = {}
+    for name, param in named:
         members, size = open_buckets.get(param.dtype, ([], BUCKET_BYTES))
         if size + param.nbytes > BUCKET_BYTES:
             members, size = [], 0
             buckets.append(members)
-        members.append(param)
+        members.append((name, param))
         open_buckets[param.dtype] = (members, size + param.nbytes)
     return buckets
 
 
-def _flatten(params: Iterable[torch.nn.Parameter]) -> torch.Tensor:
-    """The gradients in one buffer, zeros where there is none; in float32 where a parameter has fewer bits, so that sums stay exact."""
-    parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
-    wide = torch.promote_types(parts[0].dtype, torch.float32)
-    return torch.cat([part.detach().reshape(-1).to(wide) for part in parts])
+def _flatten(params: Iterable[nn.Parameter], size: int | None) -> torch.Tensor:
+    """The gradients in one buffer, zeros where there is none and up to `size`.
+
+    It is in float32 where a parameter has fewer bits, so that sums stay exact.
+    """
+    params = list(params)
+    dtype = torch.promote_types(params[0].dtype, torch.float32)
+    flat = torch.zeros(size or sum(p.numel() for p in params), dtype=dtype, device=params[0].device)
+    start = 0
+    for param in params:
+        if param.grad is not None:
+            flat[start : start + param.numel()].view(param.shape).copy_(param.grad)
+        start += param.numel()
+    return flat

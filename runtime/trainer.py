@@ -7,7 +7,7 @@ scheduler are the user's, over the parameters of this rank's sections; a rank wi
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from secc.runtime import checkpoint
 from secc.runtime.check import check
 from secc.runtime.comm import Transport
 from secc.runtime.data import GlobalBatch
+from secc.runtime.elementwise import refusal
 from secc.runtime.engine import Engine, StepInput
 from secc.runtime.errors import UserError
 from secc.runtime.gradients import Reducer, holders
@@ -25,6 +26,7 @@ from secc.runtime.metrics import Metrics
 from secc.runtime.run import Run
 from secc.runtime.section import Section
 from secc.runtime.seeding import item_seed
+from secc.runtime.sharding import shard_optimizer
 from secc.runtime.wavefront import schedule
 from secc.runtime.weights import canonical_names, owners
 
@@ -38,17 +40,16 @@ class Trainer:
         canonical = canonical_names(model)
         params = dict(model.named_parameters())
         held = holders(self.plan, [n for n, p in params.items() if p.requires_grad], canonical)
-        mine = [n for h in held if run.rank in h.ranks for n in h.names]
         self.reducer = Reducer(held, params, run.rank, run.device)
         transport = Transport(self.plan, run.rank, run.device, self.options.debug_comm)
-        self.engine = Engine(self.plan, {s.name: s for s in sections}, transport, self.reducer.start, run.trace)
+        held_sections = {s.name: s for s in sections}
+        self.engine = Engine(self.plan, held_sections, transport, self.reducer.start, run.trace, self.reducer.expect)
         self._owned = {name for name, rank in owners(self.plan, model).items() if rank == run.rank}
-        self._trained = {params[n]: n for n in mine}
-        self.optimizer = self._make_optimizer()
+        self.optimizer = self._make_optimizer({params[n]: n for h in held if run.rank in h.ranks for n in h.names})
         self.scheduler = run.user.scheduler(self.optimizer) if self.optimizer is not None else None
         self.step_number = run.about.step if run.about else 0
         if run.resume is not None:
-            checkpoint.load_optimizer(run.resume, self.optimizer, self.scheduler, self._trained, run.rank)
+            checkpoint.load_optimizer(run.resume, self.optimizer, self.scheduler, self.reducer.pieces, run.rank)
         self.metrics = Metrics(run.log_dir, self.options.steps) if run.rank == 0 else None
         self._since = time.perf_counter()
 
@@ -67,8 +68,7 @@ class Trainer:
         micros = [order.micro_batches[i.section][i.micro].samples for i in order.programs[self.run.rank] if i.kind == "F"]
         self.run.data.prepare(micros)
         coefficients = self._coefficients(batch)
-        for param in self._trained:
-            param.grad = None
+        self.reducer.reset()
         seed = item_seed(self.run.seed, -1, batch.step)
         share = self.engine.run(StepInput(order, batch.samples, lambda m: self.run.data.batch(m.samples), coefficients, seed))
         self.reducer.finish()
@@ -77,6 +77,7 @@ class Trainer:
             self.reducer.clip(norm, self.options.clip)
         if self.optimizer is not None:
             self.optimizer.step()
+        self.reducer.gather()
         if isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step(loss)
         elif self.scheduler is not None:
@@ -119,20 +120,37 @@ class Trainer:
         assert self.options.save is not None
         state = {k: v for k, v in checkpoint.model_state(self.model).items() if k.removeprefix("model/") in self._owned}
         if self.optimizer is not None:
-            state |= checkpoint.optimizer_state(self.optimizer, self._trained, self._owned, self.run.rank)
+            state |= checkpoint.optimizer_state(self.optimizer, self.reducer.pieces, self._options_owned(), self.run.rank)
         if self.scheduler is not None:
             state[f"scheduler/{self.run.rank}"] = self.scheduler.state_dict()
         about = checkpoint.manifest(self.model, self.step_number, self.run.seed, self.run.shuffle, self.plan.global_batch)
         checkpoint.save(self.options.save, state, about)
 
-    def _make_optimizer(self) -> torch.optim.Optimizer | None:
-        """The user's optimizer over this rank's trainable parameters, one entry for each, also if it is tied."""
-        if not self._trained:
+    def _options_owned(self) -> set[str]:
+        """The parameters whose optimizer options and scalar states this rank writes: of sharded ones, who has the first entry."""
+        sharded = [found[1] for found in self.reducer.slices.values() if found is not None]
+        whole = {p.name for p in self.reducer.pieces.values()} - {p.name for p in sharded}
+        return whole & self._owned | {p.name for p in sharded if p.start == 0}
+
+    def _make_optimizer(self, trained: Mapping[nn.Parameter, str]) -> torch.optim.Optimizer | None:
+        """The user's optimizer over this rank's trainable parameters, one entry for each, also if it is tied; slices of sharded ones.
+
+        Raises UserError if it cannot be sharded as the plan wants.
+        """
+        if not trained:
             return None
         try:
-            return self.run.user.optimizer([(name, param) for param, name in self._trained.items()])
+            optimizer = self.run.user.optimizer([(name, param) for param, name in trained.items()])
         except UserError as error:
             # The user trains only some parameters, and this rank has none of them.
             if isinstance(error.__cause__, ValueError) and "empty parameter list" in str(error.__cause__):
                 return None
             raise
+        if self.reducer.slices:
+            reason = refusal(optimizer)
+            if reason is not None:
+                names = [s.name for s in self.plan.sections if s.sharding != "none"]
+                remedy = f"compile again with --set {names[0]}.sharding=none"
+                raise UserError(f"optimizer states cannot be sharded: {reason}", remedy=remedy)
+            shard_optimizer(optimizer, self.reducer.slices)
+        return optimizer

@@ -1,0 +1,120 @@
+"""Parameters whose optimizer is sharded: their values in flat buffers, of which each replica updates one shard.
+
+The optimizer stays the user's. It is built over the whole parameters, so that groups by name, shape or identity are what the user meant;
+then this rank's slices take the places of the parameters, as views of the same memory. Whatever part of a parameter is not in this
+rank's shard is another replica's, and comes back by an all-gather after the step. A slice is 1-D, entries in row-major order, except
+where it is the whole parameter, which keeps its shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+# Their names since torch 2.13, which warns of the old ones.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a rank's optimizer holds of parameter `name`: its entries `start` to `stop` of `shape`, row-major."""
+
+    name: str
+    shape: torch.Size
+    start: int
+    stop: int
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is the parameter itself."""
+        return self.stop - self.start == self.shape.numel()
+
+
+def whole(name: str, param: torch.Tensor) -> Piece:
+    """The piece that is all of a parameter."""
+    return Piece(name, param.shape, 0, param.numel())
+
+
+class Flat:
+    """Parameters of one dtype in one buffer, padded with zeros so that `count` shards are alike; this rank's is shard `index`.
+
+    `slices` has what is in the shard of each parameter: a leaf that shares the buffer's memory, and which piece it is.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], index: int, count: int) -> None:
+        first = named[0][1]
+        self.size = -(-sum(p.numel() for _, p in named) // count)
+        self.values = torch.zeros(self.size * count, dtype=first.dtype, device=first.device)
+        self.begin, end = index * self.size, (index + 1) * self.size
+        self.shard = self.values[self.begin : end]
+        self.slices: dict[nn.Parameter, tuple[nn.Parameter, Piece]] = {}
+        offset = 0
+        for name, param in named:
+            after = offset + param.numel()
+            place = self.values[offset:after].view(param.shape)
+            param.data = place.copy_(param.data)
+            start, stop = max(offset, self.begin), min(after, end)
+            if start < stop:
+                piece = Piece(name, param.shape, start - offset, stop - offset)
+                view = place if piece.whole else self.values[start:stop]
+                self.slices[param] = nn.Parameter(view), piece
+            offset = after
+
+    def set_gradients(self, total: torch.Tensor) -> None:
+        """Give the slices their gradients: `total` holds those of the shard, [size] in any dtype."""
+        total, position = total.to(self.values.dtype), 0
+        for param, _ in self.slices.values():
+            param.grad = total[position : position + param.numel()].view(param.shape)
+            position += param.numel()
+
+    def gather(self, group: Any) -> dist.Work:
+        """Start to collect all shards, so that every rank has all values. Collective."""
+        work = _all_gather(self.values, self.shard, group=group, async_op=True)
+        assert work is not None
+        return work
+
+
+def reduce_scatter(part: torch.Tensor, whole: torch.Tensor, group: Any) -> dist.Work:
+    """Start to sum `whole`, [n * size], over the n ranks of `group`; rank i gets entries i * size and on in `part`, [size]."""
+    work = _reduce_scatter(part, whole, dist.ReduceOp.SUM, group=group, async_op=True)
+    assert work is not None
+    return work
+
+
+Slices = Mapping[nn.Parameter, tuple[nn.Parameter, Piece] | None]
+
+
+def shard_optimizer(optimizer: torch.optim.Optimizer, slices: Slices) -> None:
+    """Put slices in the places of parameters, with what state the optimizer has made of them; None where this rank has no slice.
+
+    Groups that become empty stay, so that schedulers find every group. The optimizer must be elementwise (`secc.runtime.elementwise`).
+    """
+    for group in optimizer.param_groups:
+        held = [_part(p, slices) for p in group["params"]]
+        if "param_names" in group:
+            group["param_names"] = [n for n, p in zip(group["param_names"], held, strict=True) if p is not None]
+        group["params"] = [p for p in held if p is not None]
+    for param, found in slices.items():
+        state = optimizer.state.pop(param, None)
+        if state is not None and found is not None:
+            optimizer.state[found[0]] = {key: _slice(value, found[1]) for key, value in state.items()}
+
+
+def _part(param: nn.Parameter, slices: Slices) -> nn.Parameter | None:
+    if param not in slices:
+        return param
+    found = slices[param]
+    return None if found is None else found[0]
+
+
+def _slice(value: Any, piece: Piece) -> Any:
+    """The part of a state that belongs to a slice: of a tensor like the parameter its entries, of anything else all."""
+    if not isinstance(value, torch.Tensor) or value.shape != piece.shape or piece.whole:
+        return value
+    return value.reshape(-1)[piece.start : piece.stop].clone()
