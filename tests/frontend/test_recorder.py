@@ -339,8 +339,56 @@ def test_random_numbers_and_batch_norm_inside_blocks_are_told() -> None:
         def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
             return self.tower(x).mean()
 
-    assert {(h.path, h.kind) for h in record(Noisy(), BATCH, ["tower"]).hazards} == {("tower", "random"), ("tower", "batch_norm")}
-    assert record(Noisy().eval(), BATCH, ["tower"]).hazards == []
+    found = record(Noisy(), BATCH, ["tower"])
+    assert {(h.path, h.kind) for h in found.hazards} == {("tower", "batch_norm")}
+    assert [(d.call, d.shape, d.known) for d in found.draws] == [("tower.1#0", (len(BATCH["x"]), 5), True)]
+    quiet = record(Noisy().eval(), BATCH, ["tower"])
+    assert quiet.hazards == [] and quiet.draws == []
+
+
+def test_random_ops_of_alike_layers_have_names_of_their_own() -> None:
+    class Layer(nn.Module):
+        def __init__(self, p: float) -> None:
+            super().__init__()
+            self.p, self.linear = p, nn.Linear(5, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.dropout(self.linear(x), self.p) if self.p else self.linear(x)
+
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tower = nn.Sequential(*(Layer(p) for p in (0.0, 0.1, 0.1, 0.2)))
+
+        def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+            return self.tower(self.tower(x)).mean()
+
+    for blocks in (["tower"], [f"tower.{i}" for i in range(4)]):
+        names = [d.call.replace(d.where, "HERE") for d in record(Deep(), BATCH, blocks).draws]
+        assert names == [f"tower.{i}@HERE#{time}" for time in range(2) for i in (1, 2, 3)]
+
+
+def test_grouped_products_have_a_shape_in_float32() -> None:
+    """torch's own shape rule takes bfloat16 only, and mixtures of experts use the op in any dtype."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(2, 5, 3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch._grouped_mm(x, self.weight, torch.tensor([1, 4], dtype=torch.int32))
+
+    class Mixture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = Experts()
+
+        def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+            return self.experts(x).mean()
+
+    (result,) = [n for n in record(Mixture(), BATCH, ["experts"]).graph.nodes if n.target is take]
+    assert (result.meta["shape"], result.meta["dtype"], result.meta["requires_grad"]) == ((4, 3), torch.float32, True)
 
 
 def test_a_forward_without_a_loss_is_refused() -> None:
