@@ -122,6 +122,7 @@ def compile_model(path: str | Path, options: Options, progress: Callable[[str], 
     with clock.step("passes"):
         run = pipeline.run(module, pipeline.parse(pipeline_text(options)), dump=True, progress=clock.progress)
     made = plan_codegen.build(module, model_ref(user, meta), {"secc": __version__, "torch": torch.__version__.split("+")[0]})
+    made = dataclasses.replace(made, checks=made.checks | _fallbacks(captured))
     return Compiled(made, module, [("capture", start), *run.dumps], captured.constants, user, drawn, inputs, model, clock.seconds)
 
 
@@ -135,6 +136,12 @@ def _captured(user: UserModel, meta: nn.Module, drawn: Survey, inputs: Inputs) -
     whole = drawn.without_crops()
     inputs = describe(user, whole)
     return whole, inputs, capture(user, meta, whole, inputs)
+
+
+def _fallbacks(captured: Capture) -> dict[str, list[str]]:
+    """What the capture chose differently than planned, for the report: one line each, with place and cause."""
+    found = dict.fromkeys(f"{n.path + ': ' if n.path else ''}{n.reason}{f' ({n.where})' if n.where else ''}" for n in captured.notes)
+    return {"notes": list(found)} if found else {}
 
 
 def pipeline_text(options: Options) -> str:

@@ -4,8 +4,8 @@ python -m tools.zoo                          every architecture, checked and run
 python -m tools.zoo llava whisper            some of them
 python -m tools.zoo --family audio --no-run  one family, compiled and checked only
 
-For each architecture: whether its glue is generic or re-recorded, its sections, and `exact` or the first line of the error. Failures are
-then listed by cause. Every model goes the way of a user's model file.
+For each architecture: whether its glue is generic, re-recorded or hidden in a block, its sections, and `exact` or the first line of the
+error. Failures are then listed by cause. Every model goes the way of a user's model file.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class Row:
     sections: tuple[str, ...] = ()
     check: str = SKIPPED
     run: str = SKIPPED
+    notes: tuple[str, ...] = ()
     seconds: float = 0.0
 
     @property
@@ -83,6 +84,7 @@ def look(entry: Entry, ranks: int = RANKS, run: bool = True) -> Row:
         try:
             compiled = compile_model(model, Options(cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH))
             row.glue, row.sections = glue(compiled), tuple(s.name for s in compiled.plan.sections)
+            row.notes = tuple(compiled.plan.checks.get("notes", ()))
             compiled = checked(compiled, required=True)
             row.check = EXACT
             if run:
@@ -96,8 +98,9 @@ def look(entry: Entry, ranks: int = RANKS, run: bool = True) -> Row:
 
 
 def glue(compiled: Compiled) -> str:
-    """How the glue is known: `generic` code for all sizes, or `re-recorded` for each micro-batch."""
-    return "re-recorded" if getattr(compiled.plan, "rerecorded", False) else "generic"
+    """How the glue is known: `generic` code for all sizes, or hidden in a block that was made larger for it."""
+    hidden = [note.partition(": ")[0] for note in compiled.plan.checks.get("notes", ()) if ": one block, because " in note]
+    return f"in block {hidden[-1]}" if hidden else "generic"
 
 
 def _run(compiled: Compiled, model: Path, folder: Path, ranks: int) -> str:

@@ -31,6 +31,6 @@ def command(
         print_json({"exact": True, "sections": [s.name for s in plan.sections], "widths": plan.widths, **plan.checks})
         return
     for table in tables(plan):
-        if table.title in {"Sections", "Loss", "Checks"}:
+        if table.title in {"Sections", "Loss", "Checks", "Notes"}:
             print_table(table)
     out.print("[green]exact[/]: loss and every gradient are those of plain PyTorch")
