@@ -8,8 +8,8 @@ recomputation in the backward, whose register says where it starts, reads the na
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,11 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from secc.runtime.errors import UserError
 from secc.runtime.expr import evaluate
-from secc.runtime.plan import Draw
+from secc.runtime.plan import Draw, Symbol
 from secc.runtime.program import SampleMeta
 from secc.runtime.randomness import ops
 from secc.runtime.randomness.bits import bits, coordinates, key
 from secc.runtime.recorder.places import drawer, paths_of, place
+from secc.runtime.sizes import combine
 
 _NO_DRAW = 1 << 62  # in the register: no recomputation is running
 _RNNS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -42,15 +43,27 @@ def sample_keys(seed: int, samples: Sequence[SampleMeta]) -> list[int]:
 
 
 class Randomness:
-    """What is known of a model's random ops: `draws` of the plan, by name, and the paths of its modules."""
+    """What is known of a model's random ops: the draws of a plan, by name, and the paths of the model's modules."""
 
-    def __init__(self, model: nn.Module, draws: Sequence[Draw]) -> None:
-        self.paths = paths_of(model)
+    def __init__(self, model: nn.Module, draws: Iterable[Draw], symbols: Sequence[Symbol]) -> None:
+        self.paths, self.symbols = paths_of(model), symbols
         self.draws = {d.call: d for d in draws}
 
-    def micro_batch(self, seed: int, keys: Sequence[int], sizes: Sequence[Mapping[str, int]]) -> Draws:
-        """The numbers of a micro-batch: its samples' keys, and for each sample its own rows and the micro-batch's widths."""
-        return Draws(self, seed, keys, sizes)
+    def micro_batch(self, seed: int, keys: Sequence[int], sizes: Sequence[Mapping[str, int]], widths: Mapping[str, int]) -> Draws:
+        """The numbers of a micro-batch, from its samples' keys and sizes; `widths` are those that it is padded to beyond its own."""
+        together = combine(sizes, self.symbols)
+        common = {s.name: together[s.name] for s in self.symbols if s.kind == "width"} | dict(widths)
+        return Draws(self, seed, keys, [{**own, **common} for own in sizes])
+
+
+def forward_of(draws: Draws | None) -> AbstractContextManager[None]:
+    """The context of a micro-batch's forward."""
+    return nullcontext() if draws is None else draws.forward()
+
+
+def backward_of(draws: Draws | None) -> AbstractContextManager[None]:
+    """The context of a micro-batch's backward."""
+    return nullcontext() if draws is None else draws.backward()
 
 
 class Draws:

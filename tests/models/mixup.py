@@ -1,0 +1,36 @@
+"""Samples are mixed with others of the batch, chosen at random."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import Dataset
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 16)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.inner(x).relu()
+        return F.cross_entropy(self.head(0.8 * hidden + 0.2 * hidden[torch.randperm(len(hidden))]), labels)
+
+
+def model() -> nn.Module:
+    return Classifier()
+
+
+class Samples(Dataset):
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        g = torch.Generator().manual_seed(i)
+        return {"x": torch.randn(8, generator=g), "labels": torch.randint(0, 4, (), generator=g)}
+
+
+def dataset() -> Dataset:
+    return Samples()
