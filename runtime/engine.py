@@ -8,7 +8,6 @@ before the step has proved it complete and free of deadlock.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ import torch
 from secc.runtime.comm import Message, Transport, message_of
 from secc.runtime.edges import EdgeLayout, Pair
 from secc.runtime.plan import Edge, Plan
+from secc.runtime.randomness.draws import Draws, Randomness, backward_of, forward_of, sample_keys
 from secc.runtime.program import Instruction, MicroBatch, SampleMeta, Schedule, owes_backward, replica_ranks, returns_gradient
 from secc.runtime.section import Batch, Section, Tensors
 from secc.runtime.sizes import combine
@@ -45,6 +45,7 @@ class _Live:
     """A micro-batch between its forward and the moment when nothing needs it any more."""
 
     backward_owed: bool
+    draws: Draws | None  # its random numbers, where the model draws any
     leaves: Tensors = field(default_factory=dict)  # of the edges whose gradient goes back
     outs: Tensors = field(default_factory=dict)
     terms: Tensors = field(default_factory=dict)
@@ -89,6 +90,8 @@ class Engine:
         self.into = {name: [e for e in plan.edges if e.dst == name] for name in planned}
         self.out_of = {name: [e for e in plan.edges if e.src == name] for name in planned}
         self.edges = {e.name: e for e in plan.edges}
+        models = [s.model for s in sections.values()]
+        self.randomness = Randomness(models[0], plan.draws, plan.symbols) if plan.draws and models else None
 
     def run(self, step: StepInput) -> torch.Tensor:
         """Execute this rank's program; gradients add to the parameters' `.grad`. Returns this rank's share of the loss (float64, 0-dim)."""
@@ -103,6 +106,8 @@ class _Execution:
         plan = engine.plan
         total = combine([s.sizes for s in step.samples], plan.symbols)
         widths = {s.name: total[s.name] for s in plan.symbols if s.kind == "width"} if plan.widths == "global" else {}
+        self.widths = widths
+        self.keys = sample_keys(step.seed, step.samples) if engine.randomness is not None else []
         self.layouts = {e.name: EdgeLayout(e, plan, step.schedule, step.samples, widths) for e in plan.edges}
         self.live: dict[tuple[str, int], _Live] = {}
         self.loss = torch.zeros((), dtype=torch.float64, device=engine.device)
@@ -141,13 +146,13 @@ class _Execution:
         engine, micro = self.engine, self.micro(i.section, i.micro)
         section, with_grad = engine.sections[i.section], engine.backward_owed[i.section]
         batch = self.step.batch_of(micro)
-        live = _Live(backward_owed=with_grad)
+        section.draws = self.draws(micro)
+        live = _Live(with_grad, section.draws)
         edges = self.receive_edges(i.section, i.micro, live)
         case = section.case(batch)
         if not edges.keys() >= set(case.receives):
             raise RuntimeError(f"`{i}`: case {case.method} takes edges {sorted(case.receives)}, but {sorted(edges)} have come")
-        seed_generators(stream(self.step.seed, i.section, micro.samples), engine.device)
-        with self.compute_event(i, micro), torch.set_grad_enabled(with_grad):
+        with self.compute_event(i, micro), torch.set_grad_enabled(with_grad), forward_of(live.draws):
             live.outs, live.terms = section(case, batch, edges)
         self.add_loss(live.terms)
         for edge in engine.out_of[i.section]:
@@ -161,7 +166,7 @@ class _Execution:
         gradients = self.receive_gradients(i.section, i.micro, live.outs)
         roots = [(live.outs[name], g) for name, g in gradients.items()]
         roots += [(t, torch.full_like(t, self.step.coefficients[name])) for name, t in live.terms.items() if t.requires_grad]
-        with self.compute_event(i, self.micro(i.section, i.micro)):
+        with self.compute_event(i, self.micro(i.section, i.micro)), backward_of(live.draws):
             if roots:
                 torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
         live.outs, live.terms, live.backward_owed = {}, {}, False
@@ -257,6 +262,14 @@ class _Execution:
     def micro(self, section: str, index: int) -> MicroBatch:
         return self.step.schedule.micro_batches[section][index]
 
+    def draws(self, micro: MicroBatch) -> Draws | None:
+        """The random numbers of a micro-batch, None for a model that draws none."""
+        if self.engine.randomness is None:
+            return None
+        sizes = [self.step.samples[s].sizes for s in micro.samples]
+        keys = [self.keys[s] for s in micro.samples]
+        return self.engine.randomness.micro_batch(self.step.seed, keys, sizes, self.widths)
+
     def rank_of(self, section: str, index: int) -> int:
         return self.engine.ranks[section][self.micro(section, index).replica]
 
@@ -297,16 +310,3 @@ def with_flag(gradient: torch.Tensor | None, layout: EdgeLayout, pair: Pair, dev
     if gradient is None:
         return torch.zeros(layout.numel(pair) + 1, dtype=layout.dtype, device=device)
     return torch.cat([gradient.new_ones(1), gradient])
-
-
-def stream(seed: int, section: str, samples: Sequence[int]) -> int:
-    """The seed of a micro-batch's random numbers: they depend on the step, the section and the samples, not on what ran before."""
-    text = f"{seed},{section},{','.join(map(str, samples))}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
-
-
-def seed_generators(seed: int, device: torch.device) -> None:
-    """Seed the default generators that ops on `device` use; `torch.manual_seed` takes milliseconds where there is no GPU."""
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed)

@@ -120,6 +120,20 @@ class Term:
 
 
 @dataclass(frozen=True)
+class Draw:
+    """A random op: `call` is its name (`module.path@file:line#n`), `dims` the dims of its result that run over the samples' rows, `rows` a
+    sample's number of them.
+
+    The first of `dims` says whose numbers they are. Without dims all samples share the numbers.
+    """
+
+    call: str
+    dims: tuple[int, ...]
+    rows: str
+    where: str = ""
+
+
+@dataclass(frozen=True)
 class Tie:
     """One parameter under several names or in several sections; gradients are summed over the union of their ranks."""
 
@@ -154,6 +168,7 @@ class Plan:
     solver: dict[str, Any]
     prediction: dict[str, Any]
     checks: dict[str, Any] = field(default_factory=dict)
+    draws: tuple[Draw, ...] = ()
     labels_key: str = ""  # the input whose entries other than -100 are counted as tokens
 
     def section(self, name: str) -> Section:
@@ -186,6 +201,7 @@ def _build(cls: Any, data: Any) -> Any:
     """Dataclasses from JSON data, by the type of each field."""
     nested: dict[str, Any] = {
         "model": ModelRef, "symbols": Symbol, "inputs": Input, "sections": Section, "edges": Edge, "terms": Term, "ties": Tie,
+        "draws": Draw,
         "mesh": Mesh, "cost": Cost,
     }
     values: dict[str, Any] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from secc.runtime.errors import UserError
+from secc.runtime.randomness.draws import Draws
 
 Batch = Mapping[str, Any]
 Tensors = dict[str, torch.Tensor]
@@ -60,6 +61,12 @@ class Section(nn.Module):
         # In a list, so that the model's other modules do not become modules of this section.
         self._model = [model]
         self.constants = Constants(Path(inspect.getfile(type(self))).parent)
+        self.draws: Draws | None = None  # of the micro-batch that runs
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's whole model; what other ranks hold is on the meta device."""
+        return self._model[0]
 
     @property
     def device(self) -> torch.device:
@@ -69,6 +76,12 @@ class Section(nn.Module):
     def value(self, path: str) -> torch.Tensor:
         """The parameter or buffer of the user's model by its name; read at each use, since weights may be replaced."""
         return operator.attrgetter(path)(self._model[0])
+
+    def draw(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The result of a random op of the glue, under the name it has in the user's forward."""
+        if self.draws is None:
+            return function(*args, **kwargs)
+        return self.draws.named(name, function, *args, **kwargs)
 
     def case(self, batch: Batch) -> Case:
         """The case of a micro-batch. Raises UserError if no capture took this way (naming pattern and guards)."""

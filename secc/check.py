@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import random
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +24,8 @@ from torch import nn
 from secc.codegen.names import class_name
 from secc.compiler import Compiled
 from secc.errors import UserError
-from secc.frontend.reference import Difference, Result, compare, eager, gradients
+from secc.frontend.reference import SEED, Difference, Keyed, Result, compare, eager, gradients
+from secc.runtime import plan as plan_schema
 from secc.runtime.comm import Transport
 from secc.runtime.engine import Engine, StepInput
 from secc.runtime.plan import Mesh, Plan
@@ -99,8 +102,32 @@ def _check_pattern(compiled: Compiled, rank: OneRank, pattern: frozenset[str]) -
     """The largest micro-batch of the survey, which holds samples of several lengths and, where there are some, of smaller patterns."""
     samples = compiled.survey.batches(pattern)[-1]
     assert compiled.model is not None
-    reference = eager(compiled.model, compiled.user.collate(samples))
-    return PatternCheck(tuple(sorted(pattern)), len(samples), compare(rank.step(samples), reference))
+    draws = Keyed(compiled.model, compiled.plan.draws, compiled.plan.symbols).of(compiled.user, samples)
+    batch = compiled.user.collate(samples)
+    with _only_torch_draws(compiled):
+        reference = eager(compiled.model, batch, draws)
+    # Random numbers must be the same in micro-batches of any size.
+    found = [compare(rank.step(samples, most), reference) for most in ((MICRO_BATCH, 1) if draws is not None else (MICRO_BATCH,))]
+    return PatternCheck(tuple(sorted(pattern)), len(samples), max(found, key=lambda d: max(d.loss, d.gradient)))
+
+
+@contextmanager
+def _only_torch_draws(compiled: Compiled) -> Iterator[None]:
+    """Raises UserError if the model draws random numbers from Python or NumPy inside: nothing ties those to samples."""
+    before = random.getstate(), _numpy_state()
+    yield
+    if random.getstate() != before[0] or _numpy_state() != before[1]:
+        source = "Python's random" if random.getstate() != before[0] else "NumPy"
+        remedy = "draw with torch, or in the dataset, where sample i is seeded by (seed, epoch, i)"
+        raise UserError(f"forward draws random numbers from {source}, which cannot be tied to samples", str(compiled.user.path), remedy)
+
+
+def _numpy_state() -> tuple[object, ...]:
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return ()
+    kind, words, *rest = numpy.random.get_state()
+    return kind, words.tobytes(), *rest
 
 
 class OneRank:
@@ -108,7 +135,7 @@ class OneRank:
 
     def __init__(self, plan: Plan, directory: Path, user: UserModel, model: nn.Module) -> None:
         mesh = Mesh((0,))
-        folded = tuple(dataclasses.replace(s, mesh=mesh, micro_batch=min(s.micro_batch, MICRO_BATCH)) for s in plan.sections)
+        folded = tuple(dataclasses.replace(s, mesh=mesh) for s in plan.sections)
         self.plan = dataclasses.replace(plan, world_size=1, sections=folded)
         self.user, self.model = user, model
         self.sections: dict[str, Section] = {
@@ -116,8 +143,9 @@ class OneRank:
         }
         self.terms: Any = _module(directory / "sections" / "terms.py")
 
-    def step(self, samples: Sequence[Mapping[str, Any]]) -> Result:
-        """Loss and gradients of one global batch."""
+    def step(self, samples: Sequence[Mapping[str, Any]], most: int = MICRO_BATCH) -> Result:
+        """Loss and gradients of one global batch, in micro-batches of at most `most` samples."""
+        plan = dataclasses.replace(self.plan, sections=tuple(_with_micro_batch(s, most) for s in self.plan.sections))
         singles = [self.user.collate([s]) for s in samples]
         optional = {i.key for i in self.plan.inputs if i.optional}
         metas = [SampleMeta(i, frozenset(optional & b.keys()), sizes_of(b, self.plan.symbols)) for i, b in enumerate(singles)]
@@ -131,14 +159,18 @@ class OneRank:
             return pad_batch(batch, self.plan.inputs, widths) if self.plan.widths == "global" else batch
 
         self.model.zero_grad(set_to_none=True)
-        engine = Engine(self.plan, self.sections, Transport(self.plan, 0, CPU), lambda _: None, Trace(None, 0, CPU))
-        loss = engine.run(StepInput(schedule(self.plan, metas), metas, batch_of, coefficients, seed=0))
+        engine = Engine(plan, self.sections, Transport(plan, 0, CPU), lambda _: None, Trace(None, 0, CPU))
+        loss = engine.run(StepInput(schedule(plan, metas), metas, batch_of, coefficients, SEED))
         found = Result(float(loss) + self.terms.CONSTANT, gradients(self.model))
         self.model.zero_grad(set_to_none=True)
         return found
 
     def _leaves(self, singles: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         return {name: sum(_leaf(function, batch) for batch in singles) for name, function in self.terms.LEAVES.items()}
+
+
+def _with_micro_batch(section: plan_schema.Section, most: int) -> plan_schema.Section:
+    return dataclasses.replace(section, micro_batch=min(section.micro_batch, most))
 
 
 def _leaf(function: Any, batch: Mapping[str, Any]) -> float:

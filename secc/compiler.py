@@ -113,7 +113,7 @@ def compile_model(path: str | Path, options: Options, progress: Callable[[str], 
     with clock.step("build the model here"):
         model = _real_model(user, meta, options.small)
     with clock.step("compare widths"):
-        width = options.widths if options.widths != "auto" else widths.choose(user, drawn, inputs, model)
+        width = options.widths if options.widths != "auto" else widths.choose(user, drawn, inputs, model, captured.draws)
         module = import_ir.to_ir(captured)
         graph_of(module).properties["widths"] = StringAttr(width)
     with clock.step("measure blocks"):

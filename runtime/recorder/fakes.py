@@ -20,7 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from secc.runtime.errors import UserError
 from secc.runtime.recorder import structure
 from secc.runtime.recorder.places import class_place
-from secc.runtime.recorder.recording import Hazard
+from secc.runtime.recorder.recording import Drawn, Hazard
+
+Run = tuple[Any, bool, tuple[Hazard, ...], tuple[Drawn, ...]]  # a result, whether values of real tensors were read, hazards, random ops
 
 
 def is_fake(tensor: object) -> bool:
@@ -72,6 +74,7 @@ class Result:
     skeleton: Any
     reads: bool
     hazards: tuple[Hazard, ...]
+    draws: tuple[Drawn, ...]
 
     def build(self, mode: FakeTensorMode, arguments: list[torch.Tensor]) -> tuple[Any, list[tuple[Leaf, torch.Tensor]]]:
         """A fresh result, and the new fake tensors in it with their leaves. A tensor met twice is one tensor."""
@@ -108,16 +111,16 @@ class Shapes:
         self._reading: set[Any] = set()
         self._signatures: dict[str, Any] = {}
 
-    def result(self, path: str, module: nn.Module, arguments: Any, run: Callable[[], tuple[Any, bool, tuple[Hazard, ...]]]) -> Result:
-        """The result of `module(*arguments)`; `run` calls it: (result, whether it read values of real tensors, hazards)."""
+    def result(self, path: str, module: nn.Module, arguments: Any, run: Callable[[], Run]) -> Result:
+        """The result of `module(*arguments)`; `run` calls it."""
         inputs = [t for _, t in structure.tensors(arguments)]
         key = (self._signature(path, module), torch.is_grad_enabled(), torch.is_inference_mode_enabled(), _shape_key(arguments))
         known = (key, _values(inputs)) if key in self._reading else key
         if known in self._results:
             return self._results[known]
         # An empty context: Hugging Face's output recorders gather what runs in the caller's context, and this run is not the user's.
-        out, reads, hazards = contextvars.Context().run(run)
-        found = Result(_skeleton(out, inputs), reads, hazards)
+        out, reads, hazards, draws = contextvars.Context().run(run)
+        found = Result(_skeleton(out, inputs), reads, hazards, tuple(d.inside(path) for d in draws))
         if reads:
             self._reading.add(key)
         self._results[(key, _values(inputs)) if reads else key] = found
@@ -125,8 +128,14 @@ class Shapes:
 
     def _signature(self, path: str, module: nn.Module) -> Any:
         if path not in self._signatures:
-            self._signatures[path] = (type(module), module.training, str(module.extra_repr()), tuple(_parameters(module)))
+            self._signatures[path] = tuple(map(_nature, module.modules())), tuple(_parameters(module))
         return self._signatures[path]
+
+
+def _nature(module: nn.Module) -> Any:
+    """What tells a module from others of its class: dropout probabilities often grow from layer to layer."""
+    numbers = tuple(sorted((k, v) for k, v in vars(module).items() if isinstance(v, float)))
+    return type(module), module.training, str(module.extra_repr()), numbers
 
 
 def _parameters(module: nn.Module) -> Iterator[Any]:

@@ -66,7 +66,7 @@ class _Functional:
         try:
             with torch.no_grad(), Ops(self):  # type: ignore[arg-type]
                 for node in self._graph.nodes:
-                    self._meta = {k: node.meta.get(k) for k in MOMENT}
+                    self._meta = {k: node.meta.get(k) for k in (*MOMENT, "draw")}
                     self._env[node] = self._node(node)
         finally:
             _torch._disable_functionalization()

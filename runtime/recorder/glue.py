@@ -52,6 +52,12 @@ class Executor:
         """Whether a tensor's values depend on blocks or parameters."""
         return is_fake(tensor) or (bool(self._unknown) and tensor.untyped_storage()._cdata in self._unknown)
 
+    def forget(self, tensor: torch.Tensor) -> None:
+        """The values of a tensor are random: a rank will have others."""
+        if not is_fake(tensor):
+            storage = tensor.untyped_storage()
+            self._unknown[storage._cdata] = storage
+
     def fake(self, value: Any) -> Any:
         """A tensor, fake if its values are unknown; anything else as it is."""
         if isinstance(value, torch.Tensor) and not is_fake(value) and self.unknown(value):
@@ -74,8 +80,7 @@ class Executor:
         if all(is_fake(t) for t in targets):
             return func(*args, **kwargs)
         for t in targets:
-            storage = t.untyped_storage()
-            self._unknown[storage._cdata] = storage
+            self.forget(t)
         returned = len(func._schema.returns)
         return None if returned == 0 else targets[0] if returned == 1 else tuple(targets)
 
@@ -174,6 +179,8 @@ def origin(node: fx.Node) -> str:
         n = queue.pop(0)
         if n.op == "call_module":
             return f"the result of {n.target}"
+        if "draw" in n.meta:
+            return f"random numbers ({n.target})"
         for parent in n.all_input_nodes:
             if parent not in seen:
                 seen.add(parent)

@@ -1,7 +1,7 @@
 """What ops inside a block betray: values read from real tensors, batch norm in training mode, and random numbers.
 
-Batch norm couples the samples of a batch; random numbers inside a block come from one stream that no other order of samples repeats.
-Both end the exactness of a plan, so the compiler must know them by place.
+Batch norm couples the samples of a batch, which ends the exactness of a plan; random numbers must be tied to samples. So the compiler must
+know them by place.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import torch
 
 from secc.runtime.recorder.fakes import is_fake
 from secc.runtime.recorder.places import place
-from secc.runtime.recorder.recording import Hazard
+from secc.runtime.recorder.recording import Drawn, Hazard
 
 _NORMS = ("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm", "miopen_batch_norm", "_batch_norm_with_update")
-_PROBABILITY = ("p", "dropout_p", "dropout")
 _DYNAMIC = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -27,25 +26,21 @@ class Watch:
         self._path = path
         self.reads = False
         self.hazards: dict[Hazard, None] = {}
+        self.draws: list[Drawn] = []
 
-    def joined(self, reads: bool, hazards: Iterable[Hazard]) -> Watch:
+    def joined(self, reads: bool, hazards: Iterable[Hazard], draws: Iterable[Drawn]) -> Watch:
         """This watch, which now knows as well what happened in a part of the block that did not run again."""
         self.reads |= reads
         self.hazards |= {Hazard(self._path, h.kind, h.op, h.where): None for h in hazards}
+        self.draws += draws
         return self
 
     def see(self, func: Any, args: Any, kwargs: Any) -> None:
         """An op is about to run."""
         if any(tag in func.tags for tag in _DYNAMIC) and not any(is_fake(a) for a in args):
             self.reads = True
-        kind = "batch_norm" if _couples(func, args, kwargs) else "random" if is_random(func, args, kwargs) else ""
-        if kind:
-            self.hazards[Hazard(self._path, kind, str(func), place())] = None
-
-
-def is_random(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an op draws random numbers; dropout with probability 0 does not."""
-    return torch.Tag.nondeterministic_seeded in func.tags and bool(_argument(func, args, kwargs, _PROBABILITY, 1.0))
+        if _couples(func, args, kwargs):
+            self.hazards[Hazard(self._path, "batch_norm", str(func), place())] = None
 
 
 def _couples(func: Any, args: Any, kwargs: Any) -> bool:

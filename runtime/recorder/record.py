@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 import traceback
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -17,15 +19,16 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from secc.runtime.errors import UserError
+from secc.runtime.randomness.ops import is_random, supported
 from secc.runtime.recorder import structure
-from secc.runtime.recorder.fakes import Shapes, fake_copy
+from secc.runtime.recorder.fakes import Run, Shapes, fake_copy
 from secc.runtime.recorder.finish import finish
 from secc.runtime.recorder.functional import functionalise, mutates
 from secc.runtime.recorder.glue import Executor, Glue
 from secc.runtime.recorder.hazards import Watch
 from secc.runtime.recorder.modes import Calls, Ops, autograd_functions, intercept
-from secc.runtime.recorder.places import class_place, is_internal, place, short_place
-from secc.runtime.recorder.recording import BlockError, Hazard, Recording
+from secc.runtime.recorder.places import class_place, drawer, is_internal, paths_of, place, short_place
+from secc.runtime.recorder.recording import BlockError, Drawn, Hazard, Recording
 from secc.runtime.recorder.tape import Tape, here
 from secc.runtime.user_model import loss_of
 
@@ -54,6 +57,7 @@ class Recorder:
         self._modules = dict(self._model.named_modules())
         self._tensors = {n: t for n, t in (*self._model.named_parameters(), *self._model.named_buffers())}
         self._state = {id(t): n for n, t in self._tensors.items()}
+        self._paths = paths_of(self._model)
         self._shapes, self._layers = Shapes(), _layers(self._model)
         self._observer = Observer()
         intercept(self._model, self._call)
@@ -80,6 +84,7 @@ class Recorder:
         """Record `model(**batch)`. Raises UserError for what cannot be recorded, BlockError where other blocks may help."""
         self.paused, self._open, self._hazards, self._watch = False, [""], dict[Hazard, None](), Watch("")
         self._tape = Tape(self._state, lambda: here(self._open[-1]), {}, self._stray)
+        self._draws, self._met = list[Drawn](), Counter[str]()
         self._executor = Executor(self._mode, self._fail)
         self._glue = Glue(self._tape, self._executor, self._fail)
         inputs = _copies(batch)
@@ -92,7 +97,8 @@ class Recorder:
         graph = finish(tape.graph)
         used = {n.target for n in graph.nodes if n.op == "get_attr"}
         placeholders = {str(n.target): n for n in graph.nodes if n.op == "placeholder"}
-        return Recording(graph, placeholders, {n: t for n, t in tape.constants.items() if n in used}, list(self._hazards))
+        constants = {n: t for n, t in tape.constants.items() if n in used}
+        return Recording(graph, placeholders, constants, list(self._hazards), self._draws)
 
     def _forward(self, inputs: dict[str, Any]) -> torch.Tensor:
         where = class_place(type(self._model))
@@ -122,12 +128,30 @@ class Recorder:
 
     def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An op between blocks."""
-        return self._glue.run(func, args, kwargs)
+        out = self._glue.run(func, args, kwargs)
+        if is_random(func, args, kwargs):
+            first = out if isinstance(out, torch.Tensor) else out[0]
+            self._tape.node(first).meta["draw"] = self._drew(self._drawn(func, first))
+            self._executor.forget(first)
+        return out
 
     def watch(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An op inside a block, while its result's shape is learnt."""
         self._watch.see(func, args, kwargs)
-        return self._executor.execute(func, args, kwargs)
+        out = self._executor.execute(func, args, kwargs)
+        if is_random(func, args, kwargs):
+            self._watch.draws.append(self._drawn(func, out if isinstance(out, torch.Tensor) else out[0]))
+        return out
+
+    def _drawn(self, func: Any, out: torch.Tensor) -> Drawn:
+        return Drawn(drawer(self._paths), str(func), place(), tuple(out.shape), supported(func))
+
+    def _drew(self, drawn: Drawn) -> str:
+        """Note a random op that a rank will meet here; its name."""
+        name = drawn.call
+        self._draws.append(replace(drawn, call=f"{name}#{self._met[name]}"))
+        self._met[name] += 1
+        return self._draws[-1].call
 
     def read(self, kind: str, tensor: torch.Tensor) -> None:
         """Python looks at a tensor's values."""
@@ -182,6 +206,8 @@ class Recorder:
             for leaf, tensor in new:
                 self._tape.take(call, leaf.path, tensor, leaf.requires_grad)
             self._hazards |= {Hazard(path, h.kind, h.op, h.where): None for h in result.hazards}
+            for drawn in result.draws:
+                self._drew(drawn.at(path))
         _collect(module, args, out)
         return out
 
@@ -195,7 +221,7 @@ class Recorder:
             return module._call_impl(*args, **kwargs)
         watch = self._watch
         result = self._shapes.result(path, module, (args, kwargs), lambda: self._run(path, module, args, kwargs))
-        self._watch = watch.joined(result.reads, result.hazards)
+        self._watch = watch.joined(result.reads, result.hazards, (d.at(path) for d in result.draws))
         out, _ = result.build(self._mode, [t for _, t in structure.tensors((args, kwargs))])
         _collect(module, args, out)
         return out
@@ -208,7 +234,7 @@ class Recorder:
             raise BlockError(path, self._around(path), message, place(), "take a larger module as the block") from None
         return self._tape.call(path, *arguments)
 
-    def _run(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, bool, tuple[Hazard, ...]]:
+    def _run(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Run:
         self._watch = Watch(path)
         try:
             out = module._call_impl(*args, **kwargs)
@@ -217,7 +243,7 @@ class Recorder:
         except Exception as error:
             message = f"the shapes of block {path} cannot be found: {type(error).__name__}: {error}"
             raise BlockError(path, self._around(path), message, _raised_at(error), "take a larger module as the block") from error
-        return out, self._watch.reads, tuple(self._watch.hazards)
+        return out, self._watch.reads, tuple(self._watch.hazards), tuple(self._watch.draws)
 
     def _around(self, path: str) -> str | None:
         """The module around a block that is called, not only a list of modules; None for the model itself."""

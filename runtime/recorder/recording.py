@@ -7,13 +7,13 @@ A recording's graph is a `torch.fx.Graph` of
 - reads: nodes marked `meta["read"]` that stand where Python looked at a value of a tensor.
 
 Every node's meta has `where` ("file:line"), `module` (the path of the open module that ran), `grad` (grad mode), `autocast` ("" or
-"cpu bfloat16"), and for tensors `shape`, `dtype` and `requires_grad`.
+"cpu bfloat16"), and for tensors `shape`, `dtype` and `requires_grad`; random ops also have `draw`, their name.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -46,8 +46,28 @@ class Read:
 
 
 @dataclass(frozen=True)
+class Drawn:
+    """A random op: its name, the op, its place, the shape of its result, and whether a rank can draw it sample by sample."""
+
+    call: str
+    op: str
+    where: str
+    shape: tuple[int, ...]
+    known: bool
+
+    def inside(self, path: str) -> Drawn:
+        """The same for any block: with `.` for `path` at the head of the name."""
+        rest = self.call.removeprefix(path)
+        return replace(self, call=f".{rest}") if path and rest[:1] in ("", ".", "@") and rest != self.call else self
+
+    def at(self, path: str) -> Drawn:
+        """The same in the block at `path`."""
+        return replace(self, call=path + self.call[1:]) if self.call.startswith(".") else self
+
+
+@dataclass(frozen=True)
 class Hazard:
-    """An op inside a block that couples samples or draws random numbers: `kind` is "batch_norm" or "random"."""
+    """An op inside a block that couples samples: `kind` is "batch_norm"."""
 
     path: str
     kind: str
@@ -63,6 +83,7 @@ class Recording:
     inputs: dict[str, fx.Node]
     constants: dict[str, torch.Tensor]
     hazards: list[Hazard] = field(default_factory=list)
+    draws: list[Drawn] = field(default_factory=list)
 
     @property
     def reads(self) -> list[Read]:

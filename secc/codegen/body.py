@@ -6,6 +6,7 @@ batch's shapes at the top. A comment gives the user's file:line where it changes
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -14,7 +15,7 @@ from xdsl.dialects.builtin import StringAttr
 from xdsl.ir import Operation, SSAValue
 
 from secc.codegen.names import Scope
-from secc.ir import expr, template
+from secc.ir import draws, expr, template
 from secc.ir.dialect import (
     CallOp,
     Computation,
@@ -135,7 +136,10 @@ class BodyPrinter:
         namespace, _, rest = op.target.data.partition(".")
         function = op.target.data if namespace == "aten" else f"torch.ops.{namespace}.{rest}"
         names = [self._bind(r, rest.split(".")[0].strip("_")) for r in op.results]
-        return Line(f"{', '.join(names)} = {function}({self._arguments(op)})", _context(op), where(op))
+        called = f"{function}({self._arguments(op)})"
+        if (name := op.attributes.get(draws.NAME)) is not None:
+            called = f"self.draw({json.dumps(name.data)}, {function}, {self._arguments(op)})"  # pyright: ignore[reportAttributeAccessIssue]
+        return Line(f"{', '.join(names)} = {called}", _context(op), where(op))
 
 
 def batch_item(key: str) -> str:

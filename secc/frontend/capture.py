@@ -16,12 +16,13 @@ from torch import fx, nn
 
 from secc.errors import UserError
 from secc.frontend.compare import Diagnostic, Generic, GlueError, Observed, generalise, way
+from secc.frontend.draws import find
 from secc.frontend.fold import fold
 from secc.frontend.frontier import Frontier, Note, choose, coarsen, component, layers
 from secc.frontend.inputs import Inputs
 from secc.frontend.survey import Pattern, Survey
+from secc.runtime.plan import Draw
 from secc.runtime.recorder import BlockError, Hazard, Recorder
-from secc.runtime.recorder.hazards import is_random
 from secc.runtime.recorder.places import class_place
 from secc.runtime.sizes import sizes_of
 from secc.runtime.user_model import UserModel
@@ -61,7 +62,10 @@ class Case:
 
 @dataclass
 class Capture:
-    """Everything the compiler knows of the user's forward. `hazards` are ops in blocks that couple the samples of a batch."""
+    """Everything the compiler knows of the user's forward.
+
+    `hazards` are ops in blocks that couple the samples of a batch, `draws` the random ops.
+    """
 
     inputs: Inputs
     optional: frozenset[str]
@@ -70,6 +74,7 @@ class Capture:
     parameters: dict[str, Parameter]
     ties: list[tuple[str, ...]]
     hazards: list[Hazard]
+    draws: list[Draw]
     notes: list[Note]
 
     @property
@@ -90,10 +95,11 @@ def capture(
     recorder = Recorder(model, ())
     frontier = choose(model, [b.ragged[0].batch for b in batches.values()], cut, blocks, recorder)
     cases, observed = _captured(recorder, frontier, batches, frozenset(survey.patterns))
-    _refuse_random(cases, hazards := list(dict.fromkeys(h for o in observed for h in o.recording.hazards)))
+    hazards = list(dict.fromkeys(h for o in observed for h in o.recording.hazards))
+    draws = find(observed, inputs)
     called = {str(n.target): n for case in reversed(cases) for n in case.generic.graph.nodes if n.op == "call_module"}
     blocks_called = {path: _block(model, path, call) for path, call in called.items()}
-    return Capture(inputs, survey.optional, cases, blocks_called, _parameters(model), ties(model), hazards, frontier.notes)
+    return Capture(inputs, survey.optional, cases, blocks_called, _parameters(model), ties(model), hazards, draws, frontier.notes)
 
 
 @dataclass(frozen=True)
@@ -157,18 +163,6 @@ def _generic(observed: Mapping[Pattern, Sequence[Observed]], frontier: Frontier,
         frontier.notes += [Note("", p.message, p.where) for p in problems]
         cases += [_named(Case(f"c{len(cases) + i}", pattern, g)) for i, g in enumerate(found)]
     return cases
-
-
-def _refuse_random(cases: Sequence[Case], hazards: Sequence[Hazard]) -> None:
-    """Raise UserError where forward draws random numbers: no other order of samples repeats one process's stream."""
-    glue = (n for case in cases for n in case.generic.graph.nodes if isinstance(n.target, torch._ops.OpOverload))
-    drawn = [h for h in hazards if h.kind == "random"]
-    drawn += [Hazard("", "random", str(n.target), n.meta["where"]) for n in glue if is_random(n.target, n.args, n.kwargs)]
-    if drawn:
-        first = drawn[0]
-        place = f"block {first.path}" if first.path else "forward"
-        message = f"{place} draws random numbers ({first.op}), which no split of the batch over ranks can repeat"
-        raise UserError(message, first.where, "set dropout probabilities to 0, or put the module into eval mode in model()")
 
 
 def _named(case: Case) -> Case:

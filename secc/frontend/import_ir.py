@@ -15,7 +15,7 @@ from xdsl.ir import Attribute, Operation, SSAValue
 
 from secc.errors import UserError
 from secc.frontend.capture import Block, Capture, Case
-from secc.ir import expr, template
+from secc.ir import draws, expr, template
 from secc.ir.attributes import number
 from secc.ir.dialect import (
     BlockOp,
@@ -58,7 +58,10 @@ def to_ir(capture: Capture) -> ModuleOp:
         properties["optional"] = texts(sorted(capture.optional))
     if inputs.labels_key:
         properties["labels"] = StringAttr(inputs.labels_key)
-    return ModuleOp([GraphOp.create(properties=properties, regions=[new_block(ops)])])
+    graph = GraphOp.create(properties=properties, regions=[new_block(ops)])
+    if capture.draws:
+        graph.attributes[draws.ATTRIBUTE] = texts(draws.text(d) for d in capture.draws)
+    return ModuleOp([graph])
 
 
 def _symbol(s: plan.Symbol) -> SymbolOp:
@@ -178,7 +181,10 @@ class _Case:
             results = [items.get(i) for i in range(len(types))]
         if len(types) != len(results) or ("results" in node.meta and len(types) < 2):
             raise UserError(f"the glue's op {node.target} has results that a plan cannot name", node.meta["where"], "move it into a module")
-        self._add(GlueOp.of(str(node.target), operands, args, types, **_modes(node)), *results)
+        op = GlueOp.of(str(node.target), operands, args, types, **_modes(node))
+        if node.meta.get("draw"):
+            op.attributes[draws.NAME] = StringAttr(node.meta["draw"])
+        self._add(op, *results)
 
     def _guard(self, node: fx.Node) -> None:
         tensor = next(a for a in node.args if isinstance(a, fx.Node))

@@ -5,18 +5,24 @@ Everything that claims exactness is compared with this, under the tolerances tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from secc.runtime.user_model import loss_of
+from secc.runtime.plan import Draw, Symbol
+from secc.runtime.program import SampleMeta
+from secc.runtime.randomness.draws import Draws, Randomness, backward_of, forward_of, sample_keys
+from secc.runtime.sizes import sizes_of
+from secc.runtime.user_model import UserModel, loss_of
 
 LOSS_TOLERANCE = 1e-6  # relative
 GRADIENT_TOLERANCE = 1e-5  # of the parameter's own gradient norm, plus
 GRADIENT_FLOOR = 1e-8  # of the norm of all gradients: some gradients, such as a key bias, are rounding noise
+
+SEED = 0  # of the step that a comparison stands for
 
 Gradients = dict[str, torch.Tensor | None]
 
@@ -29,14 +35,35 @@ class Result:
     gradients: Gradients
 
 
-def eager(model: nn.Module, batch: Mapping[str, Any]) -> Result:
-    """One forward and backward of the model. Gradients that the model has are dropped first and left cleared."""
+def eager(model: nn.Module, batch: Mapping[str, Any], draws: Draws | None = None) -> Result:
+    """One forward and backward of the model. Gradients that the model has are dropped first and left cleared.
+
+    `draws` are the random numbers of the batch's samples, for a model that draws any.
+    """
     model.zero_grad(set_to_none=True)
-    loss = loss_of(model(**batch))
-    loss.backward()
+    with forward_of(draws):
+        loss = loss_of(model(**batch))
+    with backward_of(draws):
+        loss.backward()
     found = Result(float(loss.detach().double()), gradients(model))
     model.zero_grad(set_to_none=True)
     return found
+
+
+class Keyed:
+    """The random numbers of a model's batches, as plans draw them: those of a whole batch that runs as one micro-batch."""
+
+    def __init__(self, model: nn.Module, draws: Sequence[Draw], symbols: Sequence[Symbol]) -> None:
+        self._randomness = Randomness(model, draws, symbols) if draws else None
+        self._symbols = symbols
+
+    def of(self, user: UserModel, samples: Sequence[Mapping[str, Any]], widths: Mapping[str, int] | None = None) -> Draws | None:
+        """The numbers of these samples in one batch, padded to `widths`; None for a model that draws none."""
+        if self._randomness is None:
+            return None
+        sizes = [sizes_of(user.collate([s]), self._symbols) for s in samples]
+        metas = [SampleMeta(i, frozenset(), s) for i, s in enumerate(sizes)]
+        return self._randomness.micro_batch(SEED, sample_keys(SEED, metas), sizes, widths or {})
 
 
 def gradients(model: nn.Module) -> Gradients:

@@ -7,37 +7,42 @@ any gradient moves, every micro-batch must have the global batch's width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from secc.frontend.inputs import Inputs
-from secc.frontend.reference import compare, eager
+from secc.frontend.reference import Keyed, compare, eager
 from secc.frontend.survey import Survey
 from secc.runtime.errors import UserError
+from secc.runtime.plan import Draw
 from secc.runtime.sizes import combine, pad_batch, sizes_of
 from secc.runtime.user_model import UserModel
 
 _WIDER = 3  # positions of extra padding, odd so that it shows in patch and pooling sizes
 
 
-def choose(user: UserModel, survey: Survey, inputs: Inputs, model: nn.Module | None) -> str:
+def choose(user: UserModel, survey: Survey, inputs: Inputs, model: nn.Module | None, draws: Sequence[Draw] = ()) -> str:
     """"own" if padding provably does not reach the loss in any pattern, else "global".
 
-    Without a model that fits here nothing can be shown, so the answer is "global" unless no input has a padded width.
+    Random ops (`draws`) draw what plans draw. Without a model that fits here nothing can be shown, so the answer is "global" unless no input has a padded width.
     """
     if all(s.kind == "rows" for s in inputs.symbols):
         return "own"
     if model is None:
         return "global"
-    shown = all(_indifferent(user, inputs, model, batch) for pattern in survey.unions() for batch in survey.batches(pattern)[:2])
+    keyed = Keyed(model, draws, inputs.symbols)
+    shown = all(_indifferent(user, inputs, model, keyed, batch) for pattern in survey.unions() for batch in survey.batches(pattern)[:2])
     return "own" if shown else "global"
 
 
-def _indifferent(user: UserModel, inputs: Inputs, model: nn.Module, samples: list[dict[str, object]]) -> bool:
+def _indifferent(user: UserModel, inputs: Inputs, model: nn.Module, keyed: Keyed, samples: list[dict[str, object]]) -> bool:
     batch = user.collate(samples)
     sizes = combine([sizes_of(batch, inputs.symbols)], inputs.symbols)
     wider = {s.name: sizes[s.name] + _WIDER for s in inputs.symbols if s.kind == "width" and sizes[s.name]}
     try:
         padded = pad_batch(batch, inputs.inputs, wider)
-        return compare(eager(model, padded), eager(model, batch)).exact
+        moved = eager(model, padded, keyed.of(user, samples, wider))
+        return compare(moved, eager(model, batch, keyed.of(user, samples))).exact
     except (UserError, RuntimeError, ValueError, IndexError):
         return False  # the model or collate refuses other widths

@@ -30,7 +30,10 @@ from secc.ir.types import tensor
 
 MODES = ("forward", "dgrad", "train")
 _STOPS = ("aten.detach.default", "aten.detach_copy.default")
-_RANDOM = ("rand", "bernoulli", "native_dropout", "dropout", "normal", "uniform", "multinomial", "exponential", "poisson")
+_RANDOM = (
+    "rand", "bernoulli", "native_dropout", "dropout", "normal", "uniform", "multinomial", "exponential", "poisson", "cauchy", "geometric",
+    "log_normal",
+)  # fmt: skip
 
 
 class Origin(Enum):
@@ -42,7 +45,7 @@ class Origin(Enum):
 
 
 def origins(case: CaseOp) -> dict[SSAValue, Origin]:
-    """The origin of every value of a case. Random glue counts as the model's: repeated elsewhere it would draw other numbers."""
+    """The origin of every value of a case. Random glue counts as the model's: no leaf or guard is made of it."""
     found: dict[SSAValue, Origin] = {}
     for op in case.ops:
         operands = {found[o] for o in op.operands}

@@ -10,7 +10,7 @@ from __future__ import annotations
 from xdsl.dialects.builtin import StringAttr
 from xdsl.ir import Operation, SSAValue
 
-from secc.ir.analysis import Origin, active, is_random, mode_of, origins, producer, strongest, users, with_gradient
+from secc.ir.analysis import Origin, active, mode_of, origins, producer, strongest, users, with_gradient
 from secc.ir.carry import can_send
 from secc.ir.dialect import CallOp, CaseOp, GlueOp, GraphOp, ParamOp, SectionOp, TermOp, section_of, set_section, strings
 from secc.ir.types import tensor
@@ -64,8 +64,6 @@ class _Placement:
             home = min(used_in, key=lambda name: self.rank[name], default=None)
             set_section(op, home)
         stuck = sorted((s for s in used_in - {home} if not self._can_send(op, home, s)), key=lambda name: self.rank[name])
-        if is_random(op) and used_in != set(stuck[:1]):
-            return
         if stuck and home not in used_in:
             set_section(op, stuck.pop(0))
         for name in stuck:

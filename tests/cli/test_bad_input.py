@@ -20,7 +20,7 @@ REFUSED = [
     ("batchnorm", ["batchnorm.py:", "not separable", "native_batch_norm", "what to do"]),
     ("contrastive", ["contrastive.py:", "not separable", "aten.mm", "what to do"]),
     ("reads_block_value", ["reads_block_value.py:", "what to do"]),
-    ("dropout", ["dropout.py:", "draws random numbers", "aten.bernoulli", "what to do"]),
+    ("mixup", ["mixup.py:", "mixes the samples of a batch", "aten.randperm", "what to do"]),
 ]
 
 

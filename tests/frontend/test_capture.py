@@ -9,6 +9,7 @@ import pytest
 
 from secc.errors import UserError
 from secc.frontend.capture import Capture
+from secc.runtime.plan import Draw
 from secc.runtime.user_model import UserModel, load
 from tests.frontend.replaying import assert_exact, captured, real_model
 
@@ -108,10 +109,14 @@ def test_what_couples_samples_inside_a_block_is_told_by_place(models: Path) -> N
     assert [(h.path, h.kind, h.where) for h in found.hazards] == [("norm", "batch_norm", "batchnorm.py:19")]
 
 
-def test_random_numbers_are_refused_by_place(models: Path) -> None:
-    with pytest.raises(UserError, match="random") as error:
-        captured(load(models / "dropout.py"))
-    assert error.value.where == "dropout.py:18" and "dropout" in error.value.remedy
+def test_random_ops_are_found_with_the_dim_of_their_samples(models: Path) -> None:
+    assert captured(load(models / "dropout.py")).draws == [Draw("@dropout.py:18#0", (0,), "B", "dropout.py:18")]
+
+
+def test_what_mixes_samples_at_random_is_refused_by_place(models: Path) -> None:
+    with pytest.raises(UserError, match="mixes the samples") as error:
+        captured(load(models / "mixup.py"))
+    assert error.value.where == "mixup.py:19" and error.value.remedy
 
 
 def test_a_branch_on_a_blocks_value_is_refused_by_place(models: Path) -> None:

@@ -1,4 +1,4 @@
-"""Dropout is on: no reordering of the samples can repeat the random stream of one process."""
+"""Dropout is on, between two modules."""
 
 from __future__ import annotations
 

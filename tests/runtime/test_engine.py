@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from secc.runtime.comm import Message, Transport, channels
-from secc.runtime.engine import Engine, StepInput, stream
+from secc.runtime.engine import Engine, StepInput
 from secc.runtime.plan import Edge, Mesh, ModelRef, Plan, Section, Symbol
 from secc.runtime.program import SampleMeta, parse_schedule
 from secc.runtime.section import Batch, Case, Tensors
@@ -152,8 +152,3 @@ def test_each_way_has_its_own_group() -> None:
     assert channels(plan) == {("h", "fwd", True): [0, 1], ("h", "bwd", False): [0, 1]}
     ways = channels(Plan(**{**vars(plan), "sections": crossed}))
     assert set(ways) == {("h", way, upward) for way in ("fwd", "bwd") for upward in (True, False)}
-
-
-def test_random_streams_differ_by_section_and_samples() -> None:
-    seeds = {stream(0, "a", (1, 2)), stream(0, "b", (1, 2)), stream(0, "a", (1, 3)), stream(1, "a", (1, 2))}
-    assert len(seeds) == 4 and all(0 <= s < 2**63 for s in seeds)
