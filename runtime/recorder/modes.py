@@ -113,7 +113,8 @@ def autograd_functions(listener: Listener) -> Iterator[None]:
     original = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if listener.paused or not torch.is_grad_enabled():
+        differentiated = torch.is_grad_enabled() and any(t.requires_grad for _, t in structure.tensors((args, kwargs)))
+        if listener.paused or not differentiated:
             return original.__func__(cls, *args, **kwargs)
         if cls is CheckpointFunction:
             return args[0](*args[2:])  # recomputation does not change what is computed
