@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from secc.runtime import checkpoint
+from secc.runtime import checkpoint, recompute
 from secc.runtime.check import check
 from secc.runtime.comm import Transport
 from secc.runtime.data import GlobalBatch
@@ -40,6 +40,9 @@ class Trainer:
         canonical = canonical_names(model)
         params = dict(model.named_parameters())
         held = holders(self.plan, [n for n, p in params.items() if p.requires_grad], canonical)
+        for section in self.plan.sections:
+            if run.rank in section.mesh.ranks:
+                recompute.install(model, section.blocks, section.recompute)
         self.reducer = Reducer(held, params, run.rank, run.device)
         transport = Transport(self.plan, run.rank, run.device, self.options.debug_comm)
         held_sections = {s.name: s for s in sections}

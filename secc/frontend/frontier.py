@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from secc.errors import UserError
+from secc.runtime.recompute import is_stack
 from secc.runtime.recorder import BlockError, Observer, Recorder
 from secc.runtime.recorder.structure import tensors
 
@@ -84,16 +85,6 @@ def layers(model: nn.Module, path: str) -> int:
 def coarsen(blocks: Collection[str], path: str) -> list[str]:
     """The blocks with `path` in place of those inside it."""
     return sorted({b for b in blocks if not b.startswith(f"{path}.")} | {path})
-
-
-def is_stack(module: nn.Module) -> bool:
-    """A list or sequence of several layers of one class that are more than one of torch's own leaf modules."""
-    if not isinstance(module, (nn.ModuleList, nn.Sequential)):
-        return False
-    layers = list(module.children())
-    first = layers[0] if layers else None
-    leaf = first is not None and type(first).__module__.startswith("torch.nn") and next(first.children(), None) is None
-    return len(layers) > 1 and not leaf and len({type(m) for m in layers}) == 1 and next(module.parameters(), None) is not None
 
 
 class _Tree:
