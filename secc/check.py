@@ -66,7 +66,7 @@ def checked(compiled: Compiled, required: bool = False) -> Compiled:
             remedy = "define small_model(), the same architecture but small, and check with --small"
             raise UserError("the model is too large to be shown exact here", str(compiled.user.path), remedy)
         return _with_checks(compiled, {"reason": "not compared with the eager model, which is too large to be built here"})
-    patterns = check(compiled)
+    patterns = check(compiled, compiled.model)
     for found in patterns:
         if not found.difference.exact:
             raise _inexact(compiled, found)
@@ -89,12 +89,12 @@ def _inexact(compiled: Compiled, found: PatternCheck) -> UserError:
     return UserError(message, str(compiled.user.path), remedy)
 
 
-def check(compiled: Compiled) -> list[PatternCheck]:
-    """Compare plan and eager model for every pattern of the survey; the model must have been built."""
+def check(compiled: Compiled, model: nn.Module) -> list[PatternCheck]:
+    """Compare plan and eager `model` for every pattern of the survey."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name) / "plan"
         compiled.write_sections(directory)
-        rank = OneRank(compiled.plan, directory, compiled.user, compiled.model)
+        rank = OneRank(compiled.plan, directory, compiled.user, model)
         return [_check_pattern(compiled, rank, pattern) for pattern in compiled.survey.unions()]
 
 

@@ -10,7 +10,7 @@ import dataclasses
 import io
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -154,7 +154,7 @@ def pipeline_text(options: Options) -> str:
     return PASSES.replace("{coarsen}", _spec(coarsen)).replace("{allocate}", _spec(allocate))
 
 
-def _spec(options: dict[str, object]) -> str:
+def _spec(options: Mapping[str, object]) -> str:
     """`{a=1 b="x","y"}`; options that are None or empty keep the pass's default."""
 
     def text(value: object) -> str:

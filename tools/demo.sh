@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Compiles the digits example and trains it for a few dozen steps on this machine's CPU: the vision tower and the language model as
-# sections of their own. Needs Python 3.11 or newer with pip; makes an environment of its own (.venv-demo).
+# sections of their own. Needs Python 3.11 or newer with pip; makes an environment of its own (.venv-tools).
 #
 #   bash tools/demo.sh [STEPS]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source tools/environment.sh
-environment .venv-demo examples
+environment examples
 
 steps=${1:-40} plan=runs/demo/plan
 mkdir -p runs/demo

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the tests in an environment of their own (.venv-test), which it makes if need be. Needs Python 3.11 or newer with pip.
+# Runs the tests in an environment of their own (.venv-tools), which it makes if need be. Needs Python 3.11 or newer with pip.
 #
 #   bash tools/test.sh             the tests, without the slow ones
 #   bash tools/test.sh --slow      all of them
@@ -7,7 +7,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source tools/environment.sh
-environment .venv-test test
+environment test
 
 if [ "${1:-}" = --slow ]; then
     shift

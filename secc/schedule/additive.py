@@ -19,7 +19,6 @@ import ast
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import cast
 
 import sympy
 
@@ -81,7 +80,7 @@ def _monomials(node: ast.expr, symbols: tuple[Symbol, ...]) -> Branch:
 
 
 def _substituted(value: sympy.Expr, by: dict[sympy.Symbol, sympy.Expr]) -> sympy.Expr:
-    return cast(sympy.Expr, value.subs(list(by.items()), simultaneous=True))
+    return value.subs(list(by.items()), simultaneous=True)
 
 
 def _sum(terms: Sequence[str]) -> str:

@@ -29,7 +29,7 @@ def cluster_of(plan: Plan) -> Cluster | None:
     data: Mapping[str, Any] = plan.cluster
     if not {"device", "inside", "between", "nodes", "per_node"} <= data.keys():
         return None
-    device = {**data["device"], "gflops": tuple((str(name), int(rate)) for name, rate in data["device"]["gflops"])}
+    device: dict[str, Any] = {**data["device"], "gflops": tuple((str(name), int(rate)) for name, rate in data["device"]["gflops"])}
     inside, between = Link(**data["inside"]), Link(**data["between"])
     return Cluster(str(data.get("name", "")), int(data["nodes"]), int(data["per_node"]), Device(**device), inside, between)
 

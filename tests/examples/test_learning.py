@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.gloo, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.gloo, pytest.mark.timeout(3600)]
 
 
 class Shell:
@@ -27,7 +27,7 @@ class Shell:
 
     def _python(self, *arguments: object) -> str:
         command = [sys.executable, *map(str, arguments)]
-        result = subprocess.run(command, cwd=self.root, env=self.environment, capture_output=True, text=True, timeout=900)
+        result = subprocess.run(command, cwd=self.root, env=self.environment, capture_output=True, text=True, timeout=1700)
         assert result.returncode == 0, result.stderr
         return result.stdout
 
