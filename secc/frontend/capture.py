@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from secc.errors import UserError
-from secc.frontend.compare import Diagnostic, Generic, GlueError, Observed, generalise, way
+from secc.frontend.compare import Generic, generalise
 from secc.frontend.draws import find
 from secc.frontend.fold import fold
 from secc.frontend.frontier import Frontier, Note, choose, coarsen, component, layers
 from secc.frontend.inputs import Inputs
 from secc.frontend.survey import Pattern, Survey
+from secc.frontend.ways import Diagnostic, GlueError, Observed, way
 from secc.runtime.plan import Draw
 from secc.runtime.recorder import BlockError, Hazard, Recorder
 from secc.runtime.recorder.places import class_place

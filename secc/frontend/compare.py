@@ -8,55 +8,24 @@ under. Captures whose ops differ are cases of their own.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
+from torch._ops import OpOverload
 
-from secc.errors import UserError
 from secc.frontend.fit import Fitter
+from secc.frontend.ways import Diagnostic, Observed, difference, signature, way
 from secc.ir.expr import Expr
-from secc.runtime.recorder import Read, Recording, is_read
+from secc.runtime.recorder import Read, is_read
 from secc.runtime.recorder.finish import needed
 
 FEWEST = 3  # captures that a case needs, so that sizes can be explained and checked
-_REMEDY = "put it into a module of its own, or name the module around it with --block"
 
 aten = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class Observed:
-    """A recording and the sizes of its batch."""
-
-    recording: Recording
-    sizes: Mapping[str, int]
-
-
-class GlueError(UserError):
-    """Glue that cannot be made generic; `module` is the open module that it belongs to, "" for the model itself."""
-
-    def __init__(self, module: str, message: str, where: str = "", remedy: str = "") -> None:
-        super().__init__(message, where, remedy)
-        self.module = module
-
-
-@dataclass(frozen=True)
-class Diagnostic:
-    """Glue that no expression over sizes explains: what it is, where, and the values it had."""
-
-    message: str
-    where: str
-    values: tuple[Any, ...] = ()
-    module: str = ""
-
-    def error(self) -> GlueError:
-        """The diagnostic as bad input."""
-        shown = ", ".join(str(v)[:60] for v in self.values[:6])
-        return GlueError(self.module, self.message + (f" (it was {shown})" if shown else ""), self.where, _REMEDY)
 
 
 @dataclass
@@ -102,9 +71,9 @@ def generalise(observed: Sequence[Observed]) -> tuple[list[Generic], list[Diagno
     for case, group in cases:
         strangers = [o for o in observed if all(o is not member for member in group)]
         if not all(_rejects(case, reads[id(o)]) for o in strangers):
-            raise (_difference(ways) or Diagnostic("forward goes different ways that no value it reads tells apart", "")).error()
+            raise (difference(ways) or Diagnostic("forward goes different ways that no value it reads tells apart", "")).error()
     if not cases:
-        raise (problems[0] if len(ways) == 1 else _difference(ways) or problems[0]).error()
+        raise (problems[0] if len(ways) == 1 else difference(ways) or problems[0]).error()
     return [case for case, _ in cases], problems
 
 
@@ -133,50 +102,6 @@ def _rejects(case: Generic, reads: Sequence[Read]) -> bool:
         if order < len(reads) and (reads[order].kind, reads[order].where) == (kind, guard.meta["where"]) and reads[order].value != value:
             return True
     return False
-
-
-def signature(graph: fx.Graph) -> Any:
-    """What must agree between captures to be aligned: ops, structure of arguments, modes; no numbers and no values read."""
-    index = {n: i for i, n in enumerate(graph.nodes)}
-    constant = lambda n: n.op == "get_attr" and str(n.target).startswith("_constant")  # noqa: E731
-    return tuple(
-        (
-            n.op,
-            "constant" if constant(n) else n.target,
-            _skeleton((n.args, n.kwargs), index),
-            n.meta.get("grad"),
-            n.meta.get("autocast"),
-            n.meta["read"][0] if is_read(n) else None,
-            len(n.meta.get("shape") or ()),
-            n.meta.get("dtype"),
-        )
-        for n in graph.nodes
-    )
-
-
-def way(recording: Recording) -> Any:
-    """The way that Python took through forward: the structure of the glue and the conditions that it read."""
-    return signature(recording.graph), tuple(r.value for r in recording.reads if isinstance(r.value, bool))
-
-
-def _skeleton(value: Any, index: Mapping[fx.Node, int]) -> Any:
-    match value:
-        case fx.Node():
-            return ("node", index[value])
-        case list() | tuple():
-            return tuple(_skeleton(v, index) for v in value)
-        case dict():
-            return tuple((k, _skeleton(v, index)) for k, v in value.items())
-        case slice():
-            return ("slice", *(_skeleton(v, index) for v in (value.start, value.stop, value.step)))
-        case bool() | None | str():
-            return value
-        case int():
-            return "int"
-        case float():
-            return "float"
-        case _:
-            return str(value)
 
 
 class _Merge:
@@ -342,22 +267,4 @@ def _dynamic(node: fx.Node) -> bool:
     """Whether the values of an op's inputs decide its shape."""
     source = node.args[0] if node.target is operator.getitem else node
     target = source.target if isinstance(source, fx.Node) else None
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.dynamic_output_shape in target.tags
-
-
-def _difference(groups: list[list[Observed]]) -> Diagnostic | None:
-    """Where the two most common ways differ first, if there are two."""
-    if len(groups) < 2:
-        return None
-    a, b = (g[0].recording.graph for g in sorted(groups, key=len, reverse=True)[:2])
-    for x, y, s, t in zip(a.nodes, b.nodes, signature(a), signature(b), strict=False):
-        if s != t:
-            message = "the glue's ops change with the batch in a way that no capture explains: they differ first here"
-            place = x if x.meta.get("where") else y
-            return Diagnostic(message, place.meta.get("where", ""), (_shown(x), _shown(y)), place.meta.get("module", ""))
-    return None
-
-
-def _shown(node: fx.Node) -> str:
-    name = f"read {node.meta['read'][0]}" if is_read(node) else getattr(node.target, "__name__", node.target)
-    return f"{name}{node.args}"
+    return isinstance(target, OpOverload) and torch.Tag.dynamic_output_shape in target.tags

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -83,7 +83,7 @@ def _entries(func: Any, args: Any, kwargs: Any) -> int:
 
 
 @contextmanager
-def _no_weights(user: UserModel) -> Iterator[None]:
+def _no_weights(user: UserModel) -> Generator[None]:
     """Hugging Face's models are built from their configuration: no checkpoint is read, and no initialisation computed."""
     with ExitStack() as stack:
         if "transformers" in sys.modules or "transformers" in user.path.read_text():

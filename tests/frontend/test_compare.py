@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from secc.errors import UserError
-from secc.frontend.compare import Generic, Observed, generalise
+from secc.frontend.compare import Generic, generalise
 from secc.frontend.fit import Fitter
 from secc.frontend.fold import fold
+from secc.frontend.ways import Observed
 from secc.ir.expr import evaluate, parse, symbol, text
 from secc.runtime.recorder import Recorder
 from tests.frontend.replaying import GenericReplay
