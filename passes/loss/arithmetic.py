@@ -50,11 +50,20 @@ def spread(ctx: Context, op: Computation, part: Part, type: TensorType) -> Part 
         return None if coefficient is None else spread(ctx, op, Part(coefficient), type)
     if part.atom is None and one_entry(type):
         return part
-    text = template.format(template.Arguments([list(type.shape)]))
     if part.atom is None:
-        args = f"{text}, 1.0, dtype=torch.{type.torch_dtype}, device=device"
-        return part.moved(ctx.shop.glue(op, "aten.full.default", [], args, type))
-    return part.moved(ctx.shop.glue(op, "aten.expand.default", [part.atom], f"$0, {text}", type))
+        return part.moved(ones(ctx, op, type))
+    return part.moved(ctx.shop.glue(op, "aten.expand.default", [part.atom], f"$0, {shape_text(type)}", type))
+
+
+def ones(ctx: Context, op: Computation, type: TensorType) -> SSAValue:
+    """A tensor of ones."""
+    args = f"{shape_text(type)}, 1.0, dtype=torch.{type.torch_dtype}, device=device"
+    return ctx.shop.glue(op, "aten.full.default", [], args, type)
+
+
+def shape_text(type: TensorType) -> str:
+    """A shape in an argument list."""
+    return template.format(template.Arguments([list(type.shape)]))
 
 
 def add(ctx: Context, op: Computation) -> State | None:

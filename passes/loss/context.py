@@ -50,9 +50,10 @@ class Context:
     def input_only(self, value: SSAValue) -> bool:
         """Whether a value depends on inputs and constants alone."""
         owner = value.owner
-        if value not in self.inputs_alone and isinstance(owner, GlueOp) and owner.parent is None:  # made here, not yet classified
-            if all(self.input_only(o) for o in owner.operands):
-                self._classify(owner)
+        if value in self.inputs_alone or not isinstance(owner, GlueOp) or owner.parent is not None:
+            return value in self.inputs_alone
+        if all(self.input_only(o) for o in owner.operands):  # made here, not yet classified
+            self._classify(owner)
         return value in self.inputs_alone
 
     def samples(self, type: TensorType) -> list[int]:

@@ -7,10 +7,9 @@ from typing import cast
 
 from xdsl.ir import SSAValue
 
-from secc.ir import template
 from secc.ir.dialect import Computation
-from secc.ir.types import TensorType, tensor
-from secc.passes.loss.arithmetic import result, spread
+from secc.ir.types import tensor
+from secc.passes.loss.arithmetic import ones, operand, parts_of, plain, result
 from secc.passes.loss.aten import RESHAPES
 from secc.passes.loss.coefficient import ONE, of_number
 from secc.passes.loss.context import Context, floating, one_entry
@@ -42,18 +41,8 @@ def _apply(ctx: Context, op: Computation, part: Part) -> list[Part]:
             return [part]
         if op.base == "neg":
             return [part.scaled(-ONE)]
-        shaped = spread(ctx, op, part, tensor(op.operands[0]))
-        value = shaped.atom if shaped is not None and shaped.atom is not None else _one(ctx, op)
-        part = part.moved(value)
-    assert part.atom is not None
-    return [part.moved(value) for value in ctx.shop.rebuild(op, {0: part.atom})]
-
-
-def _one(ctx: Context, op: Computation) -> SSAValue:
-    """A scalar 1 in the shape of operand 0, which has one entry."""
-    type = tensor(op.operands[0])
-    shape = template.format(template.Arguments([list(type.shape)]))
-    return ctx.shop.glue(op, "aten.full.default", [], f"{shape}, 1.0, dtype=torch.{type.torch_dtype}, device=device", type)
+    atom = part.atom if part.atom is not None else ones(ctx, op, tensor(op.operands[0]))
+    return [part.moved(value) for value in ctx.shop.rebuild(op, {0: atom})]
 
 
 def _item(op: Computation, stack: Stack) -> list[State] | None:
@@ -75,35 +64,20 @@ def cast_dtype(ctx: Context, op: Computation) -> State | Sequence[State] | None:
 
 def where(ctx: Context, op: Computation) -> State | None:
     """`where(mask, a, b)`: the mask is rows; a is kept where it holds, b elsewhere."""
-    refs = [a.index if isinstance(a, template.Ref) else None for a in op.arguments.args]
-    if len(refs) != 3 or refs[0] is None or not ctx.plain(mask := op.operands[refs[0]]):
+    mask, *choices = (operand(op, a) for a in op.arguments.args)
+    if not isinstance(mask, SSAValue) or not ctx.plain(mask) or len(choices) != 2:
         return None
-    choices = [(op.operands[r] if r is not None else of_number(a)) for r, a in zip(refs[1:], op.arguments.args[1:], strict=True)]
-    if any(c is None for c in choices) or all(isinstance(c, SSAValue) and ctx.state(c) == Local() for c in choices):
+    terms = [c for c in choices if c is not None]
+    if len(terms) != 2 or plain(ctx, terms):
         return None
     type, parts = tensor(op.results[0]), list[Part]()
-    for first, choice in zip((True, False), choices, strict=True):
-        for part in (ctx.parts(choice) or ()) if isinstance(choice, SSAValue) else (Part(cast("object", choice)),):  # type: ignore[arg-type]
+    for term, target, args in zip(terms, ("ScalarOther", "ScalarSelf"), ("$0, $1, 0", "$0, 0, $1"), strict=True):
+        for part in parts_of(ctx, term) or ():
             if part.summed and ctx.carries(mask):
                 return ctx.bad(op, "puts a sum over samples in the place of single samples")
-            shaped = part if part.atom is not None else spread(ctx, op, part, type)
-            if shaped is None:
-                return None
-            parts.append(_masked(ctx, op, shaped, mask, first, type))
-    return result(ctx, [c for c in choices if c is not None], parts)
-
-
-def _masked(ctx: Context, op: Computation, part: Part, mask: SSAValue, first: bool, type: TensorType) -> Part:
-    if part.atom is None:
-        part = part.moved(_one_like(ctx, op, type))
-    assert part.atom is not None
-    target, args = ("aten.where.ScalarOther", "$0, $1, 0") if first else ("aten.where.ScalarSelf", "$0, 0, $1")
-    return part.moved(ctx.shop.glue(op, target, [mask, part.atom], args, type))
-
-
-def _one_like(ctx: Context, op: Computation, type: TensorType) -> SSAValue:
-    shape = template.format(template.Arguments([list(type.shape)]))
-    return ctx.shop.glue(op, "aten.full.default", [], f"{shape}, 1.0, dtype=torch.{type.torch_dtype}, device=device", type)
+            atom = part.atom if part.atom is not None else ones(ctx, op, type)
+            parts.append(part.moved(ctx.shop.glue(op, f"aten.where.{target}", [mask, atom], args, type)))
+    return result(ctx, terms, parts)
 
 
 def masked_fill(ctx: Context, op: Computation) -> State | None:
