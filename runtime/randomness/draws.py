@@ -80,6 +80,7 @@ class Draws:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Random ops inside draw this micro-batch's numbers."""
+        torch.default_generator.manual_seed(len(self._names))
         with _Unfused(), _Keyed(self):
             yield
 

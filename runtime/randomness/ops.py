@@ -53,12 +53,6 @@ def draw(func: Any, args: Any, kwargs: Any, bits: Bits) -> Any:
     return given["self"].copy_(value) if func._schema.is_mutable else value.to(target.dtype)
 
 
-def result_shape(func: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
-    """The shape of the op's result."""
-    given = arguments(func, args, kwargs)
-    return tuple(given["input"].shape) if "input" in given else _target(func, given).shape
-
-
 def arguments(func: Any, args: Any, kwargs: Any) -> Given:
     """The arguments by name, defaults included."""
     schema = func._schema.arguments

@@ -71,7 +71,7 @@ def _rule(seen: _Seen, rows: set[str]) -> Draw:
         if any(e is None or expr.symbols(e) & rows for e in dims):
             raise _unexplained(seen)
         return Draw(drawn.call, (), "0", drawn.where)
-    if ".randperm" in drawn.op or ".multinomial" in drawn.op and over[0][0] == len(dims) - 1:
+    if ".randperm" in drawn.op or (".multinomial" in drawn.op and over[0][0] == len(dims) - 1):
         raise UserError(f"{drawn.op} mixes the samples of a batch", drawn.where, "permute or choose within each sample")
     first = over[0][1]
     return Draw(drawn.call, tuple(d for d, e in over if e == first), expr.text(first), drawn.where)
