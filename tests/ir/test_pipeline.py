@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -166,3 +168,10 @@ def test_bad_input_is_one_message_and_exit_code_2(
     code, out, err = opt(capsys, *[file if a == "FILE" else a for a in arguments])
     assert (code, out) == (2, "")
     assert err.startswith("secc: ") and message in err and "Traceback" not in err
+
+
+def test_opt_needs_no_torch(file: str) -> None:
+    passes = "canonicalize,dce,normalize-loss,annotate-patterns,infer-modes"
+    code = f"import sys; from secc.cli import main\ntry: main(['opt', {file!r}, '-p', {passes!r}])\nfinally: print('torch' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ran.stdout.splitlines()[-1] == "False", ran.stderr
