@@ -90,7 +90,7 @@ class Engine:
         self.into = {name: [e for e in plan.edges if e.dst == name] for name in planned}
         self.out_of = {name: [e for e in plan.edges if e.src == name] for name in planned}
         self.edges = {e.name: e for e in plan.edges}
-        models = [s.model for s in sections.values()]
+        models = [s.whole_model for s in sections.values()]
         self.randomness = Randomness(models[0], plan.draws, plan.symbols) if plan.draws and models else None
 
     def run(self, step: StepInput) -> torch.Tensor:

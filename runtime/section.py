@@ -64,7 +64,7 @@ class Section(nn.Module):
         self.draws: Draws | None = None  # of the micro-batch that runs
 
     @property
-    def model(self) -> nn.Module:
+    def whole_model(self) -> nn.Module:
         """The user's whole model; what other ranks hold is on the meta device."""
         return self._model[0]
 

@@ -39,13 +39,14 @@ def class_name(section: str) -> str:
     return "".join(part[:1].upper() + part[1:] for part in identifier(section).split("_") if part)
 
 
-def attribute_names(paths: list[str]) -> dict[str, str]:
-    """Attribute names for module paths: the shortest tails that tell them apart."""
+def attribute_names(paths: list[str], taken: frozenset[str] = frozenset()) -> dict[str, str]:
+    """Attribute names for module paths: the shortest tails that tell them apart and are not `taken`."""
     names: dict[str, str] = {}
     for path in paths:
         parts = path.split(".")
         tails = ["_".join(parts[-n:]) for n in range(1, len(parts) + 1)]
         others = [p.split(".") for p in paths if p != path]
         unique = (t for n, t in enumerate(tails, 1) if not any("_".join(o[-n:]) == t for o in others) and not t[0].isdigit())
-        names[path] = identifier(next(unique, "_".join(parts)))
+        free = (t for t in unique if identifier(t) not in taken)
+        names[path] = identifier(next(free, "_".join(["block", *parts])))
     return names

@@ -12,8 +12,10 @@ from secc.codegen.body import BodyPrinter
 from secc.codegen.names import Scope, attribute_names, class_name, identifier
 from secc.codegen.render import render
 from secc.ir.dialect import BodyOp, CallOp, GraphOp, GuardOp, LeafOp, ReceiveOp, SectionOp, SendOp, TermOp, section_of, strings
+from secc.runtime.section import Section
 
 TERMS = "terms"
+_OWN = frozenset(dir(Section)) | {"constants", "draws"}  # attributes of every section: a block or a case of that name has another one
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,8 @@ def section_module(graph: GraphOp, section: SectionOp) -> str:
     """The text of `sections/NAME.py`."""
     found = bodies(graph, section.sym.data)
     calls = [op for body in found for op in body.walk() if isinstance(op, CallOp)]
-    attributes = attribute_names(list(dict.fromkeys(op.target.data for op in calls)))
-    scope = Scope({"forward", "case", "value", *attributes.values()})
+    attributes = attribute_names(list(dict.fromkeys(op.target.data for op in calls)), _OWN)
+    scope = Scope({*_OWN, *attributes.values()})
     cases = [case for body in found for case in _cases(graph, body, attributes, scope.name(body.sym.data))]
     methods = list({id(case.method): case.method for case in cases}.values())
     guards = list({guard.name: guard for case in cases for guard in case.guards}.values())

@@ -20,6 +20,7 @@ from secc.runtime.sizes import combine, pad_batch, sizes_of
 from secc.runtime.user_model import UserModel
 
 _WIDER = 3  # positions of extra padding, odd so that it shows in patch and pooling sizes
+_FAR = 4  # times its own width: so far a micro-batch is padded, if the dataset has samples as wide, since convolutions swallow a few positions
 
 
 def choose(user: UserModel, survey: Survey, inputs: Inputs, model: nn.Module | None, draws: Sequence[Draw] = ()) -> str:
@@ -32,17 +33,24 @@ def choose(user: UserModel, survey: Survey, inputs: Inputs, model: nn.Module | N
     if model is None:
         return "global"
     keyed = Keyed(model, draws, inputs.symbols)
-    shown = all(_indifferent(user, inputs, model, keyed, batch) for pattern in survey.unions() for batch in survey.batches(pattern)[:2])
+    batches = ((i, batch) for pattern in survey.unions() for i, batch in enumerate(survey.batches(pattern)[:2]))
+    shown = all(_indifferent(user, inputs, model, keyed, batch, far=i > 0) for i, batch in batches)
     return "own" if shown else "global"
 
 
-def _indifferent(user: UserModel, inputs: Inputs, model: nn.Module, keyed: Keyed, samples: list[dict[str, object]]) -> bool:
+def _indifferent(user: UserModel, inputs: Inputs, model: nn.Module, keyed: Keyed, samples: list[dict[str, object]], far: bool) -> bool:
     batch = user.collate(samples)
     sizes = combine([sizes_of(batch, inputs.symbols)], inputs.symbols)
-    wider = {s.name: sizes[s.name] + _WIDER for s in inputs.symbols if s.kind == "width" and sizes[s.name]}
+    wider = {s.name: _wider(inputs, s.name, sizes[s.name], far) for s in inputs.symbols if s.kind == "width" and sizes[s.name]}
     try:
         padded = pad_batch(batch, inputs.inputs, wider)
         moved = eager(model, padded, keyed.of(user, samples, wider))
         return compare(moved, eager(model, batch, keyed.of(user, samples))).exact
     except (UserError, RuntimeError, ValueError, IndexError):
         return False  # the model or collate refuses other widths
+
+
+def _wider(inputs: Inputs, name: str, own: int, far: bool) -> int:
+    """A width to pad to: a little more, or as wide as the widest sample that was drawn."""
+    widest = min(max(s[name] for s in inputs.sizes), _FAR * own) if far else 0
+    return max(own + _WIDER, widest)
