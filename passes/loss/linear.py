@@ -105,20 +105,20 @@ def stack(ctx: Context, op: Computation) -> State | None:
 
 def contraction(ctx: Context, op: Computation) -> State | None:
     """Matrix products: linear in both operands; contracting the samples is a sum over them."""
-    parts = [ctx.parts(o) for o in op.operands]
-    if len(parts) != 2 or any(p is None for p in parts):
+    left, right = (operand(op, a) for a in op.arguments.args[:2])
+    if not isinstance(left, SSAValue) or not isinstance(right, SSAValue):
         return None
-    gone = any(ctx.carries(o) for o in op.operands) and not ctx.carries(op.results[0])
-    if not gone and all(ctx.state(o) == Local() for o in op.operands):
+    gone = (ctx.carries(left) or ctx.carries(right)) and not ctx.carries(op.results[0])
+    if not gone and plain(ctx, [left, right]):
         return None
     found: list[Part] = []
-    for a in parts[0] or ():
-        for b in parts[1] or ():
+    for a in ctx.parts(left) or ():
+        for b in ctx.parts(right) or ():
             if a.atom is None or b.atom is None or a.summed or b.summed:
                 return None
-            atom = ctx.shop.rebuild(op, {0: a.atom, 1: b.atom})[0]
+            atom = ctx.shop.glue(op, op.callee, [a.atom, b.atom], "$0, $1", tensor(op.results[0]))
             found.append(Part(a.coefficient * b.coefficient, atom, gone, op if gone else None))
-    return Sum(tuple(found)) if gone else result(ctx, list(op.operands), found)
+    return Sum(tuple(found)) if gone else result(ctx, [left, right], found)
 
 
 def filled(ctx: Context, op: Computation) -> State | None:

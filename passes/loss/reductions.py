@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from xdsl.ir import SSAValue
 
+from secc.ir import template
 from secc.ir.dialect import Computation, ParamOp
 from secc.ir.types import TensorType, tensor
 from secc.passes.loss.arithmetic import scaled
@@ -32,7 +33,7 @@ def sum_or_mean(ctx: Context, op: Computation) -> State | None:
     """`sum` and `mean`, over all dims or some."""
     value = op.operands[0]
     type = tensor(value)
-    dim_argument = None if op.properties["target"].data.endswith(".default") else argument(op, 1, "dim")  # pyright: ignore
+    dim_argument = None if op.callee.endswith(".default") else argument(op, 1, "dim")
     dims = reduced_dims(dim_argument, len(type.dims))
     mean = op.base == "mean"
     state = ctx.state(value)
@@ -58,9 +59,9 @@ def sum_or_mean(ctx: Context, op: Computation) -> State | None:
 
 def _as_sum(ctx: Context, op: Computation, value: SSAValue) -> SSAValue:
     """The sum that a mean divides."""
-    target = "aten.sum.default" if op.properties["target"].data.endswith(".default") else "aten.sum.dim_IntList"  # pyright: ignore
+    target = "aten.sum.default" if op.callee.endswith(".default") else "aten.sum.dim_IntList"
     operands = [value, *op.operands[1:]]
-    return ctx.shop.glue(op, target, operands, op.properties["args"].data, tensor(op.results[0]))  # pyright: ignore
+    return ctx.shop.glue(op, target, operands, template.format(op.arguments), tensor(op.results[0]))
 
 
 def _of_stack(stack: Stack, mean: bool) -> State:

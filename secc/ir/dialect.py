@@ -264,11 +264,16 @@ class Computation(LineOp):
         return template.parse(properties.data)
 
     @property
-    def base(self) -> str:
-        """The name of an ATen op without overload, `sum` for `aten.sum.dim_IntList`; any other target as it is."""
+    def callee(self) -> str:
+        """The block's path or the ATen op that is called."""
         target = self.properties["target"]
         assert isinstance(target, StringAttr)
-        return target.data.split(".")[1] if target.data.startswith("aten.") else target.data
+        return target.data
+
+    @property
+    def base(self) -> str:
+        """The name of an ATen op without overload, `sum` for `aten.sum.dim_IntList`; any other target as it is."""
+        return self.callee.split(".")[1] if self.callee.startswith("aten.") else self.callee
 
     @classmethod
     def of(
