@@ -47,7 +47,8 @@ class Workshop:
         # A result without a gradient although one flows in (a count, an index) stays so.
         fixed = [carried and not tensor(r).requires_grad for r in op.results]
         types = [carry_grad(tensor(r), operands, "no_grad" in properties or f) for r, f in zip(op.results, fixed, strict=True)]
-        return list(self.add(type(op).create(operands=operands, result_types=types, properties=properties)).results)
+        new = type(op).create(operands=operands, result_types=types, properties=properties, attributes=dict(op.attributes))
+        return list(self.add(new).results)
 
     def commit(self, case: CaseOp, needed: Iterable[Operation]) -> None:
         """Put the needed ops and what they use before the case's end; drop the others."""
