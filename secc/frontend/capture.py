@@ -7,7 +7,7 @@ recordings generic. A block that turns out not to be callable from recorded argu
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,8 @@ from secc.runtime.recorder import BlockError, Hazard, Recorder
 from secc.runtime.recorder.places import class_place
 from secc.runtime.sizes import sizes_of
 from secc.runtime.user_model import UserModel
+
+_TURNS = 3  # choices of samples that are tried for micro-batches whose sizes move independently
 
 
 @dataclass(frozen=True)
@@ -118,8 +120,9 @@ class _Batches:
             batch = user.collate(samples)
             return _Batch(batch, sizes_of(batch, inputs.symbols, len(samples)))
 
-        self.ragged = [collated(s) for s in survey.batches(pattern)]
-        self.even = [collated(s) for s in survey.batches(pattern, even=True)]
+        turns = ((turn, [collated(s) for s in survey.batches(pattern, turn=turn)]) for turn in range(_TURNS))
+        turn, self.ragged = _most_independent(turns)
+        self.even = [collated(s) for s in survey.batches(pattern, even=True, turn=turn)]
 
     def record(self, recorder: Recorder) -> list[Observed]:
         """Ragged and even micro-batches recorded; of the even ones only the first if forward takes the same way through it."""
@@ -131,6 +134,20 @@ class _Batches:
         if way(found[-1].recording) not in [way(o.recording) for o in found[:-1]]:
             found += [observe(b) for b in self.even[1:]]
         return found
+
+
+def _most_independent(turns: Iterable[tuple[int, list[_Batch]]]) -> tuple[int, list[_Batch]]:
+    """The micro-batches in which the fewest sizes follow from others by chance (26 tokens less one for each sample)."""
+    best, most = (0, list[_Batch]()), 0
+    for turn, batches in turns:
+        rows = torch.tensor([[1, *b.sizes.values()] for b in batches], dtype=torch.float64)
+        moving = 1 + sum(len(set(column)) > 1 for column in rows.T.tolist())
+        rank = int(torch.linalg.matrix_rank(rows))
+        if rank > most:
+            best, most = (turn, batches), rank
+        if rank == min(moving, len(batches)):
+            break
+    return best
 
 
 def _captured(

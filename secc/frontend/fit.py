@@ -64,7 +64,7 @@ class Fitter:
         return tuple(prod(row[n] for n in names) for row in self.rows)
 
     def _candidates(self, values: Column) -> Iterator[Expr]:
-        """Expressions that fit, simple ones first."""
+        """Expressions that fit, simple ones first: with few terms, and of those with equally many the one with the smallest coefficients."""
         if len(set(values)) == 1:
             yield sympy.Integer(values[0])
             return
@@ -108,14 +108,16 @@ def _quotient(factors: Sequence[str], name: str, offset: int, divisor: int) -> E
 
 
 def _fits(values: Column, bases: Iterable[tuple[Base, ...]]) -> Iterator[Expr]:
-    """The linear combinations of each basis that give the values; the basis is smaller than the number of values."""
+    """The linear combinations of each basis that give the values, small coefficients first; the basis is smaller than the number of values."""
+    found: list[tuple[Fraction, Expr]] = []
     for basis in bases:
         if len(basis) >= len(values):
             continue
         coefficients = _solve([column for _, column in basis], values)
         if coefficients is not None and all(0 < c.denominator <= DENOMINATORS for c in coefficients):
             terms = [sympy.Rational(c.numerator, c.denominator) * make() for c, (make, _) in zip(coefficients, basis, strict=True)]
-            yield sympy.Add(*terms)
+            found.append((sum((abs(c) for c in coefficients), Fraction(0)), sympy.Add(*terms)))
+    yield from (expr for _, expr in sorted(found, key=lambda pair: pair[0]))
 
 
 def _solve(columns: Sequence[Column], values: Column) -> list[Fraction] | None:

@@ -27,6 +27,7 @@ COUNTS = (2, 3, 4, 5, 7)  # samples in the micro-batches of a pattern ...
 LACKING = (0, 1, 1, 2, 2)  # ... of which so many lack some of the pattern's keys, where there are such samples
 LONG = 96  # tokens: longer sequences are cropped
 CROPS = (29, 43, 23, 37, 31)  # tokens of the longest sample of each micro-batch, after cropping
+PLACES = (0, 3, 1, 4, 2)  # of each micro-batch among long and short samples: lengths must not fall as counts rise
 MOST_PATTERNS = 16
 MOST_OPTIONAL = 8  # of that many keys all unions are considered
 
@@ -79,20 +80,21 @@ class Survey:
         others = sorted(closed - set(observed), key=lambda p: (len(p), sorted(p)))
         return observed + others[:MOST_PATTERNS]
 
-    def batches(self, pattern: Pattern, even: bool = False) -> list[list[Sample]]:
+    def batches(self, pattern: Pattern, even: bool = False, turn: int = 0) -> list[list[Sample]]:
         """Micro-batches of a pattern with 2, 3, 4, 5 and 7 samples, of lengths and rows as different as the samples allow.
 
-        With `even`, all samples of a micro-batch have one length, so that nothing is padded. Raises ValueError for a pattern that no
-        samples of the survey unite to.
+        With `even`, all samples of a micro-batch have one length, so that nothing is padded. Another `turn` gives other samples to each.
+        Raises ValueError for a pattern that no samples of the survey unite to.
         """
         cover, lacking = self._cover(pattern), self._lacking(pattern)
         cut = self._cut(pattern)
         batches: list[list[Sample]] = []
         for k, count in enumerate(COUNTS):
             few = max(0, min(LACKING[k], count - len(cover))) if lacking else 0
-            samples = _pick(cover, max(count - few, len(cover)), k) + _pick([lacking], few, k)
+            place = PLACES[(k + turn) % len(PLACES)]
+            samples = _pick(cover, max(count - few, len(cover)), place) + _pick([lacking], few, place)
             if cut:
-                samples = [_cropped(s, k, n) for n, s in enumerate(samples)]
+                samples = [_cropped(s, place, n) for n, s in enumerate(samples)]
             batches.append(_evened(samples, self.crop) if even else samples)
         return batches
 
@@ -187,7 +189,7 @@ def _is_plain(sample: Mapping[str, Any]) -> bool:
 
 
 def _cropped(sample: Sample, k: int, n: int) -> Sample:
-    """Sample n of micro-batch k, shorter: to a few tokens if it is plain, else by a few tokens at its end.
+    """Sample n of the micro-batch at place k, shorter: to a few tokens if it is plain, else by a few tokens at its end.
 
     Placeholders of images and sounds mostly come first, and must stay. The window of a plain sample holds a label that counts.
     """
