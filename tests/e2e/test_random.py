@@ -1,0 +1,75 @@
+"""A model with random ops trains the same on any number of ranks, in micro-batches of any size and in any order.
+
+The reference is the plan for one rank. That plan itself is compared with the eager model, which draws the same numbers, when it is made.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from secc.frontend.reference import LOSS_TOLERANCE
+from tests.e2e.harness import compile_to, differences, distributed, recording_model
+
+MODELS = Path(__file__).parent.parent / "models"
+STEPS, GLOBAL_BATCH = 3, 12
+
+
+WAYS = {
+    "dropout": [(2, "auto", ("model.dp=2", "model.micro_batch=1")), (3, "auto", ("model.dp=3", "model.micro_batch=3"))],
+    "gpt2_dropout": [(3, "auto", ("model.dp=3", "model.micro_batch=3", "model.recompute=full"))],
+    "random_parts": [(3, "apart", ("model_train.dp=2", "model_train.micro_batch=1"))],
+}
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", WAYS)
+def test_random_ops_draw_the_same_under_any_plan(name: str, tmp_path: Path) -> None:
+    model = recording_model(name, tmp_path, MODELS)
+    assert compile_to(model, tmp_path / "plan1", cluster="local:1", global_batch=GLOBAL_BATCH).plan.draws
+    reference = distributed(tmp_path / "plan1", 1, STEPS, tmp_path / "run1")
+    for ranks, strategy, pins in WAYS[name]:
+        plan = tmp_path / f"plan{ranks}"
+        compile_to(model, plan, check=False, cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, strategy=strategy, set=pins)
+        found = distributed(plan, ranks, STEPS, tmp_path / f"run{ranks}", *(("--order", "dataset") if ranks == 3 else ()))
+        assert list(differences(found, reference)) == []
+        assert found.losses == pytest.approx(reference.losses, rel=10 * LOSS_TOLERANCE)
+
+
+@pytest.mark.gloo
+def test_steps_and_seeds_draw_other_numbers(tmp_path: Path) -> None:
+    (tmp_path / "still.py").write_text(STILL)
+    compile_to(tmp_path / "still.py", tmp_path / "plan", cluster="local:1", global_batch=4)
+    losses = [distributed(tmp_path / "plan", 1, 3, tmp_path / f"run{i}", "--seed", str(seed)).losses for i, seed in enumerate((0, 0, 1))]
+    assert losses[0] == losses[1]
+    assert len({*losses[0], *losses[2]}) == 6
+
+
+STILL = """
+import torch
+from torch import nn
+
+
+class Still(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        nn.init.eye_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x):
+        return (nn.functional.dropout(self.linear(x), 0.5) * x).sum(-1).mean()
+
+
+def model():
+    return Still()
+
+
+def dataset():
+    return [{"x": torch.ones(4) * (i + 1)} for i in range(4)]
+
+
+def optimizer(params):
+    return torch.optim.SGD([p for _, p in params], lr=0.0)
+"""
