@@ -1,4 +1,4 @@
-"""`allocate`: gives each section its ranks, replicas and micro-batch size, and writes down what the plan is predicted to take.
+"""`allocate`: gives each section its ranks, replicas, micro-batch size, sharding and recomputation, and writes down the prediction.
 
 The choice is `secc.alloc`'s; this pass reads the options, asks, and puts the answer into the attributes of sections and graph. Ranks are
 handed out group by group, the one with the most work first.
@@ -121,7 +121,7 @@ def _hand_out(solution: Solution, chosen: dict[str, Candidate]) -> dict[str, lis
 
 
 def _write_section(load: Load, chosen: Candidate, ranks: list[int], memory_gib: float) -> None:
-    annotate(load.section, load.cost)
+    annotate(load.section, load.under(chosen.recompute))
     load.section.attributes |= {
         "dp": integer(chosen.dp),
         "tp": integer(chosen.tp),
@@ -133,5 +133,5 @@ def _write_section(load: Load, chosen: Candidate, ranks: list[int], memory_gib: 
         "memory_gib": number(memory_gib),
         "label": StringAttr(load.label),
         "forward_ns": StringAttr(load.forward_ns),
-        "backward_ns": StringAttr(load.backward_ns),
+        "backward_ns": StringAttr(load.backward_ns[chosen.recompute]),
     }

@@ -22,11 +22,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from secc.runtime.buckets import BUCKET_BYTES, WINDOW
 from secc.runtime.plan import Plan
 from secc.runtime.sharding import Flat, Piece, reduce_scatter, whole
 
-BUCKET_BYTES = 64 * 2**20
-WINDOW = 4  # buckets under way at once
 _EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 

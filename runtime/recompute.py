@@ -9,14 +9,14 @@ cost model asks here, too, what the units are.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from secc.runtime.alternate import every_second, second
 from secc.runtime.errors import UserError
 
 MODES = ("none", "selective", "full")
@@ -55,21 +55,6 @@ def units(block: nn.Module) -> list[nn.Module]:
     """What of a block would run again under `full`: the layers of its outermost stacks, else the block unless nothing is inside it."""
     layers = [layer for stack in stacks(block) for layer in stack.children()]
     return layers or ([block] if next(block.children(), None) is not None else [])
-
-
-def second(count: int) -> slice:
-    """Every second of `count` layers, counted so that the last one is not among them."""
-    return slice(count % 2, None, 2) if count > 1 else slice(0, 0)
-
-
-def every_second(blocks: Iterable[str], classes: Mapping[str, str]) -> list[str]:
-    """Every second of each run of several blocks of one class inside one module. `classes` names each block's class."""
-    ordered = sorted(blocks, key=lambda path: [(int(part) if part.isdecimal() else -1, part) for part in path.split(".")])
-    found: list[str] = []
-    for _, run in groupby(ordered, key=lambda path: (path.rpartition(".")[0], classes[path])):
-        alike = list(run)
-        found += alike[second(len(alike))]
-    return found
 
 
 def stacks(module: nn.Module) -> Iterator[nn.Module]:

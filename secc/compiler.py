@@ -32,6 +32,7 @@ from secc.frontend.survey import Survey, survey
 from secc.ir.dialect import graph_of
 from secc.ir.text import print_module
 from secc.runtime import plan as plan_schema
+from secc.runtime.elementwise import refusal
 from secc.runtime.plan import Plan
 from secc.runtime.user_model import UserModel, load
 from secc.runtime.weights import parameter_table
@@ -116,6 +117,8 @@ def compile_model(path: str | Path, options: Options, progress: Callable[[str], 
         width = options.widths if options.widths != "auto" else widths.choose(user, drawn, inputs, model, captured.draws)
         module = import_ir.to_ir(captured)
         graph_of(module).properties["widths"] = StringAttr(width)
+        if reason := unshardable(user, meta):
+            graph_of(module).attributes["unshardable"] = StringAttr(reason)
     with clock.step("measure blocks"):
         measure(module, meta)
     start = print_module(module)
@@ -124,6 +127,17 @@ def compile_model(path: str | Path, options: Options, progress: Callable[[str], 
     made = plan_codegen.build(module, model_ref(user, meta), {"secc": __version__, "torch": torch.__version__.split("+")[0]})
     made = dataclasses.replace(made, checks=made.checks | _fallbacks(captured))
     return Compiled(made, module, [("capture", start), *run.dumps], captured.constants, user, drawn, inputs, model, clock.seconds)
+
+
+def unshardable(user: UserModel, meta: nn.Module) -> str:
+    """Why replicas cannot share the user's optimizer between them, "" if they can."""
+    trained = [(name, p) for name, p in meta.named_parameters() if p.requires_grad]
+    if not trained:
+        return ""
+    try:
+        return refusal(user.optimizer(trained)) or ""
+    except UserError as error:
+        return f"optimizer() could not be asked here: {error.message}"
 
 
 def _captured(user: UserModel, meta: nn.Module, drawn: Survey, inputs: Inputs) -> tuple[Survey, Inputs, Capture]:

@@ -2,21 +2,24 @@
 
 Expected load: a global batch holds `global_batch x share` samples of each pattern, and the busiest of dp replicas gets the dp-th part of
 the active ones, rounded up. A micro-batch holds samples of one pattern, as the wavefront composes them, at the pattern's mean sizes.
+Of the ways to shard and to recompute with the same replicas and micro-batches, those are candidates that no other one beats.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
 
-from secc.alloc.pins import Pins
+from xdsl.dialects.builtin import StringAttr
+
+from secc.alloc.pins import WORDS, Pins
 from secc.alloc.types import Candidate, Edge, Problem
 from secc.cluster import Cluster
 from secc.cost import time
 from secc.cost.load import Crossing, Pattern, crossings, is_active, micro_batch, patterns
-from secc.cost.memory import memory
+from secc.cost.memory import Memory, memory
 from secc.cost.section import SectionCost, section_cost
 from secc.errors import UserError
 from secc.ir.dialect import GraphOp, SectionOp
@@ -27,13 +30,16 @@ IN_TURN = 2  # micro-batches in flight of a section whose consumers share its ra
 
 @dataclass(frozen=True)
 class Load:
-    """A section as the cost model sees it: its cost, times as texts, and the patterns it is active for."""
+    """A section as the cost model sees it: its cost, times as texts, and the patterns it is active for.
+
+    `backward_ns` has a text for each way to recompute.
+    """
 
     section: SectionOp
     mode: str
     cost: SectionCost
     forward_ns: str
-    backward_ns: str
+    backward_ns: Mapping[str, str]
     label: str
     active: tuple[Pattern, ...]
 
@@ -46,16 +52,22 @@ class Load:
         """The share of samples for which the section is active."""
         return sum((p.share for p in self.active), Fraction(0))
 
+    def under(self, recompute: str) -> SectionCost:
+        """The cost with what is saved where some of it is recomputed."""
+        again = self.cost.again.get(recompute)
+        return self.cost if again is None else replace(self.cost, saved=again.saved)
+
 
 @dataclass(frozen=True)
 class Workload:
-    """Everything that candidates are made from."""
+    """Everything that candidates are made from. `unshardable` says why the user's optimizer cannot be sharded, "" if it can."""
 
     graph: GraphOp
     cluster: Cluster
     global_batch: int
     loads: dict[str, Load]
     crossings: tuple[Crossing, ...]
+    unshardable: str = ""
 
     def samples(self, load: Load) -> int:
         """Active samples of a section in a global batch, as expected and rounded up; at least 1."""
@@ -72,14 +84,15 @@ def workload(graph: GraphOp, cluster: Cluster, global_batch: int) -> Workload:
     found = tuple(crossings(graph))
     seen = patterns(graph)
     loads = {name: _load(graph, section, cluster, seen) for name, section in _ordered(graph, found)}
-    return Workload(graph, cluster, global_batch, loads, found)
+    reason = graph.attributes.get("unshardable")
+    return Workload(graph, cluster, global_batch, loads, found, reason.data if isinstance(reason, StringAttr) else "")
 
 
 def _load(graph: GraphOp, section: SectionOp, cluster: Cluster, seen: list[Pattern]) -> Load:
     cost, device = section_cost(graph, section), cluster.device
     mode = section.mode.data if section.mode is not None else "train"
     active = tuple(p for p in seen if is_active(section, p))
-    forward, backward = time.forward_ns(cost, device), time.backward_ns(cost, mode, device)
+    forward, backward = time.forward_ns(cost, device), {way: time.backward_ns(cost, mode, device, way) for way in WORDS["recompute"]}
     return Load(section, mode, cost, forward, backward, time.label(cost, device), active)
 
 
@@ -106,50 +119,99 @@ def problem(work: Workload, ranks: int, strategy: str, pins: Pins) -> Problem:
 
 def _candidates(work: Workload, load: Load, ranks: int, pins: Pins) -> tuple[Candidate, ...]:
     found: list[Candidate] = []
+    ways = ways_to_run(work, load, pins)
     for dp in pins.dp(load.name, min(ranks, work.global_batch)):
         share = -(-work.samples(load) // dp)
-        found += [candidate(work, load, dp, size) for size in pins.micro_batch(load.name, share)]
+        for size in pins.micro_batch(load.name, share):
+            found += _unbeaten(candidate(work, load, dp, size, *way) for way in ways)
     return tuple(found)
 
 
-def candidate(work: Workload, load: Load, dp: int, size: int) -> Candidate:
+def ways_to_run(work: Workload, load: Load, pins: Pins) -> list[tuple[str, str]]:
+    """The ways to shard and to recompute a section. Raises UserError for a pin that asks for what the section does not have."""
+    sharding, recompute = (pins.word(load.name, key) for key in ("sharding", "recompute"))
+    if load.mode == "forward":
+        _only_none(load, "recompute", pins, "it has no backward")
+        recompute = ("none",)
+    reason = "it trains nothing" if not load.cost.trainable else work.unshardable
+    if reason:
+        _only_none(load, "sharding", pins, reason)
+        sharding = ("none",)
+    return [(s, r) for s in sharding for r in recompute]
+
+
+def _only_none(load: Load, key: str, pins: Pins, reason: str) -> None:
+    choice = pins.words.get(load.name, {}).get(key, "none")
+    if choice != "none":
+        raise UserError(f"{load.name}.{key}={choice} is impossible: {reason}", remedy=f"leave it out, or set {load.name}.{key}=none")
+
+
+def _unbeaten(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Those that no other is at least as good as in time and memory; of equals the first."""
+    kept: list[Candidate] = []
+    for c in candidates:
+        if not any(_beats(other, c) for other in kept):
+            kept = [other for other in kept if not _beats(c, other)] + [c]
+    return kept
+
+
+def _beats(a: Candidate, b: Candidate) -> bool:
+    return a.time_ns <= b.time_ns and a.drain_ns <= b.drain_ns and a.memory <= b.memory and a.memory_ahead <= b.memory_ahead
+
+
+def candidate(work: Workload, load: Load, dp: int, size: int, sharding: str = "none", recompute: str = "none") -> Candidate:
     """The times and memory of a section in `dp` replicas with micro-batches of `size` samples."""
     busiest = Fraction(-(-work.samples(load) // dp))
     total, count, fill, drain = Fraction(0), Fraction(0), 0, 0
     for pattern in load.active:
         samples = busiest * pattern.share / load.share
         alike = min(size, ceil(samples))
-        forward, backward = _times(work, load, pattern, alike)
+        forward, backward = _times(work, load, pattern, alike, recompute)
         total += samples / alike * (forward + backward)
         count += samples / alike
         fill, drain = max(fill, forward), max(drain, backward)
-    device, cost = work.cluster.device, load.cost
-    step = time.reduce_ns(cost.trainable_bytes, dp, work.cluster) + time.optimizer_ns(cost, device) if load.mode == "train" else 0
     micro_batches = max(1, ceil(count))
-    room = memory(cost, max((_activation(work, load, p, size) for p in load.active), default=0))
+    room = _room(work, load, dp, size, sharding, recompute, micro_batches)
     in_turn = min(micro_batches, IN_TURN if any(c.src == load.name for c in work.crossings) else 1)
     return Candidate(
         dp=dp,
         micro_batch=size,
-        time_ns=ceil(total) + step,
+        time_ns=ceil(total) + _update_ns(work, load, dp, sharding),
         fill_ns=fill,
         drain_ns=drain,
         micro_batches=micro_batches,
         memory=room.total(in_turn),
         memory_ahead=room.total(in_turn if load.mode == "forward" else micro_batches),
+        recompute=recompute,
+        sharding=sharding,
     )
 
 
-def _times(work: Workload, load: Load, pattern: Pattern, samples: int) -> tuple[int, int]:
-    sizes = micro_batch(work.graph, pattern.sizes, samples)
-    return evaluate(load.forward_ns, sizes), evaluate(load.backward_ns, sizes)
+def _update_ns(work: Workload, load: Load, dp: int, sharding: str) -> int:
+    """From the last backward to the end of the step: gradients summed, the optimizer's step."""
+    cost, cluster = load.cost, work.cluster
+    if load.mode != "train":
+        return 0
+    if sharding == "none":
+        return time.reduce_ns(cost.trainable_bytes, dp, cluster) + time.optimizer_ns(cost, cluster.device)
+    return time.sharded_reduce_ns(cost.trainable_bytes, dp, cluster) + time.optimizer_ns(cost, cluster.device, dp)
 
 
-def _activation(work: Workload, load: Load, pattern: Pattern, samples: int) -> int:
-    """Bytes that a micro-batch keeps: what backward needs, and the tensors that come in and go out."""
+def _times(work: Workload, load: Load, pattern: Pattern, samples: int, recompute: str) -> tuple[int, int]:
     sizes = micro_batch(work.graph, pattern.sizes, samples)
-    ends = sum(evaluate(c.size, sizes) for c in work.crossings if load.name in (c.src, c.dst))
-    return evaluate(load.cost.saved, sizes) + ends
+    return evaluate(load.forward_ns, sizes), evaluate(load.backward_ns[recompute], sizes)
+
+
+def _room(work: Workload, load: Load, dp: int, size: int, sharding: str, recompute: str, micro_batches: int) -> Memory:
+    """Bytes on a rank; a micro-batch keeps what backward needs, and the tensors that come in and go out. The largest pattern counts."""
+    activation = working = 0
+    again = load.cost.again.get(recompute)
+    for pattern in load.active:
+        sizes = micro_batch(work.graph, pattern.sizes, size)
+        ends = sum(evaluate(c.size, sizes) for c in work.crossings if load.name in (c.src, c.dst))
+        activation = max(activation, evaluate(load.under(recompute).saved, sizes) + ends)
+        working = max(working, evaluate(again.working, sizes) if again else 0)
+    return memory(load.cost, activation, working, dp, sharding, micro_batches)
 
 
 def _edge(work: Workload, crossing: Crossing, sections: dict[str, tuple[Candidate, ...]]) -> Edge:

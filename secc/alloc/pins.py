@@ -9,20 +9,20 @@ from secc.errors import UserError
 
 KEYS = ("dp", "micro_batch", "with", "tp", "pp", "sharding", "recompute", "micro_tokens")
 # What a section's replica can be today; the solver's candidates carry these choices, so that more of them is more candidates.
-ONLY = {"tp": "1", "pp": "1", "sharding": "none", "recompute": "none"}
+ONLY = {"tp": "1", "pp": "1"}
 _WHY = {
     "tp": "a replica runs on one rank: tensor parallelism is not available",
     "pp": "a replica runs on one rank: pipeline stages are not available",
-    "sharding": "parameters and optimizer states are not sharded over replicas",
-    "recompute": "activations are kept, not recomputed",
 }
+WORDS = {"sharding": ("none", "zero1", "zero2"), "recompute": ("none", "selective", "full")}  # in the order of preference among equals
 
 
 @dataclass(frozen=True)
 class Pins:
-    """Pinned choices by section, and the pairs of sections that share devices."""
+    """Pinned choices by section, numbers and words, and the pairs of sections that share devices."""
 
     values: Mapping[str, Mapping[str, int]] = field(default_factory=dict[str, Mapping[str, int]])
+    words: Mapping[str, Mapping[str, str]] = field(default_factory=dict[str, Mapping[str, str]])
     together: tuple[tuple[str, str], ...] = ()
 
     def dp(self, section: str, most: int) -> list[int]:
@@ -36,6 +36,11 @@ class Pins:
             return [pinned]
         sizes = [1 << i for i in range(most.bit_length()) if 1 << i <= most]
         return sorted({*sizes, most})
+
+    def word(self, section: str, key: str) -> tuple[str, ...]:
+        """The choices of `sharding` or `recompute` to consider."""
+        pinned = self.words.get(section, {}).get(key)
+        return WORDS[key] if pinned is None else (pinned,)
 
     def _choices(self, section: str, key: str, most: int, free: list[int]) -> list[int]:
         pinned = self.values.get(section, {}).get(key)
@@ -51,7 +56,7 @@ class Pins:
     @property
     def text(self) -> str:
         """The pins as they are written, "" for none."""
-        pins = [f"{s}.{k}={v}" for s, found in self.values.items() for k, v in found.items()]
+        pins = [f"{s}.{k}={v}" for table in (self.values, self.words) for s, found in table.items() for k, v in found.items()]
         return ", ".join(pins + [f"{a}.with={b}" for a, b in self.together])
 
 
@@ -59,6 +64,7 @@ def parse(texts: Iterable[str], sections: Iterable[str]) -> Pins:
     """Read pins. Raises UserError for a form, section, key or value that is not known or not possible."""
     names = list(sections)
     values: dict[str, dict[str, int]] = {}
+    words: dict[str, dict[str, str]] = {}
     together: list[tuple[str, str]] = []
     for text in texts:
         section, key, value = _split(text, names)
@@ -69,11 +75,15 @@ def parse(texts: Iterable[str], sections: Iterable[str]) -> Pins:
         elif key in ONLY:
             if value != ONLY[key]:
                 raise UserError(f"{text} is impossible: {_WHY[key]}", remedy=f"leave it out, or set {section}.{key}={ONLY[key]}")
+        elif key in WORDS:
+            if value not in WORDS[key]:
+                raise UserError(f"{text}: there is no {key} {value!r}", remedy=f"choose one of {', '.join(WORDS[key])}")
+            words.setdefault(section, {})[key] = value
         elif key == "micro_tokens":
             raise UserError(f"{text} is impossible: micro-batches are cut by samples", remedy=f"set {section}.micro_batch")
         else:
             values.setdefault(section, {})[key] = _count(text, value)
-    return Pins(values, tuple(together))
+    return Pins(values, words, tuple(together))
 
 
 def _split(text: str, names: list[str]) -> tuple[str, str, str]:

@@ -18,24 +18,33 @@ OPS = 20  # operations that a call issues
 
 @dataclass(frozen=True)
 class CallCost:
-    """Cost of one call: forward FLOPs, bytes saved for backward, operations issued; `label` is "counted" or "default"."""
+    """Cost of one call: forward FLOPs, bytes saved for backward, operations issued; `label` is "counted" or "default".
+
+    Where the call's `units` run again in the backward, it saves `kept` bytes, a unit's second run adds `working` bytes while it lasts, and
+    all of them take `again` FLOPs.
+    """
 
     flops: Expr
     saved: Expr
     ops: int
     label: str
+    units: int
+    kept: Expr
+    working: Expr
+    again: Expr
 
 
 def default(call: CallOp, block: BlockOp) -> CallCost:
     """The estimate from the block's parameters and the call's types."""
     result = _widest(call)
+    zero = expr.parse("0")
     if result is None:
-        return CallCost(expr.parse("0"), expr.parse("0"), OPS, "default")
+        return CallCost(zero, zero, OPS, "default", 0, zero, zero, zero)
     rows = expr.parse("1")
     for dim in result.shape[:-1] or result.shape:
         rows = rows * dim
-    saved = entries(result) * result.itemsize * SAVED_PER_RESULT
-    return CallCost(2 * block.params.data * rows, saved, OPS, "default")
+    flops, one = 2 * block.params.data * rows, entries(result) * result.itemsize
+    return CallCost(flops, one * SAVED_PER_RESULT, OPS, "default", 1, one, one * (SAVED_PER_RESULT - 1), flops)
 
 
 def entries(kind: TensorType) -> Expr:

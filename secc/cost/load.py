@@ -10,7 +10,7 @@ from xdsl.dialects.builtin import FloatAttr, IntegerAttr
 from xdsl.ir import Operation, SSAValue
 
 from secc.cost.estimate import entries
-from secc.cost.section import largest
+from secc.cost.texts import largest
 from secc.ir import expr
 from secc.ir.dialect import GraphOp, PatternOp, SectionOp, section_of, strings
 from secc.ir.types import tensor

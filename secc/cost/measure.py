@@ -22,12 +22,15 @@ from secc.ir.attributes import integer
 from secc.ir.dialect import BlockOp, CallOp, GraphOp, TieOp, graph_of, strings
 from secc.ir.template import Name, Ref
 from secc.ir.types import tensor
+from secc.runtime.recompute import units
 
 Key = tuple[object, ...]
 
 
 def measure(module: ModuleOp, model: nn.Module) -> None:
     """Put `flops`, `saved` (texts over symbols), `ops` and `cost` (counted or default) on every `sec.call`, and bytes on blocks and ties.
+
+    A call with `units` that may run again also gets `kept`, `working` and `again` (see `secc.cost.estimate.CallCost`).
 
     `model` is the user's, on any device; it is neither run with values nor changed.
     """
@@ -57,6 +60,10 @@ def _note_cost(call: CallOp, cost: CallCost) -> None:
     call.attributes["saved"] = StringAttr(expr.text(cost.saved))
     call.attributes["ops"] = integer(cost.ops)
     call.attributes["cost"] = StringAttr(cost.label)
+    if cost.units and cost.saved != 0:
+        call.attributes["units"] = integer(cost.units)
+        for key in ("kept", "working", "again"):
+            call.attributes[key] = StringAttr(expr.text(getattr(cost, key)))
 
 
 def _cost(graph: GraphOp, call: CallOp, block: nn.Module, known: dict[Key, CallCost | None]) -> CallCost:
@@ -69,10 +76,12 @@ def _cost(graph: GraphOp, call: CallOp, block: nn.Module, known: dict[Key, CallC
 
 def _measured(graph: GraphOp, call: CallOp, block: nn.Module) -> CallCost | None:
     trials: list[Trial] = []
+    again = units(block)
 
-    def at(sizes: dict[str, int]) -> tuple[int, int]:
-        trials.append(run(block, lambda: _arguments(call, sizes), call.no_grad is None))
-        return trials[-1].flops, trials[-1].saved
+    def at(sizes: dict[str, int]) -> tuple[int, ...]:
+        trials.append(run(block, lambda: _arguments(call, sizes), call.no_grad is None, again))
+        found = trials[-1]
+        return found.flops, found.saved, found.kept, found.working, found.again
 
     try:
         found = fit(at, {name: graph.symbols[name].kind.data for name in _symbols(call)})
@@ -80,7 +89,8 @@ def _measured(graph: GraphOp, call: CallOp, block: nn.Module) -> CallCost | None
         return None
     if found is None:
         return None
-    return CallCost(found[0], found[1], max(t.ops for t in trials), "counted")
+    flops, saved, *recomputed = found
+    return CallCost(flops, saved, max(t.ops for t in trials), "counted", len(again), *recomputed)
 
 
 def _symbols(call: CallOp) -> set[str]:

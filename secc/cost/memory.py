@@ -5,24 +5,43 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from secc.cost.section import SectionCost
+from secc.runtime.buckets import BUCKET_BYTES, WINDOW
 
 OPTIMIZER_STATES = 2  # AdamW keeps two tensors for each trainable parameter, in the parameter's dtype
+SUM_BYTES = 4  # gradients are summed in float32
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank: `parameters`, `gradients`, `optimizer`, and `activation` for each micro-batch in flight."""
+    """Bytes on one rank: `parameters`, `gradients`, `optimizer`, `buffers` of gradients on their way, `activation` for each micro-batch in
+    flight, and `working`: what recomputation adds to one of them."""
 
     parameters: int
     gradients: int
     optimizer: int
     activation: int
+    buffers: int = 0
+    working: int = 0
 
     def total(self, in_flight: int) -> int:
         """Bytes with `in_flight` micro-batches between their forward and the end of their backward."""
-        return self.parameters + self.gradients + self.optimizer + in_flight * self.activation
+        states = self.parameters + self.gradients + self.optimizer + self.buffers
+        return states + in_flight * self.activation + self.working
 
 
-def memory(cost: SectionCost, activation: int) -> Memory:
-    """The memory of a rank that holds the whole section, `activation` bytes for each micro-batch in flight."""
-    return Memory(cost.param_bytes, cost.trainable_bytes, OPTIMIZER_STATES * cost.trainable_bytes, activation)
+def memory(
+    cost: SectionCost, activation: int, working: int = 0, dp: int = 1, sharding: str = "none", micro_batches: int = 2
+) -> Memory:
+    """The memory of a rank that holds the whole section, `activation` bytes for each micro-batch in flight.
+
+    Sharded optimizers have a `dp`-th of the states and of the summed gradients. Under `zero2` a rank's own gradients are freed bucket by
+    bucket in its last backward, so that they are never there as a whole if that is its only one (`micro_batches` is 1).
+    """
+    size = cost.trainable_bytes
+    wide = SUM_BYTES * cost.trainable
+    buffers = min(wide, WINDOW * BUCKET_BYTES * wide // size) if dp > 1 and size else 0
+    if sharding == "none" or dp == 1:
+        return Memory(cost.param_bytes, size, OPTIMIZER_STATES * size, activation, buffers, working)
+    shard = -(-size // dp)
+    own = min(size, BUCKET_BYTES) if sharding == "zero2" and micro_batches == 1 else size
+    return Memory(cost.param_bytes, own + shard, OPTIMIZER_STATES * shard, activation, buffers, working)

@@ -8,15 +8,17 @@ contains the others (its symbols are 0 where an input is missing), which makes t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 import sympy
 from xdsl.dialects.builtin import IntegerAttr, StringAttr
 from xdsl.ir import Operation, SSAValue
 
+from secc.cost.again import Again, AgainSum, recomputed, selected
 from secc.cost.estimate import CallCost, default, entries
+from secc.cost.texts import largest, total
 from secc.ir import expr
 from secc.ir.dialect import BlockOp, CallOp, CaseOp, GlueOp, GraphOp, ParamOp, SectionOp, TieOp, section_of, strings
 from secc.ir.expr import Expr
@@ -37,7 +39,8 @@ class SectionCost:
 
     flops, backward_flops: FLOPs. saved: bytes kept from forward to backward. glue_bytes: bytes that glue reads and writes in forward.
     ops: operations issued in forward. params, trainable: entries; param_bytes, trainable_bytes: their bytes. dtype: short name of what
-    the blocks compute in. label: "counted", or "default" where any part was estimated.
+    the blocks compute in. label: "counted", or "default" where any part was estimated. again: what recomputation changes, for each way
+    but "none".
     """
 
     flops: str
@@ -51,31 +54,35 @@ class SectionCost:
     trainable_bytes: int
     dtype: str
     label: str
+    again: Mapping[str, Again] = field(default_factory=dict[str, Again])
 
 
 @dataclass
 class _Sum:
     """Running sums over one case; equal addends are counted, not added one by one."""
 
-    flops: Counter[str]
-    backward: Counter[str]
-    saved: Counter[str]
-    glue: Counter[str]
+    flops: Counter[str] = field(default_factory=Counter[str])
+    backward: Counter[str] = field(default_factory=Counter[str])
+    saved: Counter[str] = field(default_factory=Counter[str])
+    glue: Counter[str] = field(default_factory=Counter[str])
     ops: int = 0
+    again: AgainSum = field(default_factory=AgainSum)
 
 
 def section_cost(graph: GraphOp, section: SectionOp) -> SectionCost:
     """The cost of a section from its calls' measured attributes, by estimate where they are missing."""
     name = section.sym.data
-    sums = [_case_sum(graph, ops) for case in graph.cases if (ops := ops_in(case, name))]
+    paths = strings(section.blocks)
+    picked = selected(graph, paths)
+    sums = [_case_sum(graph, ops, picked) for case in graph.cases if (ops := ops_in(case, name))]
     calls = [op for case in graph.cases for op in ops_in(case, name) if isinstance(op, CallOp)]
     estimated = any("flops" not in call.attributes or "default" in _label(call) for call in calls)
     params, trainable, param_bytes, trainable_bytes = _parameters(graph, name, calls)
     return SectionCost(
-        largest(_total(s.flops) for s in sums),
-        largest(_total(s.backward) for s in sums) if _mode(section) != "forward" else "0",
-        largest(_total(s.saved) for s in sums) if _mode(section) != "forward" else "0",
-        largest(_total(s.glue) for s in sums),
+        largest(total(s.flops) for s in sums),
+        largest(total(s.backward) for s in sums) if _mode(section) != "forward" else "0",
+        largest(total(s.saved) for s in sums) if _mode(section) != "forward" else "0",
+        largest(total(s.glue) for s in sums),
         max((s.ops for s in sums), default=0),
         params,
         trainable,
@@ -83,6 +90,7 @@ def section_cost(graph: GraphOp, section: SectionOp) -> SectionCost:
         trainable_bytes,
         _dtype(calls),
         "default" if estimated else "counted",
+        recomputed([s.again for s in sums]) if _mode(section) != "forward" else {},
     )
 
 
@@ -93,42 +101,31 @@ def ops_in(case: CaseOp, section: str) -> list[Operation]:
 
 def call_cost(graph: GraphOp, call: CallOp) -> CallCost:
     """What `secc.cost.measure` noted at a call, or the estimate."""
-    flops, saved, ops = (call.attributes.get(key) for key in ("flops", "saved", "ops"))
     estimate = default(call, graph.blocks[call.target.data])
-    return CallCost(
-        expr.parse(flops.data) if isinstance(flops, StringAttr) else estimate.flops,
-        expr.parse(saved.data) if isinstance(saved, StringAttr) else estimate.saved,
-        ops.value.data if isinstance(ops, IntegerAttr) else estimate.ops,
-        _label(call),
-    )
+    if "flops" not in call.attributes:
+        return estimate
+    saved = _text(call, "saved", estimate.saved)
+    ops, units = number(call, "ops", estimate.ops), number(call, "units", 0)
+    again = _text(call, "kept", saved), _text(call, "working", sympy.Integer(0)), _text(call, "again", sympy.Integer(0))
+    return CallCost(_text(call, "flops", estimate.flops), saved, ops, _label(call), units, *again)
 
 
-def largest(texts: Iterable[str]) -> str:
-    """An expression that is the maximum of others, without those that another one always exceeds."""
-    kept: list[str] = []
-    for text in sorted(set(texts)):
-        if not any(_exceeds(other, text) for other in kept):
-            kept = [other for other in kept if not _exceeds(text, other)] + [text]
-    return kept[0] if len(kept) == 1 else f"max({', '.join(kept)})" if kept else "0"
+def _text(op: Operation, key: str, default: Expr) -> Expr:
+    found = op.attributes.get(key)
+    return expr.parse(found.data) if isinstance(found, StringAttr) else default
 
 
-def _exceeds(more: str, less: str) -> bool:
-    """Whether a polynomial is at least another one for all sizes, because no coefficient of the difference is negative."""
-    difference = sympy.expand(expr.parse(more) - expr.parse(less))
-    return all(c.is_nonnegative for c in difference.as_coefficients_dict().values())
-
-
-def _case_sum(graph: GraphOp, ops: list[Operation]) -> _Sum:
-    total = _Sum(Counter(), Counter(), Counter(), Counter())
+def _case_sum(graph: GraphOp, ops: list[Operation], picked: Collection[str]) -> _Sum:
+    total = _Sum()
     for op in ops:
         if isinstance(op, CallOp):
-            _add_call(graph, op, total)
+            _add_call(graph, op, total, picked)
         elif isinstance(op, GlueOp):
             _add_glue(op, total)
     return total
 
 
-def _add_call(graph: GraphOp, call: CallOp, total: _Sum) -> None:
+def _add_call(graph: GraphOp, call: CallOp, total: _Sum, picked: Collection[str]) -> None:
     cost = call_cost(graph, call)
     total.flops[expr.text(cost.flops)] += 1
     total.ops += cost.ops
@@ -136,6 +133,7 @@ def _add_call(graph: GraphOp, call: CallOp, total: _Sum) -> None:
         share = _backward_share(graph.blocks[call.target.data])
         total.backward[expr.text(sympy.expand(cost.flops * sympy.Rational(share.numerator, share.denominator)))] += 1
         total.saved[expr.text(cost.saved)] += 1
+        total.again.add_call(cost, call.target.data in picked)
 
 
 def _backward_share(block: BlockOp) -> Fraction:
@@ -156,6 +154,7 @@ def _add_glue(op: GlueOp, total: _Sum) -> None:
         total.flops[expr.text(flops)] += 1
     if _owes_backward(op):
         total.saved[expr.text(written)] += 1
+        total.again.add_saved(expr.text(written))
         if flops is not None:
             total.backward[expr.text(flops * sum(tensor(o).requires_grad for o in op.operands[-2:]))] += 1
 
@@ -172,10 +171,6 @@ def _owes_backward(op: Operation) -> bool:
 def _bytes(value: SSAValue) -> Expr:
     kind = tensor(value)
     return entries(kind) * kind.itemsize
-
-
-def _total(counts: Counter[str]) -> str:
-    return expr.text(sympy.expand(sum((n * expr.parse(t) for t, n in counts.items()), sympy.Integer(0))))
 
 
 def _label(call: CallOp) -> str:

@@ -17,9 +17,16 @@ def forward_ns(cost: SectionCost, device: Device) -> str:
     return _roofline(cost.ops, cost.flops, cost.glue_bytes, 1, cost.dtype, device)
 
 
-def backward_ns(cost: SectionCost, mode: str, device: Device) -> str:
-    """Nanoseconds of a micro-batch's backward: "0" for a section that owes none. Glue's backward moves its bytes about twice."""
-    return "0" if mode == "forward" else _roofline(2 * cost.ops, cost.backward_flops, cost.glue_bytes, 2, cost.dtype, device)
+def backward_ns(cost: SectionCost, mode: str, device: Device, recompute: str = "none") -> str:
+    """Nanoseconds of a micro-batch's backward: "0" for a section that owes none. Glue's backward moves its bytes about twice.
+
+    What recomputation runs again is added.
+    """
+    if mode == "forward":
+        return "0"
+    once = _roofline(2 * cost.ops, cost.backward_flops, cost.glue_bytes, 2, cost.dtype, device)
+    again = cost.again.get(recompute)
+    return once if again is None else f"{once} + {_roofline(again.ops, again.flops, '0', 1, cost.dtype, device)}"
 
 
 def _roofline(ops: int, flops: str, glue: str, passes: int, dtype: str, device: Device) -> str:
@@ -41,9 +48,20 @@ def reduce_ns(size: int, ranks: int, cluster: Cluster) -> int:
     return 2 * (ranks - 1) * cluster.link(ranks).message_ns(size // ranks) if ranks > 1 and size else 0
 
 
-def optimizer_ns(cost: SectionCost, device: Device) -> int:
-    """The optimizer's step, bound by memory."""
-    return 1000 * OPTIMIZER_PASSES * cost.trainable_bytes // device.bandwidth
+def sharded_reduce_ns(size: int, ranks: int, cluster: Cluster) -> int:
+    """A reduce-scatter of `size` bytes of gradients and an all-gather of as many of parameters: (n - 1) messages of an n-th each.
+
+    gloo's reduce-scatter takes about twice the time of its all-reduce.
+    """
+    if ranks < 2 or not size:
+        return 0
+    message = cluster.link(ranks).message_ns(size // ranks)
+    return (ranks - 1) * message * (5 if cluster.device.backend == "cpu" else 2)
+
+
+def optimizer_ns(cost: SectionCost, device: Device, shards: int = 1) -> int:
+    """The optimizer's step on a rank's shard, bound by memory."""
+    return 1000 * OPTIMIZER_PASSES * (cost.trainable_bytes // shards) // device.bandwidth
 
 
 def message_ns(size: int, cluster: Cluster) -> int:

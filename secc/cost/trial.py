@@ -1,8 +1,9 @@
 """One run of a user's block on the meta device: FLOPs, bytes saved for backward and operations, without values or weights.
 
 Beside what a plain run keeps, a trial tells what one keeps whose units (`secc.runtime.recompute`) run again in the backward: their inputs
-and what is saved outside of them. Attention counts as a fused kernel does: it keeps queries, keys, values, output and a log-sum, never the square of scores. A truth value
-that the block reads off an input counts as true, which for masks means no padding; any other value that is read makes the run fail.
+and what is saved outside of them. Attention counts as a fused kernel does: it keeps queries, keys, values, output and a log-sum, never
+the square of scores. A truth value that the block reads off an input counts as true, which for masks means no padding; any other value
+that is read makes the run fail.
 """
 
 from __future__ import annotations
@@ -104,7 +105,8 @@ class _Saved:
         """Notice when the units run."""
         hooks: list[RemovableHandle] = []
         for unit in units:
-            hooks += [unit.register_forward_pre_hook(self._enter, with_kwargs=True), unit.register_forward_hook(self._leave, always_call=True)]
+            hooks.append(unit.register_forward_pre_hook(self._enter, with_kwargs=True))
+            hooks.append(unit.register_forward_hook(self._leave, always_call=True))
         try:
             yield
         finally:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from xdsl.dialects.builtin import ModuleOp
+from xdsl.dialects.builtin import ModuleOp, StringAttr
 
 from secc import pipeline
 from secc.codegen.plan import attribute
@@ -87,6 +87,59 @@ def test_micro_batches_shrink_to_fit_memory() -> None:
     module = allocated(greedy, global_batch=96)
     assert section(module, "lm", "micro_batch") < 32
     assert section(module, "lm", "memory_gib") <= 8
+
+
+MIB = 1 << 20
+LM = 'outs [""] in @lm'
+LAYERS = 'flops = "2400000*B*S", ops = 20, units = 12, kept = "1000*B*S", working = "20000*B*S", again = "2400000*B*S"'
+
+
+@pytest.mark.parametrize(("saved", "way"), [(1, "none"), (150, "selective"), (1000, "full")])
+def test_recomputation_where_memory_asks_for_it(saved: int, way: str) -> None:
+    """A sample with an image has 80 positions, of each of which `saved` MiB are kept, and a device has 8 GiB."""
+    source = VLM.read_text().replace(LM, f'{LM} {{{LAYERS}, saved = "{saved * MIB}*B*S"}}')
+    module = allocated(source, set=("lm.micro_batch=1",))
+    assert section(module, "lm", "recompute") == way
+    assert section(module, "lm", "backward_ns").count("+ 1000*(") == (2 if way != "none" else 1)
+    kept = {"none": saved * MIB, "selective": saved * MIB // 2 + 500, "full": 1000}[way]
+    assert section(module, "lm", "saved") == f"{kept}*B*S + 4"
+
+
+def test_larger_micro_batches_and_recomputation_are_weighed() -> None:
+    """Recomputation lets a micro-batch be larger; where operations are what takes time, that is worth it."""
+    source = VLM.read_text().replace(LM, f'{LM} {{{LAYERS}, saved = "{40 * MIB}*B*S"}}')
+    kept = prediction(allocated(source, set=("lm.recompute=none",)))["step_time_s"]
+    assert prediction(allocated(source))["step_time_s"] <= kept
+    costly = source.replace("ops = 20", "ops = 200000")
+    assert section(allocated(costly), "lm", "recompute") != "none"
+
+
+def test_states_are_sharded_where_that_is_faster_or_fits() -> None:
+    assert section(allocated(cluster="1x3xH100"), "lm", "sharding") == "zero1"
+    assert section(allocated(), "lm", "sharding") == "none"  # gloo's reduce-scatter is slow
+    heavy = large(600_000_000, 600_000_000)  # 9.6 GB with AdamW's states, 7.4 GB with a third of them
+    assert section(allocated(heavy, set=("lm.dp=3",)), "lm", "sharding") == "zero1"
+    with pytest.raises(UserError, match="does not fit"):
+        allocated(heavy, set=("lm.sharding=none",))
+
+
+def test_an_optimizer_that_is_not_elementwise_stays_whole() -> None:
+    module = text.parse(VLM.read_text())
+    graph_of(module).attributes["unshardable"] = StringAttr("Muon is not elementwise")
+    source = text.print_module(module)
+    assert section(allocated(source, cluster="1x3xH100"), "lm", "sharding") == "none"
+    with pytest.raises(UserError, match=r"lm\.sharding=zero1 is impossible: Muon is not elementwise"):
+        allocated(source, set=("lm.sharding=zero1",))
+
+
+def test_what_a_frozen_section_does_not_have_cannot_be_pinned() -> None:
+    frozen = VLM.read_text().replace('sec.section "vision" mode "train"', 'sec.section "vision" mode "forward"')
+    frozen = frozen.replace('"Vision" params 600000 trainable 600000', '"Vision" params 600000 trainable 0')
+    for choice, reason in (("recompute=full", "no backward"), ("sharding=zero2", "trains nothing")):
+        with pytest.raises(UserError, match=reason) as error:
+            allocated(frozen, set=(f"vision.{choice}",))
+        assert error.value.remedy
+    assert section(allocated(frozen, set=("vision.recompute=none",)), "vision", "recompute") == "none"
 
 
 def test_predictions_are_labelled() -> None:

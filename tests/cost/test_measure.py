@@ -78,7 +78,24 @@ def test_no_grad_keeps_nothing() -> None:
 
 
 def test_a_block_that_reads_values_gets_the_estimate() -> None:
-    assert measured(ReadsValues()) == {"flops": "0", "saved": "512*B*S", "cost": "default"}
+    again = {"kept": "32*B*S", "working": "480*B*S", "again": "0"}
+    assert measured(ReadsValues()) == {"flops": "0", "saved": "512*B*S", "cost": "default", **again}
+
+
+def test_what_is_kept_where_layers_run_again() -> None:
+    """Each layer of the stack keeps its input, and its second run what it keeps otherwise: the inner 32 features twice and its input."""
+    found = measured(Stack(5))
+    assert found["kept"] == f"{5 * 4 * 8}*B*S" and found["working"] == f"{4 * (32 + 32)}*B*S"
+    assert found["saved"] == f"{5 * 4 * (8 + 32 + 32)}*B*S" and found["again"] == found["flops"]
+    block = Stack(2)
+    plain = trial.run(block, lambda: ([torch.empty(3, 5, 8, device="meta")], {}), grad=True)
+    assert (plain.kept, plain.working, plain.again) == (plain.saved, 0, 0)
+
+
+def test_what_a_whole_block_keeps_includes_its_inputs() -> None:
+    found = measured(Attention())
+    assert (found["kept"], found["working"]) == ("32*B*S", f"{4 * (24 + 8 + 2)}*B*S")
+    assert "kept" not in measured(nn.Linear(8, 8))  # nothing is inside it that could run again
 
 
 @pytest.mark.parametrize("depth", [1, 5])

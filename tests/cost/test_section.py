@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 
 from secc.cluster import parse
 from secc.cost import time
+from secc.cost.again import Again
 from secc.cost.load import crossings, patterns
 from secc.cost.memory import memory
-from secc.cost.section import SectionCost, largest, section_cost
+from secc.cost.section import SectionCost, section_cost
+from secc.cost.texts import largest
 from secc.ir import text
 from secc.ir.dialect import GraphOp, graph_of
+from secc.runtime.buckets import BUCKET_BYTES
 from secc.runtime.expr import evaluate
 
 HEAD = """sec.graph "g" optional ["px"] {
@@ -54,6 +58,29 @@ def test_calls_and_glue_add_up() -> None:
     assert found.glue_bytes == "32*B*S + 32*n"  # the addition's operands and result; the view moves nothing
     assert found.saved == "20*B*S"
     assert (found.ops, found.dtype, found.label) == (9, "bf16", "counted")
+
+
+UNITS = 'saved = "100*B*S", ops = 8, units = 3, kept = "10*B*S", working = "30*B*S", again = "9*B*S"'
+
+
+def test_recomputation_keeps_less_and_runs_again() -> None:
+    """Of three layers `full` runs all again and `selective` one; what glue keeps stays, and g keeps what it kept."""
+    found = cost(graph(X + F.replace('saved = "4*B*S", ops = 3', UNITS), X + F.replace('saved = "4*B*S", ops = 3', UNITS) + ENC))
+    assert found.saved == "116*B*S"
+    assert found.again["full"] == Again("26*B*S", "30*B*S", "9*B*S", 8)
+    assert found.again["selective"] == Again("86*B*S", "0", "3*B*S", 2)
+    device = parse("1x8xH100").device
+    once, again = (evaluate(time.backward_ns(found, "train", device, way), {"B": 1, "S": 10**6, "n": 0}) for way in ("none", "full"))
+    assert again - once == 8 * device.op_ns + 1000 * 9 * 10**6 // (989_000 * 1000 // 2)
+
+
+def test_selective_recomputation_takes_every_second_of_alike_blocks() -> None:
+    """Blocks f and g are layers side by side: the first one runs again, the last one is kept."""
+    second = F.replace('"f" (%x)', '"g" (%f)').replace("%f =", "%h =")
+    whole = (X + F + second).replace('saved = "4*B*S", ops = 3', UNITS.replace("units = 3", "units = 1"))
+    found = cost(graph(whole))
+    assert found.again["selective"] == Again("110*B*S", "0", "9*B*S", 8)
+    assert found.again["full"].saved == "20*B*S"
 
 
 def test_a_frozen_section_owes_nothing_backward() -> None:
@@ -117,6 +144,15 @@ def test_ring_all_reduce(ranks: int, messages: int) -> None:
     assert time.reduce_ns(1 << 30, ranks, cluster) == messages * cluster.inside.message_ns((1 << 30) // ranks)
 
 
+def test_sharding_sends_as_much_and_steps_on_less() -> None:
+    cluster, found = parse("2x8xH100"), cost(graph(X + F))
+    assert time.sharded_reduce_ns(1 << 30, 8, cluster) == time.reduce_ns(1 << 30, 8, cluster)
+    assert time.sharded_reduce_ns(1 << 30, 1, cluster) == 0
+    cpus = parse("local:4")
+    assert time.sharded_reduce_ns(1 << 20, 4, cpus) > 2 * time.reduce_ns(1 << 20, 4, cpus)
+    assert time.optimizer_ns(found, cpus.device, 4) == time.optimizer_ns(found, cpus.device) // 4
+
+
 def test_all_reduce_over_nodes_is_slower() -> None:
     cluster = parse("2x8xH100")
     assert time.reduce_ns(1 << 30, 16, cluster) > 5 * time.reduce_ns(1 << 30, 8, cluster)
@@ -126,3 +162,24 @@ def test_memory_grows_with_what_is_in_flight() -> None:
     room = memory(cost(graph(X + F, X + F + ENC)), activation=1000)
     assert room.total(3) - room.total(1) == 2000
     assert (room.parameters, room.gradients, room.optimizer) == (8000, 6000, 12000)
+
+
+def test_memory_of_sharded_states() -> None:
+    found = cost(graph(X + F, X + F + ENC))
+    size = found.trainable_bytes
+    plain, zero1, zero2 = (memory(found, 0, dp=4, sharding=s, micro_batches=2) for s in ("none", "zero1", "zero2"))
+    assert plain.optimizer == 2 * size and zero1.optimizer == 2 * size // 4
+    assert (plain.gradients, zero1.gradients) == (size, size + size // 4) and zero2 == zero1
+    assert plain.buffers == zero1.buffers == 4 * found.trainable
+    assert memory(found, 0, dp=1, sharding="zero1") == memory(found, 0)
+
+
+def test_zero2_holds_no_whole_gradients_where_a_replica_has_one_micro_batch() -> None:
+    large = replace(cost(graph(X + F)), trainable=2 * 10**9, trainable_bytes=4 * 10**9)
+    zero1, zero2 = (memory(large, 0, dp=4, sharding=s, micro_batches=1) for s in ("zero1", "zero2"))
+    assert zero1.gradients == 5 * 10**9 and zero2.gradients == 10**9 + BUCKET_BYTES
+    assert zero1.buffers == 4 * 2 * BUCKET_BYTES  # bf16, summed in float32
+
+
+def test_recomputation_adds_its_work_once() -> None:
+    assert memory(cost(graph(X + F)), activation=1000, working=50).total(3) - memory(cost(graph(X + F)), 1000).total(3) == 50

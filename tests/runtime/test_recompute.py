@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from secc.runtime import recompute
+from secc.runtime.alternate import every_second
 from secc.runtime.errors import UserError
 from secc.runtime.plan import to_json
 from tests.runtime.captioner import TOGETHER, reference, write_plan
@@ -108,7 +109,7 @@ def test_units_are_layers_or_whole_blocks() -> None:
 def test_layers_that_are_blocks_are_a_stack_in_their_order() -> None:
     built = nn.ModuleDict({"layers": nn.ModuleList(Layer() for _ in range(11))})
     blocks = [f"layers.{i}" for i in (*range(2, 11), 0, 1)]
-    assert recompute.every_second(blocks, dict.fromkeys(blocks, "Layer")) == [f"layers.{i}" for i in (1, 3, 5, 7, 9)]
+    assert every_second(blocks, dict.fromkeys(blocks, "Layer")) == [f"layers.{i}" for i in (1, 3, 5, 7, 9)]
     found = recompute.chosen(built, blocks[:4], "selective")
     assert found == [built["layers"][2], built["layers"][4]]
 

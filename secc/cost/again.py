@@ -1,0 +1,87 @@
+"""What recomputation changes of a section's cost: the bytes kept until the backward, and what runs again there.
+
+`full` runs every unit of every call again, `selective` every second layer of a stack (`secc.runtime.recompute`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import sympy
+
+from secc.cost.estimate import CallCost
+from secc.cost.texts import largest, total
+from secc.ir import expr
+from secc.ir.dialect import GraphOp
+from secc.runtime.alternate import every_second
+
+
+@dataclass(frozen=True)
+class Again:
+    """One way of recomputation (texts over a micro-batch's symbols): bytes `saved` until the backward, bytes that are `working` while one
+    unit runs again, FLOPs and operations of all second runs."""
+
+    saved: str
+    working: str
+    flops: str
+    ops: int
+
+
+@dataclass
+class _Way:
+    """Running sums of one way over one case."""
+
+    saved: Counter[str] = field(default_factory=Counter[str])
+    working: set[str] = field(default_factory=set[str])
+    flops: Counter[str] = field(default_factory=Counter[str])
+    ops: int = 0
+
+    def add(self, cost: CallCost, share: Fraction) -> None:
+        """Add a call of whose units `share` run again."""
+        part = sympy.Rational(share.numerator, share.denominator)
+        self.saved[expr.text(sympy.expand(cost.saved + part * (cost.kept - cost.saved)))] += 1
+        self.flops[expr.text(sympy.expand(part * cost.again))] += 1
+        self.ops += int(share * cost.ops)
+
+
+@dataclass
+class AgainSum:
+    """Running sums over one case, for each way."""
+
+    full: _Way = field(default_factory=_Way)
+    selective: _Way = field(default_factory=_Way)
+
+    def add_call(self, cost: CallCost, picked: bool) -> None:
+        """Add a call; `picked` says whether its block is one of every second in a row of alike blocks."""
+        self.full.add(cost, Fraction(cost.units > 0))
+        self.full.working.add(expr.text(cost.working))
+        # The last layer is never among every second ones: what it kept is free when the first of them runs again, so `working` is 0.
+        self.selective.add(cost, Fraction(cost.units // 2, cost.units) if cost.units > 1 else Fraction(cost.units * picked))
+
+    def add_saved(self, size: str) -> None:
+        """Add bytes that glue saves, which never runs again."""
+        for way in (self.full, self.selective):
+            way.saved[size] += 1
+
+
+def recomputed(sums: Sequence[AgainSum]) -> dict[str, Again]:
+    """What each way comes to: the largest of the cases' sums."""
+    return {"selective": _largest([s.selective for s in sums]), "full": _largest([s.full for s in sums])}
+
+
+def _largest(sums: Sequence[_Way]) -> Again:
+    return Again(
+        largest(total(s.saved) for s in sums),
+        largest(text for s in sums for text in s.working),
+        largest(total(s.flops) for s in sums),
+        max((s.ops for s in sums), default=0),
+    )
+
+
+def selected(graph: GraphOp, paths: Iterable[str]) -> set[str]:
+    """The blocks, of those at `paths`, that run again under `selective` because they are every second in a row of alike ones."""
+    known = [p for p in paths if p in graph.blocks]
+    return set(every_second(known, {p: graph.blocks[p].cls.data for p in known}))

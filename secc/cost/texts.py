@@ -1,0 +1,29 @@
+"""Sums and maxima of costs that are kept as texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import sympy
+
+from secc.ir import expr
+
+
+def largest(texts: Iterable[str]) -> str:
+    """An expression that is the maximum of others, without those that another one always exceeds."""
+    kept: list[str] = []
+    for text in sorted(set(texts)):
+        if not any(_exceeds(other, text) for other in kept):
+            kept = [other for other in kept if not _exceeds(text, other)] + [text]
+    return kept[0] if len(kept) == 1 else f"max({', '.join(kept)})" if kept else "0"
+
+
+def _exceeds(more: str, less: str) -> bool:
+    """Whether a polynomial is at least another one for all sizes, because no coefficient of the difference is negative."""
+    difference = sympy.expand(expr.parse(more) - expr.parse(less))
+    return all(c.is_nonnegative for c in difference.as_coefficients_dict().values())
+
+
+def total(counts: Mapping[str, int]) -> str:
+    """The sum of texts, each as often as it is counted."""
+    return expr.text(sympy.expand(sum((n * expr.parse(t) for t, n in counts.items()), sympy.Integer(0))))
