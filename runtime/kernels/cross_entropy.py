@@ -14,11 +14,24 @@ import torch
 
 from secc.runtime.kernels import tuning
 from secc.runtime.kernels.activations import capped
-from secc.runtime.kernels.backend import accumulator, as_rows, ceil_div, has_kernels, jit, on_device, require, require_alike, tl
-from secc.runtime.kernels.linear_loss import Head, HeadGradient, autocast, candidates, default_launch, fake_gradients, row_chunks, scaled
+from secc.runtime.kernels.backend import accumulator, as_rows, ceil_div, has_kernels, jit, on_device, require, tl
+from secc.runtime.kernels.linear_loss import (
+    Head,
+    HeadGradient,
+    Tiling,
+    autocast,
+    candidates,
+    default_launch,
+    fake_gradients,
+    require_fits,
+    row_chunks,
+    scaled,
+)
 from secc.runtime.kernels.shards import Shards, combine
 
 NAME = "linear_cross_entropy"
+# As Liger-Kernel tiles it: the logits of a chunk take what the hidden states take, and a 16-bit weight's gradient nothing beside itself.
+TILING = Tiling(NAME, logits_bytes=0, own_dtype_chunks=None)
 
 
 @dataclass(frozen=True)
@@ -39,22 +52,13 @@ class Target:
 
     def check(self, target: torch.Tensor) -> None:
         """Raise UserError for a label that is no token. On a GPU such a row's loss is NaN instead, since looking would stall it."""
-        if not target.is_cuda and bool(((target != self.ignore_index) & self._outside(target)).any()):
-            bad = target[(target != self.ignore_index) & self._outside(target)][0].item()
+        if not target.is_cuda and bool(((target != self.ignore_index) & self.outside(target)).any()):
+            bad = target[(target != self.ignore_index) & self.outside(target)][0].item()
             require(False, f"target {bad} is not in a vocabulary of {self.vocabulary}", "is ignore_index what the labels use?")
 
-    def _outside(self, target: torch.Tensor) -> torch.Tensor:
+    def outside(self, target: torch.Tensor) -> torch.Tensor:
+        """Which labels are no tokens of the vocabulary (`ignore_index` too, as a rule)."""
         return (target < 0) | (target >= self.vocabulary)
-
-    def losses(self, partials: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(loss [rows], norms [2, rows] as `combine` gives them) from the shards' partials [shards, rows, 4] (see `statistics`)."""
-        norms = combine(partials[:, :, 0], partials[:, :, 1])
-        picked, total = partials[:, :, 2].sum(0), partials[:, :, 3].sum(0)
-        loss = norms[0] - picked + norms[1]
-        if self.label_smoothing:
-            loss = loss + self.label_smoothing * (picked - total / self.vocabulary)
-        loss = loss.masked_fill(self._outside(target), torch.nan)
-        return loss.masked_fill(target == self.ignore_index, 0.0), norms
 
 
 @jit
@@ -123,6 +127,57 @@ def _statistics_reference(logits: torch.Tensor, bias: torch.Tensor | None, targe
 
 
 @jit
+def _row_losses(partials, target, out, shards, rows, ignored, vocabulary, smoothing, BLOCK: tl.constexpr):
+    row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    inside = row < rows
+    top = tl.full((BLOCK,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    picked = tl.zeros((BLOCK,), tl.float32)
+    plain = tl.zeros((BLOCK,), tl.float32)
+    for shard in range(0, shards):
+        place = partials + (shard * rows + row) * 4
+        here = tl.load(place, mask=inside, other=float("-inf"))
+        higher = tl.maximum(top, here)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp(top - base) + tl.load(place + 1, mask=inside, other=0.0) * tl.exp(here - base)
+        picked += tl.load(place + 2, mask=inside, other=0.0)
+        plain += tl.load(place + 3, mask=inside, other=0.0)
+        top = higher
+    top = tl.where(top == float("-inf"), 0.0, top)
+    label = tl.load(target + row, mask=inside, other=0).to(tl.int64)
+    loss = top - picked + tl.log(total)
+    if smoothing > 0:
+        loss += smoothing * (picked - plain / vocabulary)
+    loss = tl.where((label >= 0) & (label < vocabulary), loss, float("nan"))
+    tl.store(out + row, tl.where(label == ignored, 0.0, loss), mask=inside)
+    tl.store(out + rows + row, top, mask=inside)
+    tl.store(out + 2 * rows + row, tl.log(total), mask=inside)
+
+
+def row_losses(partials: torch.Tensor, target: torch.Tensor, rule: Target) -> tuple[torch.Tensor, torch.Tensor]:
+    """(losses [rows], norms [2, rows] as `combine` gives them) from the shards' partials [shards, rows, 4] (see `statistics`)."""
+    shards, rows, _ = partials.shape
+    if not has_kernels(partials):
+        return _row_losses_reference(partials, target, rule)
+    out = partials.new_empty(3, rows)
+    with on_device(partials):
+        _row_losses[(ceil_div(rows, 128),)](
+            partials, target, out, shards, rows, rule.ignore_index, rule.vocabulary, float(rule.label_smoothing), BLOCK=128
+        )
+    return out[0], out[1:]
+
+
+def _row_losses_reference(partials: torch.Tensor, target: torch.Tensor, rule: Target) -> tuple[torch.Tensor, torch.Tensor]:
+    norms = combine(partials[:, :, 0], partials[:, :, 1])
+    picked, total = partials[:, :, 2].sum(0), partials[:, :, 3].sum(0)
+    loss = norms[0] - picked + norms[1]
+    if rule.label_smoothing:
+        loss = loss + rule.label_smoothing * (picked - total / rule.vocabulary)
+    loss = loss.masked_fill(rule.outside(target), torch.nan)
+    return loss.masked_fill(target == rule.ignore_index, 0.0), norms
+
+
+@jit
 def gradient_of_logit(log_q, columns, label, peak, spread):
     """d loss / d logit: softmax minus the smoothed target distribution."""
     return tl.exp(log_q) - tl.where(columns == label, peak, 0.0) - spread
@@ -182,15 +237,15 @@ def _operator(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     rule, shards = Target(ignore_index, label_smoothing, softcap, first, vocabulary), Shards(group)
     rule.check(target)
-    chunk = tuning.launch(NAME, weight.shape[0] or 1, weight).rows
+    chunk = TILING.chunk(hidden, ceil_div(vocabulary, shards.size))
     losses = hidden.new_empty(hidden.shape[0], dtype=accumulator(hidden.dtype))
     with torch.autocast(hidden.device.type, enabled=False):
         head = Head(hidden, weight, chunk)
-        gradient = HeadGradient(NAME, head, bias, (want_hidden, want_weight, want_bias))
+        gradient = HeadGradient(TILING, head, weight, bias, (want_hidden, want_weight, want_bias))
         for rows in row_chunks(hidden.shape[0], chunk):
             logits = head.logits(rows)
             partials = shards.gather(statistics(logits, bias, target[rows], rule))
-            losses[rows], norms = rule.losses(partials, target[rows])
+            losses[rows], norms = row_losses(partials, target[rows], rule)
             if gradient.wanted:
                 gradient_(logits, bias, target[rows], norms, rule)
                 gradient.add(rows, logits)
@@ -201,12 +256,13 @@ def _operator(
 def _(
     hidden, weight, bias, target, ignore_index, label_smoothing, softcap, first, vocabulary, group, want_hidden, want_weight, want_bias
 ):  # fmt: skip
-    gradients = fake_gradients(NAME, hidden, weight, bias, (want_hidden, want_weight, want_bias))
+    shard = ceil_div(vocabulary, Shards(group).size)
+    gradients = fake_gradients(TILING, hidden, weight, bias, shard, (want_hidden, want_weight, want_bias))
     return hidden.new_empty((), dtype=accumulator(hidden.dtype)), target.new_empty((), dtype=torch.int64), *gradients
 
 
 def _setup_context(ctx, inputs, output):
-    ctx.dtypes = [None if t is None else t.dtype for t in inputs[:3]]
+    ctx.dtypes = tuple(None if t is None else t.dtype for t in inputs[:3])
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(*output[2:])
@@ -215,8 +271,7 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, upstream, *_):
     if upstream is None:
         return (None,) * 13
-    gradients = [scaled(g, upstream, dtype) if dtype else None for g, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
-    return *gradients, *(None,) * 10
+    return *scaled(ctx, upstream, ctx.dtypes), *(None,) * 10
 
 
 _operator.register_autograd(_backward, setup_context=_setup_context)
@@ -246,10 +301,8 @@ def sharded(
     hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None, rule: Target, group: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`linear_cross_entropy` on the tokens that this rank holds (from `rule.first` on) of a vocabulary that the ranks of `group` share."""
-    hidden, weight, bias = autocast(hidden, weight, bias)  # pyright: ignore[reportAssignmentType]
-    require_alike(NAME, hidden, weight, bias)
-    fits = weight.dim() == 2 and hidden.shape[-1:] == weight.shape[1:]
-    require(fits, f"{NAME}: hidden {list(hidden.shape)} and weight {list(weight.shape)} do not fit")
+    require_fits(NAME, hidden, weight, bias)
+    hidden = autocast(hidden)
     require(target.shape == hidden.shape[:-1], f"{NAME}: target {list(target.shape)} for hidden {list(hidden.shape)}")
     require(not target.is_floating_point(), f"{NAME}: targets are token numbers, not {target.dtype}")
     require(bias is None or bias.shape == weight.shape[:1], f"{NAME}: one bias for each of {weight.shape[0]} tokens")

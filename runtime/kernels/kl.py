@@ -9,12 +9,25 @@ from __future__ import annotations
 import torch
 
 from secc.runtime.kernels import tuning
-from secc.runtime.kernels.backend import accumulator, as_rows, require, require_alike
+from secc.runtime.kernels.backend import accumulator, as_rows, ceil_div, require
 from secc.runtime.kernels.divergence import Divergence, Kind, row_norms, row_values
-from secc.runtime.kernels.linear_loss import Head, HeadGradient, autocast, candidates, default_launch, fake_gradients, row_chunks, scaled
+from secc.runtime.kernels.linear_loss import (
+    Head,
+    HeadGradient,
+    Tiling,
+    autocast,
+    candidates,
+    default_launch,
+    fake_gradients,
+    require_fits,
+    row_chunks,
+    scaled,
+)
 from secc.runtime.kernels.shards import Shards
 
 NAME = "linear_kl"
+LOGITS_BYTES = 640 << 20  # of one model's chunk: 2,048 rows of 152k tokens, a few per cent of what unfused PyTorch holds at 8,192
+TILING = Tiling(NAME, LOGITS_BYTES, own_dtype_chunks=4)
 
 
 def kept_rows(mask: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor:
@@ -25,14 +38,15 @@ def kept_rows(mask: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor:
 @torch.library.custom_op("secc::linear_kl", mutates_args=())
 def _operator(
     student_hidden: torch.Tensor, student_weight: torch.Tensor, teacher_hidden: torch.Tensor, teacher_weight: torch.Tensor,
-    mask: torch.Tensor | None, temperature: float, kind: str, beta: float, group: str, want_hidden: bool, want_weight: bool,
+    mask: torch.Tensor | None, temperature: float, kind: str, beta: float, vocabulary: int, group: str, want_hidden: bool,
+    want_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     rule, shards, kept = Divergence(kind, beta, temperature), Shards(group), kept_rows(mask, student_hidden)
-    chunk = tuning.launch(NAME, student_weight.shape[0] or 1, student_weight).rows
+    chunk = TILING.chunk(student_hidden, ceil_div(vocabulary, shards.size))
     losses = student_hidden.new_empty(student_hidden.shape[0], dtype=accumulator(student_hidden.dtype))
     with torch.autocast(student_hidden.device.type, enabled=False):
         student, teacher = Head(student_hidden, student_weight, chunk), Head(teacher_hidden, teacher_weight, chunk)
-        gradient = HeadGradient(NAME, student, None, (want_hidden, want_weight, False))
+        gradient = HeadGradient(TILING, student, student_weight, None, (want_hidden, want_weight, False))
         for rows in row_chunks(student_hidden.shape[0], chunk):
             logits, teacher_logits = student.logits(rows), teacher.logits(rows)
             norms = row_norms(NAME, logits, teacher_logits, temperature, shards)
@@ -46,9 +60,11 @@ def _operator(
 
 @_operator.register_fake
 def _(
-    student_hidden, student_weight, teacher_hidden, teacher_weight, mask, temperature, kind, beta, group, want_hidden, want_weight
+    student_hidden, student_weight, teacher_hidden, teacher_weight, mask, temperature, kind, beta, vocabulary, group, want_hidden,
+    want_weight,
 ):  # fmt: skip
-    gradients = fake_gradients(NAME, student_hidden, student_weight, None, (want_hidden, want_weight, False))
+    shard = ceil_div(vocabulary, Shards(group).size)
+    gradients = fake_gradients(TILING, student_hidden, student_weight, None, shard, (want_hidden, want_weight, False))
     loss = student_hidden.new_empty((), dtype=accumulator(student_hidden.dtype))
     return loss, student_hidden.new_empty((), dtype=torch.int64), *gradients[:2]
 
@@ -62,8 +78,8 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, upstream, *_):
     if upstream is None:
-        return (None,) * 11
-    return *(scaled(g, upstream, dtype) for g, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)), *(None,) * 9
+        return (None,) * 12
+    return *scaled(ctx, upstream, ctx.dtypes), *(None,) * 10
 
 
 _operator.register_autograd(_backward, setup_context=_setup_context)
@@ -74,10 +90,9 @@ def check_heads(
     mask: torch.Tensor | None,
 ) -> None:  # fmt: skip
     """Raise UserError unless both heads fit their hidden states and share rows and a vocabulary, and the mask fits the rows."""
-    require_alike(name, student_hidden, student_weight, teacher_hidden, teacher_weight)
-    for who, hidden, weight in (("student", student_hidden, student_weight), ("teacher", teacher_hidden, teacher_weight)):
-        fits = weight.dim() == 2 and hidden.shape[-1:] == weight.shape[1:]
-        require(fits, f"{name}: the {who}'s hidden {list(hidden.shape)} and weight {list(weight.shape)} do not fit")
+    require_fits(f"{name}, the student", student_hidden, student_weight)
+    require_fits(f"{name}, the teacher", teacher_hidden, teacher_weight)
+    require(student_hidden.device == teacher_hidden.device, f"{name}: student and teacher are on different devices")
     rows, teacher_rows = list(student_hidden.shape[:-1]), list(teacher_hidden.shape[:-1])
     require(rows == teacher_rows, f"{name}: rows {rows} of the student, {teacher_rows} of the teacher")
     sizes = student_weight.shape[0], teacher_weight.shape[0]
@@ -109,23 +124,32 @@ def linear_kl(
     sum is float32 (float64 for float64), the count int64. Gradients reach the student's arguments only. Raises UserError for shapes or
     dtypes that do not fit and for unequal vocabularies.
     """
-    return sharded(student_hidden, student_weight, teacher_hidden, teacher_weight, mask, Divergence(kind, beta, temperature), "")
+    return sharded(
+        student_hidden,
+        student_weight,
+        teacher_hidden,
+        teacher_weight,
+        mask,
+        Divergence(kind, beta, temperature),
+        student_weight.shape[0],
+        "",
+    )
 
 
 def sharded(
     student_hidden: torch.Tensor, student_weight: torch.Tensor, teacher_hidden: torch.Tensor, teacher_weight: torch.Tensor,
-    mask: torch.Tensor | None, rule: Divergence, group: str,
+    mask: torch.Tensor | None, rule: Divergence, vocabulary: int, group: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`linear_kl` on the tokens that this rank of `group` holds of both vocabularies."""
-    heads = [student_hidden, student_weight, teacher_hidden.detach(), teacher_weight.detach()]
-    student_hidden, student_weight, teacher_hidden, teacher_weight = autocast(*heads)  # pyright: ignore[reportAssignmentType]
     check_heads(NAME, student_hidden, student_weight, teacher_hidden, teacher_weight, mask)
-    require(student_weight.shape[0] > 0 or bool(group), f"{NAME}: an empty vocabulary")
+    require(vocabulary > 0, f"{NAME}: an empty vocabulary")
+    student_hidden, teacher_hidden, teacher_weight = autocast(student_hidden), autocast(teacher_hidden.detach()), teacher_weight.detach()
     rule.check(NAME)
     grad = torch.is_grad_enabled()
     loss, count, *_ = _operator(
         as_rows(student_hidden), student_weight, as_rows(teacher_hidden), teacher_weight, None if mask is None else mask.reshape(-1),
-        rule.temperature, rule.kind, rule.beta, group, grad and student_hidden.requires_grad, grad and student_weight.requires_grad,
+        rule.temperature, rule.kind, rule.beta, vocabulary, group, grad and student_hidden.requires_grad,
+        grad and student_weight.requires_grad,
     )  # fmt: skip
     return loss, count
 

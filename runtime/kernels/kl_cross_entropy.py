@@ -14,13 +14,14 @@ import torch
 
 from secc.runtime.kernels import tuning
 from secc.runtime.kernels.backend import accumulator, as_rows, ceil_div, has_kernels, jit, on_device, require, tl
-from secc.runtime.kernels.cross_entropy import Target, gradient_of_logit, statistics
+from secc.runtime.kernels.cross_entropy import Target, gradient_of_logit, row_losses, statistics
 from secc.runtime.kernels.divergence import Divergence, Kind, gradient_of_token, gradient_reference, log_softmax, row_norms, row_values
-from secc.runtime.kernels.kl import check_heads, kept_rows
-from secc.runtime.kernels.linear_loss import Head, HeadGradient, autocast, candidates, default_launch, row_chunks
+from secc.runtime.kernels.kl import LOGITS_BYTES, check_heads, kept_rows
+from secc.runtime.kernels.linear_loss import Head, HeadGradient, Tiling, autocast, candidates, default_launch, row_chunks
 from secc.runtime.kernels.shards import Shards
 
 NAME = "linear_kl_ce"
+TILING = Tiling(NAME, LOGITS_BYTES, own_dtype_chunks=4)
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def _operator(
     rows_of_all, dtype = student_hidden.shape[0], accumulator(student_hidden.dtype)
     divergences, cross_entropies = student_hidden.new_empty(2, rows_of_all, dtype=dtype).unbind()
     norms, inner = student_hidden.new_empty(6, rows_of_all, dtype=dtype), student_hidden.new_empty(rows_of_all, dtype=dtype)
-    chunk = tuning.launch(NAME, student_weight.shape[0] or 1, student_weight).rows
+    chunk = TILING.chunk(student_hidden, ceil_div(vocabulary, shards.size))
     with torch.autocast(student_hidden.device.type, enabled=False):
         student, teacher = Head(student_hidden, student_weight, chunk), Head(teacher_hidden, teacher_weight, chunk)
         for rows in row_chunks(rows_of_all, chunk):
@@ -106,7 +107,7 @@ def _operator(
             now = norms[:4, rows] = row_norms(NAME, z, teacher_z, temperature, shards)
             divergences[rows], inner[rows] = row_values(NAME, z, teacher_z, now, kept[rows], rule, shards, gradient=False)
             partials = shards.gather(statistics(z, None, target[rows], labels))
-            cross_entropies[rows], norms[4:, rows] = labels.losses(partials, target[rows])
+            cross_entropies[rows], norms[4:, rows] = row_losses(partials, target[rows], labels)
     divergence = shards.total(divergences.sum(dtype=torch.float64)).to(dtype)
     cross_entropy = cross_entropies.sum(dtype=torch.float64).to(dtype)
     return divergence, kept.sum(dtype=torch.int64), cross_entropy, (target != ignore_index).sum(), norms, inner
@@ -129,17 +130,17 @@ def _backward_operator(
     vocabulary: int, group: str, want_hidden: bool, want_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     rule, labels = Divergence(kind, beta, temperature), Target(ignore_index, label_smoothing, 0.0, first, vocabulary)
-    kept = kept_rows(mask, student_hidden)
-    chunk = tuning.launch(NAME, student_weight.shape[0] or 1, student_weight).rows
+    shards, kept = Shards(group), kept_rows(mask, student_hidden)
+    chunk = TILING.chunk(student_hidden, ceil_div(vocabulary, shards.size))
     with torch.autocast(student_hidden.device.type, enabled=False):
         student, teacher = Head(student_hidden, student_weight, chunk), Head(teacher_hidden, teacher_weight, chunk)
-        gradient = HeadGradient(NAME, student, None, (want_hidden, want_weight, False))
+        gradient = HeadGradient(TILING, student, student_weight, None, (want_hidden, want_weight, False))
         for rows in row_chunks(student_hidden.shape[0], chunk):
             z, teacher_z = student.logits(rows), teacher.logits(rows)
             up = Upstream(norms[:, rows], inner[rows], divergence, cross_entropy)
             gradient_(z, teacher_z, kept[rows], target[rows], up, rule, labels)
             gradient.add(rows, z)
-        hidden, weight, _ = gradient.results(Shards(group))
+        hidden, weight, _ = gradient.results(shards)
     return hidden, weight.to(student_weight.dtype)
 
 
@@ -202,9 +203,8 @@ def sharded(
     target: torch.Tensor, mask: torch.Tensor | None, rule: Divergence, labels: Target, group: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """`linear_kl_ce` on the tokens that this rank of `group` holds of both vocabularies."""
-    heads = [student_hidden, student_weight, teacher_hidden.detach(), teacher_weight.detach()]
-    student_hidden, student_weight, teacher_hidden, teacher_weight = autocast(*heads)  # pyright: ignore[reportAssignmentType]
     check_heads(NAME, student_hidden, student_weight, teacher_hidden, teacher_weight, mask)
+    student_hidden, teacher_hidden, teacher_weight = autocast(student_hidden), autocast(teacher_hidden.detach()), teacher_weight.detach()
     rule.check(NAME)
     labels.check_options(NAME)
     require(target.shape == student_hidden.shape[:-1], f"{NAME}: target {list(target.shape)} for hidden {list(student_hidden.shape)}")

@@ -34,6 +34,11 @@ class Shards:
     def _group(self) -> dist.ProcessGroup:
         return _resolve_process_group(self.group)  # pyright: ignore[reportArgumentType]  # a NewType of str
 
+    @property
+    def size(self) -> int:
+        """How many shards the vocabulary has."""
+        return self._group().size() if self.group else 1
+
     def gather(self, partial: torch.Tensor) -> torch.Tensor:
         """[...] of every shard in rank order: [shards, ...]."""
         if not self.group:

@@ -48,13 +48,14 @@ def vocab_parallel_linear_kl(
     mask: torch.Tensor | None = None,
     *,
     group: dist.ProcessGroup,
+    vocabulary: int,
     temperature: float = 1.0,
     kind: Kind = "forward",
     beta: float = 0.5,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`linear_kl` where both weights are the same slice [v, …] of the vocabulary on each rank. Collective over `group`."""
+    """`linear_kl` where both weights are the same slice [v, …] of `vocabulary` tokens on each rank. Collective over `group`."""
     rule = Divergence(kind, beta, temperature)
-    return kl.sharded(student_hidden, student_weight, teacher_hidden, teacher_weight, mask, rule, group.group_name)
+    return kl.sharded(student_hidden, student_weight, teacher_hidden, teacher_weight, mask, rule, vocabulary, group.group_name)
 
 
 def vocab_parallel_linear_kl_ce(

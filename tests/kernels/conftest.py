@@ -9,7 +9,7 @@ import os
 import pytest
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    collect_ignore = ["test_compile.py", "test_interpreter.py", "test_tuning.py"]
+    collect_ignore = ["test_compile.py", "test_interpreter.py", "test_memory.py", "test_tuning.py"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

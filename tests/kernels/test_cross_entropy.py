@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from secc.runtime.errors import UserError
 from secc.runtime.kernels import linear_cross_entropy, tuning
+from secc.runtime.kernels.backend import INTERPRETED
 from tests.kernels.compare import LAYOUTS, assert_agree, check_registrations, examples, seeds, strided
 
 
@@ -95,11 +96,12 @@ def test_no_gradient_is_computed_where_none_is_wanted():
         assert not linear_cross_entropy(hidden, weight, target)[0].requires_grad
 
 
-def test_backward_twice_gives_the_same_gradient():
+def test_backward_runs_once_since_it_scales_in_place():
     weight = torch.randn(5, 4, requires_grad=True)
     loss, _ = linear_cross_entropy(torch.randn(3, 4), weight, torch.tensor([0, 1, 2]))
-    first = torch.autograd.grad(2 * loss, weight, retain_graph=True)[0]
-    assert torch.equal(first, torch.autograd.grad(2 * loss, weight)[0])
+    loss.backward(retain_graph=True)
+    with pytest.raises(UserError, match="second time"):
+        loss.backward()
 
 
 def test_autocast_takes_the_products_in_its_dtype():
@@ -107,9 +109,12 @@ def test_autocast_takes_the_products_in_its_dtype():
     hidden, weight, target = torch.randn(6, 8), torch.randn(9, 8, requires_grad=True), torch.arange(6)
     with torch.autocast("cpu", torch.bfloat16):
         loss, _ = linear_cross_entropy(hidden, weight, target)
-    expected, _ = linear_cross_entropy(hidden.bfloat16(), weight.bfloat16(), target)
+    half = weight.detach().bfloat16().requires_grad_()
+    expected, _ = linear_cross_entropy(hidden.bfloat16(), half, target)
     assert loss == expected
-    assert torch.autograd.grad(loss, weight)[0].dtype == torch.float32
+    gradient = torch.autograd.grad(loss, weight)[0]
+    assert torch.equal(gradient.bfloat16(), torch.autograd.grad(expected, half)[0])
+    assert not torch.equal(gradient.bfloat16().float(), gradient)  # summed and left in float32
 
 
 @pytest.mark.parametrize(
@@ -129,6 +134,18 @@ def test_what_does_not_fit_is_refused(change, message):
     fine = {"hidden": torch.ones(2, 4), "weight": torch.ones(5, 4), "target": torch.tensor([0, 1])}
     with pytest.raises(UserError, match=message):
         linear_cross_entropy(**{**fine, **change})
+
+
+@pytest.mark.skipif(INTERPRETED, reason="tracing does not depend on the kernels")
+def test_a_compiled_loss_is_the_eager_one():
+    torch.manual_seed(0)
+    inputs, target = [torch.randn(5, 4), torch.randn(7, 4)], torch.tensor([0, 6, -100, 3, 3])
+
+    def mean(hidden, weight):
+        loss, count = linear_cross_entropy(hidden, weight, target)
+        return loss / count
+
+    assert_agree(torch.compile(mean, backend="aot_eager", fullgraph=True), mean, inputs, 1e-5)
 
 
 def test_the_operator_traces_and_its_registrations_agree():

@@ -42,7 +42,9 @@ def sharded(rank: int):
     for kind in ("forward", "reverse", "js"):
         hidden, weight, teacher, teacher_weight, _ = slices(rank)
         with tuning.use("linear_kl", tuning.Launch(4, 2)):
-            loss, _ = vocab_parallel_linear_kl(hidden, weight, teacher, teacher_weight, group=dist.group.WORLD, kind=kind, temperature=2.0)
+            loss, _ = vocab_parallel_linear_kl(
+                hidden, weight, teacher, teacher_weight, group=dist.group.WORLD, vocabulary=11, kind=kind, temperature=2.0
+            )
         found[kind] = loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
         loss, _, labels, _ = vocab_parallel_linear_kl_ce(hidden, weight, teacher, teacher_weight, TARGET, kind=kind, **place)
         found[kind + "+ce"] = (loss + labels).detach(), *torch.autograd.grad(2 * loss + labels, (hidden, weight))
