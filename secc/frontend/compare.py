@@ -20,6 +20,7 @@ from torch._ops import OpOverload
 from secc.frontend.fit import Fitter
 from secc.frontend.ways import Diagnostic, Observed, difference, signature, way
 from secc.ir.expr import Expr
+from secc.ir.naming import DATA
 from secc.runtime.recorder import Read, is_read
 from secc.runtime.recorder.finish import needed
 
@@ -189,7 +190,7 @@ class _Merge:
         if not _dynamic(node):
             message = f"a dim of the result of {node.target} moves with the batch, and no expression over its sizes explains it"
             raise _unexplained(node, message, values)
-        name = f"rows_{len(self._data)}"
+        name = f"{DATA}{len(self._data)}"
         self._data.append(name)
         self._fitter = self._fitter.with_symbol(name, values)
         found = self._fitter.integer(values)

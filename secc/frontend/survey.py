@@ -92,7 +92,9 @@ class Survey:
         for k, count in enumerate(COUNTS):
             few = max(0, min(LACKING[k], count - len(cover))) if lacking else 0
             place = PLACES[(k + turn) % len(PLACES)]
-            samples = _pick(cover, max(count - few, len(cover)), place) + _pick([lacking], few, place)
+            small = place == max(PLACES)
+            groups = [_by_volume(g) if small else g for g in cover]
+            samples = _pick(groups, max(count - few, len(cover)), 0 if small else place) + _pick([lacking], few, place)
             if cut:
                 samples = [_cropped(s, place, n) for n, s in enumerate(samples)]
             batches.append(_evened(samples, self.crop) if even else samples)
@@ -251,6 +253,11 @@ def _unlike_first(samples: list[Sample]) -> list[Sample]:
 
 def _by_length(samples: Sequence[Sample]) -> list[Sample]:
     return sorted(samples, key=length, reverse=True)
+
+
+def _by_volume(samples: Sequence[Sample]) -> list[Sample]:
+    """Those with the fewest entries beside the token sequence first: in one micro-batch every clip and image is a small one."""
+    return sorted(samples, key=lambda s: sum(v.numel() for v in s.values() if isinstance(v, torch.Tensor) and v.ndim > 1))
 
 
 def _shapes(batch: Mapping[str, Any]) -> Shapes:

@@ -6,6 +6,7 @@ with whatever needs them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 
 from xdsl.dialects.builtin import ArrayAttr, StringAttr, SymbolRefAttr
@@ -14,9 +15,12 @@ from xdsl.ir import Operation, SSAValue
 from secc.errors import UserError
 from secc.ir.analysis import producer
 from secc.ir.dialect import BodyOp, CaseOp, GuardOp, LeafOp, ReceiveOp, SendOp, SizeOp, TermOp, TransferOp, new_block, section_of
+from secc.ir.naming import DATA
 from secc.ir.text import print_module
 from secc.ir.types import TensorType, tensor
 from secc.ir.verify import where
+
+_DATA = re.compile(rf"\b{DATA}\d+\b")
 
 
 def section_part(case: CaseOp, section: str, guards: Sequence[GuardOp]) -> list[Operation]:
@@ -83,12 +87,16 @@ def body(name: str, section: str, when: Iterable[str], ops: Sequence[Operation])
 
 
 def canonical(ops: Sequence[Operation]) -> str:
-    """A text that parts have in common if they compute the same: without names of values and without places."""
+    """A text that parts have in common if they compute the same: without names of values and without places.
+
+    The sizes that inputs' values decide are numbered case by case, so they are counted anew here.
+    """
     for op in ops:
         op.properties.pop("where", None)
         for result in op.results:
             result.name_hint = None
-    return print_module(body("", "", (), ops))
+    numbers: dict[str, str] = {}
+    return _DATA.sub(lambda m: numbers.setdefault(m.group(), f"{DATA}{len(numbers)}"), print_module(body("", "", (), ops)))
 
 
 def _slice(case: CaseOp, roots: Sequence[Operation]) -> list[Operation]:

@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterable
 
 _RESERVED = {"terms"}  # the bodies of the loss's bookkeeping live under this name
 
+DATA = "rows_"  # and a number: a size that inputs' values decide, counted within a case
+
 
 def identifier(text: str) -> str:
     """The nearest Python identifier to a text."""
