@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from secc.runtime.loader import Collated, Loader, Share
-from secc.runtime.metadata import Leaf, Records
+from secc.runtime.metadata import Leaf, Records, leaves_of
 from secc.runtime.plan import Plan
 from secc.runtime.program import SampleMeta
 from secc.runtime.sizes import combine, pad_batch
@@ -83,10 +83,24 @@ class DataPlane:
         sizes = combine([r.meta.sizes for r in records], self.plan.symbols)
         if self.plan.widths == "global":
             self._widths = {s.name: sizes[s.name] for s in self.plan.symbols if s.kind == "width"}
-        columns = zip(*(r.leaves for r in records), strict=True)
+        columns = zip(*(self._padded_leaves(group) if self._widths else [r.leaves for r in records]), strict=True)
         # fsum rounds once, so the sums do not depend on how the samples are spread over ranks.
         leaves = {name: math.fsum(column) for name, column in zip(self._records.leaves, columns, strict=False)}
         return GlobalBatch(self._step, tuple(r.meta for r in records), leaves, sizes, sum(r.tokens for r in records))
+
+    def _padded_leaves(self, group: dist.ProcessGroup | None) -> list[tuple[float, ...]]:
+        """The leaves of each rank's share at the global batch's widths, where padded positions may count."""
+        share = Collated(self._step, tuple(range(*self._bounds(self.rank))))
+        if not self._records.leaves or not share.positions:
+            mine: tuple[float, ...] = (0.0,) * len(self._records.leaves)
+        else:
+            mine = leaves_of(self._records.leaves, pad_batch(self._source.result(share), self.plan.inputs, self._widths))
+        if self.world_size == 1 or not mine:
+            return [mine]
+        device = self.device if dist.get_backend(group) == "nccl" else torch.device("cpu")
+        parts = [torch.empty(len(mine), dtype=torch.float64, device=device) for _ in range(self.world_size)]
+        dist.all_gather(parts, torch.tensor(mine, dtype=torch.float64, device=device), group)
+        return [tuple(part.tolist()) for part in parts]
 
     def prepare(self, batches: Iterable[Sequence[int]]) -> None:
         """Announce the batches of this step in the order in which they will be asked for, so that a worker can run ahead."""

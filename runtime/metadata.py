@@ -51,7 +51,7 @@ class Records:
         self._compare_shapes(index, batch, sizes)
         pattern = frozenset(key for key in self._optional if key in batch)
         with torch.no_grad():
-            leaves = tuple(_leaf(leaf, batch) for leaf in self.leaves.values())
+            leaves = leaves_of(self.leaves, batch)
         return Record(SampleMeta(index, pattern, sizes), self._tokens(batch), leaves)
 
     def pack(self, records: Sequence[Record]) -> torch.Tensor:
@@ -113,8 +113,13 @@ def _unlike(index: int, known: Input, value: Any) -> UserError:
     return UserError(f"input {known.key!r} of dataset()[{index}] is {found}, but the plan has {planned}", remedy=RECOMPILE)
 
 
+def leaves_of(leaves: Mapping[str, Leaf], batch: Mapping[str, Any]) -> tuple[float, ...]:
+    """Each leaf of a batch."""
+    return tuple(_leaf(leaf, batch) for leaf in leaves.values())
+
+
 def _leaf(leaf: Leaf, batch: Mapping[str, Any]) -> float:
-    """A leaf of one sample; 0 where the sample lacks an input that it is made of."""
+    """A leaf of a batch; 0 where it lacks an input that the leaf is made of."""
     try:
         return float(leaf(batch))
     except KeyError:

@@ -28,6 +28,7 @@ from secc.frontend.reference import SEED, Difference, Keyed, Result, compare, ea
 from secc.runtime import plan as plan_schema
 from secc.runtime.comm import Transport
 from secc.runtime.engine import Engine, StepInput
+from secc.runtime.metadata import leaves_of
 from secc.runtime.plan import Mesh, Plan
 from secc.runtime.program import MicroBatch, SampleMeta
 from secc.runtime.section import Section
@@ -151,12 +152,12 @@ class OneRank:
         metas = [SampleMeta(i, frozenset(optional & b.keys()), sizes_of(b, self.plan.symbols)) for i, b in enumerate(singles)]
         total = combine([m.sizes for m in metas], self.plan.symbols)
         pattern = frozenset[str]().union(*(m.pattern for m in metas))
-        coefficients = self.terms.coefficients(self._leaves(singles), total, pattern)
+        widths = {s.name: total[s.name] for s in self.plan.symbols if s.kind == "width"} if self.plan.widths == "global" else {}
+        padded = [pad_batch(b, self.plan.inputs, widths) for b in singles]
+        coefficients = self.terms.coefficients(self._leaves(padded), total, pattern)
 
         def batch_of(micro: MicroBatch) -> dict[str, Any]:
-            batch = self.user.collate([samples[i] for i in micro.samples])
-            widths = {s.name: total[s.name] for s in self.plan.symbols if s.kind == "width"}
-            return pad_batch(batch, self.plan.inputs, widths) if self.plan.widths == "global" else batch
+            return pad_batch(self.user.collate([samples[i] for i in micro.samples]), self.plan.inputs, widths)
 
         self.model.zero_grad(set_to_none=True)
         engine = Engine(plan, self.sections, Transport(plan, 0, CPU), lambda _: None, Trace(None, 0, CPU))
@@ -166,19 +167,12 @@ class OneRank:
         return found
 
     def _leaves(self, singles: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        return {name: sum(_leaf(function, batch) for batch in singles) for name, function in self.terms.LEAVES.items()}
+        columns = zip(*(leaves_of(self.terms.LEAVES, batch) for batch in singles), strict=True)
+        return dict(zip(self.terms.LEAVES, map(sum, columns), strict=False))
 
 
 def _with_micro_batch(section: plan_schema.Section, most: int) -> plan_schema.Section:
     return dataclasses.replace(section, micro_batch=min(section.micro_batch, most))
-
-
-def _leaf(function: Any, batch: Mapping[str, Any]) -> float:
-    """A sample's share of a leaf; 0 if it lacks a key that the leaf is made of."""
-    try:
-        return float(function(batch))
-    except KeyError:
-        return 0.0
 
 
 def _module(path: Path) -> ModuleType:

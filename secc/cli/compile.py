@@ -52,6 +52,8 @@ def command(
     plan = compiled.plan
     shown = f"[bold]{output}[/]: {len(plan.sections)} sections on {plan.world_size} ranks, {_checked_text(plan.checks)}"
     out.print(shown, soft_wrap=True)
+    if plan.world_size < int(plan.cluster.get("ranks", 0)):
+        out.print(f"  {plan.cluster['ranks'] - plan.world_size} of {plan.cluster['ranks']} ranks would not make a step shorter and stay free")
     steps = f"  report   {output / 'report.html'}\n  explain  secc explain {output}\n  run      secc run {output} --steps 100"
     out.print(steps, soft_wrap=True)
 
