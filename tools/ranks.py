@@ -43,13 +43,13 @@ from {name} import dataset, model
 
 
 def optimizer(params):
-    params = list(params)
     made = torch.optim.AdamW(params, lr={rate})
 
-    def keep(*_):
+    def keep(optimizer, *_):
         file = Path(os.environ["GRADIENTS"]) / f"rank{{os.environ.get('RANK', '')}}.pt"
         if not file.exists():
-            torch.save({{n: None if p.grad is None else p.grad.clone() for n, p in params}}, file)
+            held = [pair for group in optimizer.param_groups for pair in zip(group["param_names"], group["params"])]
+            torch.save({{n: None if p.grad is None else p.grad.clone() for n, p in held}}, file)
 
     made.register_step_pre_hook(keep)
     return made
@@ -88,10 +88,21 @@ def distributed(plan: Path, world_size: int, steps: int, work: Path, *options: s
     gradients.mkdir(parents=True, exist_ok=True)
     arguments = ["--steps", str(steps), "--log-dir", str(work), "--save", str(work / "saved"), "--workers", "0", *options]
     run(plan, world_size, arguments, {"GRADIENTS": str(gradients)})
-    found: dict[str, torch.Tensor | None] = {}
+    parameters = load_full(work / "saved")
+    parts: dict[str, list[torch.Tensor | None]] = {}
     for file in sorted(gradients.glob("rank*.pt")):
-        found |= torch.load(file)
-    return Trained([m["loss"] for m in metrics(work)], found, load_full(work / "saved"))
+        for name, gradient in torch.load(file).items():
+            parts.setdefault(name, []).append(gradient)
+    found = {name: _joined(held, parameters[name].shape) for name, held in parts.items()}
+    return Trained([m["loss"] for m in metrics(work)], found, parameters)
+
+
+def _joined(held: Sequence[torch.Tensor | None], shape: torch.Size) -> torch.Tensor | None:
+    """A gradient from what each rank has of it: all of it, or, where the optimizer is sharded, one slice after the other."""
+    known = [g for g in held if g is not None]
+    if not known:
+        return None
+    return known[-1] if known[-1].shape == shape else torch.cat([g.flatten() for g in known]).view(shape)
 
 
 def metrics(log_dir: Path) -> list[dict[str, float]]:
