@@ -25,13 +25,24 @@ Cut = list[tuple[int, Lot]]  # a section's micro-batches: (replica, positions of
 Column = list[int]  # one number for each sample of the global batch
 
 
+AWAITED, NEEDY, FREE = range(3)  # waves: the backward is awaited upstream, only the forward needs upstream, nothing does
+
+
+@dataclass(frozen=True)
+class Style:
+    """What no rule decides for all batches: how many samples that are ready soon lead each replica's queue, and whether samples that need
+    upstream without owing it anything go by when they are ready (or the largest first)."""
+
+    lead: int = 0
+    soonest: bool = False
+
+
 @dataclass(frozen=True)
 class Table:
     """The micro-batches of a section, and a number for each in every column.
 
-    `forward`, `backward`: ns. `upstream`: backward ns that become possible upstream once this micro-batch's is done. `wave` 0: its backward
-    is awaited upstream, 1: it only needs upstream, 2: it needs nothing; within a wave, the least `urgency` goes first. `turn`: when the
-    critical section wants its samples.
+    `forward`, `backward`: ns. `upstream`: backward ns that become possible upstream once this micro-batch's is done. Within a `wave`, the
+    least `urgency` goes first. `turn`: when the critical section wants its samples.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -67,7 +78,8 @@ class Composer:
         self.upstream = {s.name: self._sum(self.alone[name][1] for name in graph.creditors[s.name]) for s in plan.sections}
         self.head = {s.name: self._sum(self.alone[name][0] for name in graph.ancestors[s.name]) for s in plan.sections}
         self.waves = {s.name: self._waves(s) for s in plan.sections}
-        self.urgency = {s.name: self._urgency(s) for s in plan.sections}
+        self.urgency = {s.name: self._urgency(s, Style()) for s in plan.sections}
+        self._dealt: Dealt | None = None
         loads = {s.name: sum(self.size[s.name]) // s.mesh.dp for s in graph.order}
         busy = [s for s in graph.order if 2 * loads[s.name] >= max(loads.values())]
         self.critical = max(busy, key=lambda s: (graph.depth[s.name], loads[s.name]))
@@ -93,16 +105,18 @@ class Composer:
         return list(map(sum, zip(*parts, strict=True))) if parts else [0] * self.count
 
     def _waves(self, section: Section) -> list[int]:
-        """By kind of sample: 0 if its backward is awaited upstream, 1 if it needs upstream, else 2."""
+        """The wave of each kind of sample."""
         awaited, needed = ([self._active[name] for name in names[section.name]] for names in (self.graph.creditors, self.graph.ancestors))
         kinds = range(len(self._active[section.name]))
-        return [0 if any(on[k] for on in awaited) else 1 if any(on[k] for on in needed) else 2 for k in kinds]
+        return [AWAITED if any(on[k] for on in awaited) else NEEDY if any(on[k] for on in needed) else FREE for k in kinds]
 
-    def _urgency(self, section: Section) -> Column:
+    def _urgency(self, section: Section, style: Style) -> Column:
         """Of samples of one wave the least goes first: what owes most upstream, what upstream has ready soonest, or the largest."""
-        waves, size = self.waves[section.name], self.size[section.name]
-        upstream, head = self.upstream[section.name], self.head[section.name]
-        return [(-u, h, -s)[waves[kind]] for u, h, s, kind in zip(upstream, head, size, self.kind, strict=True)]
+        name = section.name
+        size = self.size[name]
+        second = self.head[name] if style.soonest else [-s for s in size]
+        columns = zip(self.upstream[name], second, size, self.kind, strict=True)
+        return [(-u, h, -s)[self.waves[name][kind]] for u, h, s, kind in columns]
 
     # -- dealing ------------------------------------------------------------------------------------------------------------------
 
@@ -127,10 +141,15 @@ class Composer:
         return Dealt(positions, critical or [[(p,) for p in dealt] for dealt in positions[self.critical.name]])
 
     def _deal_samples(self, ranks: Ranks, sections: Sequence[Section], weights: Column, load: dict[int, int]) -> Column:
-        """The replica of each sample. Samples of equal weight are taken kind by kind, so that each replica gets its share of every kind."""
+        """The replica of each sample: first what needs upstream, so that replicas get even shares of it, then the rest to level them.
+
+        Samples of equal weight are taken kind by kind, so that each replica gets its share of every kind.
+        """
+        last = max(sections, key=lambda s: self.graph.depth[s.name])
         some = self.active[sections[0].name] if len(sections) == 1 else [p for p in range(self.count) if self._any(sections, p)]
         order = sorted(some, key=self.kind.__getitem__)
         order.sort(key=weights.__getitem__, reverse=True)
+        order.sort(key=lambda p: self.waves[last.name][self.kind[p]])
         owner = [0] * self.count
         for p, replica in zip(order, balance([weights[p] for p in order], ranks, load), strict=True):
             owner[p] = replica
@@ -161,29 +180,44 @@ class Composer:
 
     # -- cutting ------------------------------------------------------------------------------------------------------------------
 
-    def turns(self, dealt: Dealt) -> Column:
-        """When the critical section wants each sample: how long its replica has work before it that is more urgent.
+    def free_share(self) -> float:
+        """The part of the critical section's work that needs no upstream section, from 0 to 1."""
+        size, waves = self.size[self.critical.name], self.waves[self.critical.name]
+        return sum(s for s, kind in zip(size, self.kind, strict=True) if waves[kind] == FREE) / max(1, sum(size))
 
-        What needs upstream comes first, so these times are those of a section that finds everything ready.
-        """
-        name = self.critical.name
-        size, urgency, waves = self.size[name], self.urgency[name], self.waves[name]
-        turn = [sum(size)] * self.count
-        for some in dealt.critical:
-            time = 0
-            for _, _, lot in sorted((waves[self.kind[t[0]]], sum(map(urgency.__getitem__, t)), t) for t in some):
-                for p in lot:
-                    turn[p] = time
-                time += sum(map(size.__getitem__, lot))
-        return turn
-
-    def composed(self, dealt: Dealt, turn: Column) -> dict[str, Table]:
-        """Every section's micro-batches for these turns."""
+    def wavefront(self, style: Style) -> dict[str, Table]:
+        """Micro-batches of balanced replicas, cut as the critical section wants them."""
+        if self._dealt is None:
+            self._dealt = self.deal()
+        dealt = self._dealt
+        self.urgency = {s.name: self._urgency(s, style) for s in self.plan.sections}
+        turn = self.turns(dealt, style.lead)
         critical = [(r, t) for r, some in enumerate(dealt.critical) for t in some]
         return {
             s.name: self.table(s, critical if s is self.critical else self._cut(s, dealt.positions[s.name], turn), turn)
             for s in self.plan.sections
         }
+
+    def turns(self, dealt: Dealt, lead: int) -> Column:
+        """When the critical section wants each sample: how long its replica has work before it that is more urgent.
+
+        What needs upstream comes first, so these times are those of a section that finds everything ready; before all else come `lead`
+        samples of each replica that upstream has ready soonest.
+        """
+        name = self.critical.name
+        size, urgency, waves, head = self.size[name], self.urgency[name], self.waves[name], self.head[name]
+        turn = [sum(size)] * self.count
+        for some in dealt.critical:
+            queue = sorted((waves[self.kind[t[0]]], sum(map(urgency.__getitem__, t)), t) for t in some)
+            if lead:
+                first = sorted((q for q in queue if q[0] < FREE), key=lambda q: max(map(head.__getitem__, q[2])))[:lead]
+                queue = first + [q for q in queue if q not in first]
+            time = 0
+            for _, _, lot in queue:
+                for p in lot:
+                    turn[p] = time
+                time += sum(map(size.__getitem__, lot))
+        return turn
 
     def dataset_order(self) -> dict[str, Table]:
         """Micro-batches of consecutive samples, dealt to the replicas in turn."""

@@ -22,14 +22,20 @@ Messages = dict[str, list[tuple[int, int]]]  # for each edge, (producer's, consu
 
 @dataclass(frozen=True)
 class Numbers:
-    """Where a section's jobs stand: the forward of micro-batch m is job `forward + m`, its backward `backward + m`.
+    """Where the jobs of a section's `count` micro-batches stand.
 
-    `backward` is -1 where none is owed, and equal to `forward` where one job does both.
+    The forward of micro-batch m is job `forward + m`, its backward `backward + m`; `backward` is -1 where none is owed, and equal to
+    `forward` where one job does both.
     """
 
     section: Section
+    count: int
     forward: int
     backward: int
+
+    def jobs(self, micro: int) -> list[int]:
+        """The jobs of a micro-batch."""
+        return [start + micro for start in {self.forward, self.backward} if start >= 0]
 
 
 @dataclass
@@ -70,7 +76,7 @@ def _add(step: Step, section: Section, table: Table, fused: bool) -> None:
     if len(parts) == 2:
         for m in range(count):
             jobs.before(start + m, backward + m)
-    step.numbers[section.name] = Numbers(section, start, backward)
+    step.numbers[section.name] = Numbers(section, count, start, backward)
 
 
 def _depend(plan: Plan, step: Step, messages: Messages) -> None:

@@ -1,13 +1,23 @@
 """The wavefront order: in which order the samples of one global batch pass through the sections' replicas.
 
 The aim is a critical section that never waits: it starts with samples that need no upstream section while the encoders fill, follows
-readiness, prefers what owes an upstream backward, and so ends with samples that owe none while the encoders drain. Sections
-upstream of it run all forwards first, then backwards, largest first; the others run a backward as soon as they can, which frees
-memory soonest.
+readiness, prefers what owes an upstream backward, and so ends with samples that owe none while the encoders drain.
 
-The order comes from running the step in virtual time (`runtime/timeline.py`): every rank takes the most urgent job that is ready.
-The programs of all ranks follow that one global order, which is why they cannot deadlock: each job waits only for jobs that come
-before it. Everything is integers and plain Python, so all ranks and the simulator compute the same `Schedule`.
+1. *Dealing* (`compose`, `lots`). What needs upstream is dealt first, largest first, each to the least loaded replica, then the rest: every
+   replica gets its share of both, and they end together. Where micro-batches hold several samples, alike ones are together.
+2. *Urgency* (`jobs`). Each replica of the critical section wants its samples in a queue: those that owe upstream the most first. A
+   sample's turn is the work before it in that queue, and upstream sections take samples by turn, all forwards first, then backwards,
+   the largest first; the others run a backward as soon as they can, which frees memory soonest.
+3. *Virtual time* (`timeline`). Every rank, whenever it is free, takes the most urgent job that is ready. Where the time that this takes is
+   not close to the work spread evenly, other styles of queue are tried, and then small changes (`search`), as long as the step is worth it.
+4. *Programs* (`emit`) follow that one global order, which is why they cannot deadlock: each job waits only for jobs before it.
+
+Invariants: a micro-batch holds samples of one pattern; a sample stays on its rank through sections on the same ranks; the same input gives
+the same programs on any machine, because everything is integers and plain Python.
+
+Where it loses: a step in which a frozen section upstream is as loaded as the critical one ends later by up to the largest sample, which
+no order within one step can avoid; encoders with a few images each cannot be level; a job is never held back for a more urgent one that
+is about to be ready; transfers are not modelled.
 """
 
 from __future__ import annotations
@@ -15,20 +25,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from secc.runtime.compose import Composer, Table
+from secc.runtime.compose import Composer, Style, Table
 from secc.runtime.emit import emit
 from secc.runtime.graph import Graph
 from secc.runtime.jobs import Messages, Step, make
 from secc.runtime.plan import Plan
 from secc.runtime.program import SampleMeta, Schedule, pairs
+from secc.runtime.search import improve, tries
 from secc.runtime.timeline import run
 
 ORDERS = ("wavefront", "dataset")
+STYLES = (Style(), Style(lead=4), Style(soonest=True), Style(lead=4, soonest=True))
+SCARCE = 0.1  # of the critical section's work: less that needs no upstream does not cover the time in which upstream fills
+STYLE_TRIES = 8  # what a style takes, in tries of the search
 
 
 @dataclass
 class Candidate:
-    """A way to run the step: its micro-batches, jobs, the order in which they start, and how long that takes."""
+    """A way to run the step: its micro-batches, its jobs, the order in which they start, and how long that takes."""
 
     tables: dict[str, Table]
     messages: Messages
@@ -50,19 +64,34 @@ def timed_schedule(plan: Plan, samples: Sequence[SampleMeta], *, order: str = "w
     """`schedule`, and the nanoseconds it takes by the plan's costs, without transfers and the optimizer."""
     if order not in ORDERS:
         raise ValueError(f"unknown order {order!r}: one of {', '.join(ORDERS)}")
-    graph = Graph(plan)
-    composer = Composer(plan, samples, graph)
+    composer = Composer(plan, samples, Graph(plan))
     if order == "dataset":
-        best = _candidate(composer, composer.dataset_order(), in_turn=True)
-    else:
-        dealt = composer.deal()
-        best = _candidate(composer, composer.composed(dealt, composer.turns(dealt)), in_turn=False)
-    return emit(plan, graph, best.tables, best.messages, best.step, best.order), best.makespan
+        found = _candidate(composer, composer.dataset_order(), in_turn=True)
+        return _emitted(composer, found), found.makespan
+    best = _best(composer)
+    tables, (best.order, best.makespan) = improve(best.step, best.tables, (best.order, best.makespan))
+    best.tables = tables
+    return _emitted(composer, best), best.makespan
+
+
+def _best(composer: Composer) -> Candidate:
+    """The shortest of the styles; the later ones are tried only where there is something to gain."""
+    first, *others = STYLES if composer.free_share() >= SCARCE else STYLES[::-1]
+    best = _candidate(composer, composer.wavefront(first), in_turn=False)
+    for style in others:
+        if tries(best.step, best.makespan) < STYLE_TRIES:
+            break
+        found = _candidate(composer, composer.wavefront(style), in_turn=False)
+        best = found if found.makespan < best.makespan else best
+    return best
 
 
 def _candidate(composer: Composer, tables: dict[str, Table], in_turn: bool) -> Candidate:
-    plan = composer.plan
     micros = Schedule({name: t.micro_batches for name, t in tables.items()}, ())
-    messages = {e.name: sorted(pairs(e, micros)) for e in plan.edges}
-    step = make(plan, composer.graph, tables, messages, in_turn)
+    messages = {e.name: sorted(pairs(e, micros)) for e in composer.plan.edges}
+    step = make(composer.plan, composer.graph, tables, messages, in_turn)
     return Candidate(tables, messages, step, *run(step.jobs))
+
+
+def _emitted(composer: Composer, c: Candidate) -> Schedule:
+    return emit(composer.plan, composer.graph, c.tables, c.messages, c.step, c.order)

@@ -1,0 +1,151 @@
+"""Local search over an order: small batches leave gaps that no rule fills, and a few hundred tries close most of them.
+
+A move gives two forwards or two backwards of one section each other's urgency, moves a block to another replica, or lets two blocks change
+places. A block is a micro-batch, or those of several sections on the same ranks that share samples: a sample stays on its rank. A
+move is kept if the step gets no longer. The search draws from a fixed seed and counts its tries, so every rank finds the same. It may
+take a fiftieth of the step that it plans, as modelled, and does not start where nothing is left to gain.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from secc.runtime.compose import Table
+from secc.runtime.jobs import Step
+from secc.runtime.program import replica_ranks
+from secc.runtime.timeline import run
+
+SHARE = 50  # of the step's modelled time, the part that may go into planning it
+TRY_NS = 800  # what one try takes for each job
+MOST_TRIES = 2000
+NEAR = 200  # a step within one part in so many of its work evenly spread has nothing to gain
+
+Order = tuple[list[int], int]  # the jobs as they start, and how long they take
+
+
+@dataclass(frozen=True)
+class Block:
+    """Jobs that must be on one rank of `ranks`."""
+
+    jobs: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+
+def improve(step: Step, tables: Mapping[str, Table], found: Order) -> tuple[dict[str, Table], Order]:
+    """A step at least as short as `found`: its tables, with replicas as they are now, and its order. Changes the step's jobs."""
+    count = tries(step, found[1])
+    if count == 0:
+        return dict(tables), found
+    search = _Search(step, _blocks(step, tables), found)
+    for _ in range(count):
+        search.move()
+    return _moved(step, tables), search.best
+
+
+def tries(step: Step, makespan: int) -> int:
+    """How many tries a step of this length is worth."""
+    work: dict[tuple[int, ...], int] = defaultdict(int)
+    for n in step.numbers.values():
+        kinds = {n.forward, n.backward} - {-1}
+        work[replica_ranks(n.section)] += sum(sum(step.jobs.duration[start : start + n.count]) for start in kinds)
+    least = max((-(-total // len(ranks)) for ranks, total in work.items()), default=0)
+    if makespan - least <= makespan // NEAR:
+        return 0
+    return min(MOST_TRIES, makespan // SHARE // (TRY_NS * len(step.jobs.rank)))
+
+
+def _blocks(step: Step, tables: Mapping[str, Table]) -> list[list[Block]]:
+    """The blocks that can move, by the ranks they can move over."""
+    groups: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    for name, n in step.numbers.items():
+        groups[replica_ranks(n.section)].append(name)
+    return [_group(step, tables, ranks, names) for ranks, names in groups.items() if len(ranks) > 1]
+
+
+def _group(step: Step, tables: Mapping[str, Table], ranks: tuple[int, ...], names: Sequence[str]) -> list[Block]:
+    """Micro-batches that share samples, over all of these sections, are one block."""
+    parent: dict[int, int] = {}
+
+    def root(p: int) -> int:
+        while parent.setdefault(p, p) != p:
+            p = parent[p]
+        return p
+
+    for name in names:
+        for m in tables[name].micro_batches:
+            for p in m.samples[1:]:
+                parent[root(p)] = root(m.samples[0])
+    jobs: dict[int, list[int]] = defaultdict(list)
+    for name in names:
+        for m in tables[name].micro_batches:
+            jobs[root(m.samples[0])] += step.numbers[name].jobs(m.index)
+    return [Block(tuple(b), ranks) for b in jobs.values()]
+
+
+def _moved(step: Step, tables: Mapping[str, Table]) -> dict[str, Table]:
+    """The tables with each micro-batch on the replica of its jobs' rank."""
+    found: dict[str, Table] = {}
+    for name, table in tables.items():
+        n = step.numbers[name]
+        replica = {rank: r for r, rank in enumerate(replica_ranks(n.section))}
+        micros = (m._replace(replica=replica[step.jobs.rank[n.forward + m.index]]) for m in table.micro_batches)
+        found[name] = replace(table, micro_batches=tuple(micros))
+    return found
+
+
+class _Search:
+    """The state of a search; `best` is the order of the step as it is now."""
+
+    def __init__(self, step: Step, blocks: list[list[Block]], found: Order) -> None:
+        self.jobs, self.best = step.jobs, found
+        self.random = random.Random(0)
+        self.blocks = [group for group in blocks if group]
+        starts = {(start, n.count) for n in step.numbers.values() for start in (n.forward, n.backward) if start >= 0}
+        self.alike = [range(start, start + count) for start, count in sorted(starts) if count > 1]
+
+    def move(self) -> None:
+        """Try one move."""
+        kind = self.random.random()
+        if self.alike and (kind < 0.5 or not self.blocks):
+            self.swap_urgency(*self.random.sample(self.random.choice(self.alike), 2))
+        elif self.blocks:
+            group = self.random.choice(self.blocks)
+            if kind < 0.75 or len(group) < 2:
+                block = self.random.choice(group)
+                self.place([(block, self.random.choice(block.ranks))])
+            else:
+                a, b = self.random.sample(group, 2)
+                self.place([(a, self.rank(b)), (b, self.rank(a))])
+
+    def swap_urgency(self, a: int, b: int) -> None:
+        priority = self.jobs.priority
+        priority[a], priority[b] = priority[b], priority[a]
+        if not self.kept():
+            priority[a], priority[b] = priority[b], priority[a]
+
+    def place(self, placed: list[tuple[Block, int]]) -> None:
+        """Put each block on a rank."""
+        before = [(block, self.rank(block)) for block, _ in placed]
+        if before == placed:
+            return
+        self.put(placed)
+        if not self.kept():
+            self.put(before)
+
+    def put(self, placed: list[tuple[Block, int]]) -> None:
+        for block, rank in placed:
+            for job in block.jobs:
+                self.jobs.rank[job] = rank
+
+    def rank(self, block: Block) -> int:
+        return self.jobs.rank[block.jobs[0]]
+
+    def kept(self) -> bool:
+        found = run(self.jobs)
+        if found[1] <= self.best[1]:
+            self.best = found
+            return True
+        return False
