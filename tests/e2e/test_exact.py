@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from secc.runtime.user_model import load
 from tests.e2e.harness import compile_to, differences, distributed, plain, recording_model
 
 MODELS = Path(__file__).parent.parent / "models"
@@ -32,3 +35,23 @@ def test_plan_trains_as_plain_pytorch(name: str, ranks: int, strategy: str, tmp_
     compile_to(model, tmp_path / "plan", cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, strategy=strategy)
     found = distributed(tmp_path / "plan", ranks, STEPS, tmp_path / "run")
     assert list(differences(found, reference)) == []
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """examples/distill_text.py with a teacher of random weights."""
+    directory = tmp_path_factory.mktemp("taught")
+    teacher = directory / "teacher.safetensors"
+    model = recording_model("distill_text", directory, EXAMPLES)
+    model.write_text(f"import os\n\nos.environ['DISTILL_TEACHER'] = {str(teacher)!r}\n" + model.read_text())
+    torch.manual_seed(1)
+    save_file(dict(load(model).module.teacher().named_parameters()), teacher)
+    return model
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
+def test_distillation_trains_as_plain_pytorch(taught: Path, ranks: int, tmp_path: Path) -> None:
+    reference = plain(taught, GLOBAL_BATCH, STEPS, tmp_path / "plain")
+    compile_to(taught, tmp_path / "plan", cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, strategy="apart")
+    assert list(differences(distributed(tmp_path / "plan", ranks, STEPS, tmp_path / "run"), reference)) == []
