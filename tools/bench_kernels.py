@@ -1,0 +1,235 @@
+"""Measures secc's fused operators on this machine's GPU: first that they are right, then time and peak memory beside other ways.
+
+    python tools/bench_kernels.py                 every operator at the sizes of Qwen3 and Llama models, 4,096 to 32,768 rows
+    python tools/bench_kernels.py --quick         at Qwen3-8B's sizes and 8,192 rows only
+    python tools/bench_kernels.py --tune          measures launch parameters first, and keeps them for later runs and training
+    python tools/bench_kernels.py --precision     only the errors against float64, beside unfused PyTorch's; needs no GPU
+
+Each operator runs forward and backward. Peak memory is what exists beyond inputs and gradients. Bandwidth and FLOP/s are the least that any
+implementation must move and compute, over its time, as shares of what a copy and a matrix product reach here. Writes a table, results.json
+and plot.svg to --out. Exit code 1 if an operator is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from secc.runtime.kernels import backend, tuning
+from tools.kernel_cases import MODELS, TINY, Case, Sizes, Way, entries, losses, ways_of
+
+COLORS = {"secc": "#2a6fb0", "eager": "#999999", "compile": "#d9a441", "liger": "#5a9a5a"}
+SLACK = 2.0  # a fused operator may err this many times as much as unfused PyTorch in the same dtype
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What this GPU reaches: bytes moved by a copy (read and written) and FLOPs of a square product, each per second."""
+
+    bytes_per_s: float
+    flops_per_s: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """One way to compute one operator at one size, forward and backward; `failure` says why there is no time."""
+
+    case: str
+    model: str
+    rows: int
+    way: str
+    ms: float = 0.0
+    memory_mib: float = 0.0
+    of_bandwidth: float = 0.0
+    of_flops: float = 0.0
+    failure: str = ""
+
+
+def milliseconds(run: Callable[[], object]) -> float:
+    """The median of a run's times on the GPU, its L2 cache cleared before each."""
+    from triton.testing import do_bench
+
+    return do_bench(run, warmup=50, rep=200, return_mode="median")  # pyright: ignore[reportReturnType]  # a number
+
+
+def ceilings(dtype: torch.dtype) -> Ceilings:
+    """Measured here and now: the shares are of this machine, not of a data sheet."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    a = torch.randn(8192, 8192, device="cuda").to(dtype)
+    copy, product = milliseconds(lambda: target.copy_(source)), milliseconds(lambda: a @ a)
+    return Ceilings(2 * source.numel() / copy * 1e3, 2 * 8192.0**3 / product * 1e3)
+
+
+def outputs_of(way: Way, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    found = way(*inputs)
+    return [found] if isinstance(found, torch.Tensor) else list(found)
+
+
+def step(case: Case, way: Way, inputs: Sequence[torch.Tensor], upstream: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Forward and backward once: the gradients."""
+    return torch.autograd.grad(outputs_of(way, inputs), inputs[: case.differentiable], upstream)
+
+
+def prepared(case: Case, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """(inputs, upstream gradients) of one operator, the same for each way."""
+    torch.manual_seed(0)
+    inputs = [x.requires_grad_(i < case.differentiable) for i, x in enumerate(case.inputs(sizes, dtype, device))]
+    with torch.no_grad():
+        outputs = outputs_of(case.ways["secc"], inputs)
+    return inputs, [torch.ones_like(o) if o.dim() == 0 else torch.randn_like(o) for o in outputs]
+
+
+def errors(
+    case: Case, way: Way, inputs: Sequence[torch.Tensor], upstream: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]
+) -> list[float]:
+    """Relative errors, by norm, of the outputs together and of each gradient."""
+    outputs = torch.cat([o.detach().double().flatten() for o in outputs_of(way, inputs)])
+    found = [outputs, *step(case, way, inputs, upstream)]
+    return [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)]
+
+
+def precision(case: Case, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> dict[str, list[float]]:
+    """The errors of secc's operator and of unfused PyTorch in `dtype`, against unfused PyTorch in float64 on the same numbers."""
+    inputs, upstream = prepared(case, sizes, dtype, device)
+    wide = [x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in inputs]
+    eager, ramps = case.ways["eager"], [u.double() for u in upstream]
+    outputs = torch.cat([o.detach().flatten() for o in outputs_of(eager, wide)])
+    exact = [outputs, *step(case, eager, wide, ramps)]
+    return {name: errors(case, case.ways[name], inputs, upstream, exact) for name in ("secc", "eager")}
+
+
+def measured(case: Case, way: str, run: Way, sizes: Sizes, dtype: torch.dtype, top: Ceilings) -> Result:
+    """Time, then the peak of memory in one more step."""
+    inputs, upstream = prepared(case, sizes, dtype, torch.device("cuda"))
+    result = Result(case.name, sizes.name, sizes.rows, way)
+    try:
+        ms = milliseconds(lambda: step(case, run, inputs, upstream))
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        gradients = step(case, run, inputs, upstream)
+        beyond = torch.cuda.max_memory_allocated() - before - sum(g.numel() * g.element_size() for g in gradients)
+    except torch.cuda.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return replace(result, failure="out of memory")
+    moved = case.entries(sizes) * inputs[0].element_size()
+    return replace(
+        result, ms=ms, memory_mib=max(beyond, 0) / 2**20,
+        of_bandwidth=moved / ms * 1e3 / top.bytes_per_s, of_flops=case.flops(sizes) / ms * 1e3 / top.flops_per_s,
+    )  # fmt: skip
+
+
+def table(results: Sequence[Result]) -> str:
+    """The results in Markdown."""
+    lines = [
+        "| operator | model | rows | way | ms | memory beyond, MiB | of copy | of product |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for r in results:
+        share = [f"{100 * x:.0f} %" if x else "" for x in (r.of_bandwidth, r.of_flops)]
+        numbers = [r.failure, "", "", ""] if r.failure else [f"{r.ms:.3f}", f"{r.memory_mib:,.0f}", *share]
+        lines.append(f"| {' | '.join([r.case, r.model, f'{r.rows:,}', r.way, *numbers])} |")
+    return "\n".join(lines)
+
+
+def plot(results: Sequence[Result]) -> str:
+    """Times as bars in SVG: one group for each operator and size, as shares of its slowest way."""
+    groups: dict[tuple[str, str, int], list[Result]] = {}
+    for r in results:
+        if not r.failure:
+            groups.setdefault((r.case, r.model, r.rows), []).append(r)
+    parts, y = [], 30
+    for (case, model, rows), bars in groups.items():
+        parts.append(f'<text x="10" y="{y + 11}">{case}, {model}, {rows:,} rows</text>')
+        slowest = max(bar.ms for bar in bars)
+        for bar in bars:
+            parts.append(f'<rect x="360" y="{y}" width="{380 * bar.ms / slowest:.1f}" height="12" fill="{COLORS[bar.way]}"/>')
+            parts.append(f'<text x="{366 + 380 * bar.ms / slowest:.1f}" y="{y + 11}">{bar.way} {bar.ms:.3g} ms</text>')
+            y += 15
+        y += 10
+    style = '<style>text{font:11px sans-serif}</style><text x="10" y="16">Forward and backward; shorter is better</text>'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" width="900" height="{y}">{style}{"".join(parts)}</svg>\n'
+
+
+def check(cases: Sequence[Case], sizes: Sizes, dtype: torch.dtype, device: torch.device) -> bool:
+    """Print the precision report; whether every operator errs at most `SLACK` times as much as unfused PyTorch (and float32's rounding)."""
+    how = "Triton kernels" if backend.has_kernels(torch.empty(0, dtype=dtype, device=device)) else "PyTorch references"
+    print(f"Relative errors against float64, {dtype}, {sizes.name} sizes, {sizes.rows} rows, {how}: outputs, then each gradient")
+    right = True
+    for case in cases:
+        found = precision(case, sizes, dtype, device)
+        pairs = list(zip(found["secc"], found["eager"], strict=True))
+        fine = all(ours <= SLACK * theirs + 2e-5 for ours, theirs in pairs)
+        right &= fine
+        print(f"  {case.name:22}" + "  ".join(f"{a:.1e} (unfused {b:.1e})" for a, b in pairs) + ("" if fine else "   WRONG"))
+    return right
+
+
+def tune(cases: Sequence[Case], sizes: Sequence[Sizes], dtype: torch.dtype) -> None:
+    """Measure the launch parameters of every kernel at these sizes."""
+    for s in sizes:
+        widths = {"norm": s.hidden, "rows": s.hidden, "gated": s.intermediate, "rope": s.head}
+        widths |= {case.name: s.vocabulary for case in cases if case.name in tuning.TUNABLES}
+        for name, launch in tuning.tune(s.rows, widths, dtype).items():
+            print(f"tuned {name} for {s.name}: {launch}", flush=True)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="Qwen3-8B and 8,192 rows only")
+    parser.add_argument("--tune", action="store_true", help="measure launch parameters first")
+    parser.add_argument("--precision", action="store_true", help="only the errors against float64")
+    parser.add_argument("--kernels", nargs="*", help="only these operators")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--out", type=Path, default=Path("bench_kernels"), help="folder for results.json, table.md and plot.svg")
+    return parser.parse_args()
+
+
+def bench(cases: Sequence[Case], sizes: Sequence[Sizes], dtype: torch.dtype, out: Path) -> None:
+    """Time every way of every operator at every size; write the results as they come."""
+    top, results = ceilings(dtype), list[Result]()
+    print(f"{torch.cuda.get_device_name()}: copy {top.bytes_per_s / 1e12:.2f} TB/s, product {top.flops_per_s / 1e12:.0f} TFLOP/s")
+    out.mkdir(parents=True, exist_ok=True)
+    for case in cases:
+        for s in sizes:
+            for way, run in ways_of(case, compiled=True).items():
+                results.append(measured(case, way, run, s, dtype, top))
+                print(table(results[-1:]).splitlines()[-1], flush=True)
+            torch.cuda.empty_cache()
+            report = {"device": torch.cuda.get_device_name(), "ceilings": asdict(top), "results": [asdict(r) for r in results]}
+            (out / "results.json").write_text(json.dumps(report, indent=1))
+    (out / "table.md").write_text(table(results) + "\n")
+    (out / "plot.svg").write_text(plot(results))
+
+
+def main() -> int:
+    args = arguments()
+    cases = [c for c in losses() + entries() if not args.kernels or c.name in args.kernels]
+    dtype, gpu = getattr(torch, args.dtype), torch.cuda.is_available()
+    right = check(cases, replace(MODELS[1], rows=512) if gpu else TINY, dtype, torch.device("cuda" if gpu else "cpu"))
+    if not right:
+        print("an operator is wrong; nothing was timed", file=sys.stderr)
+        return 1
+    if args.precision:
+        return 0
+    if not gpu:
+        print("there is no GPU here, so nothing was timed; --precision alone needs none", file=sys.stderr)
+        return 2
+    models = MODELS[1:2] if args.quick else MODELS
+    sizes = [replace(model, rows=rows) for model in models for rows in ((8192,) if args.quick else (4096, 8192, 32_768))]
+    if args.tune:
+        tune(cases, [s for s in sizes if s.rows == 8192], dtype)
+    bench(cases, sizes, dtype, args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
