@@ -1,9 +1,11 @@
 """Messages between ranks: a process group for each directed edge, sends that never block, receives posted ahead.
 
 Facts of gloo decide the shape. A blocking send waits for its receive at any size and completion cannot be polled, so a send has its own
-buffer and its handle is kept until the step ends. Two receives posted one at a time cost milliseconds each, so receives are posted a
-window ahead, in program order. A receive that is too small aborts the process and equal shapes in the wrong order corrupt silently, so
-messages are tagged with their pair, and `debug` sends a header before each one that the receiver checks before it takes the values.
+buffer, kept until it is known to be received: when the gradient comes back that answers it, when as many later sends have been posted as
+`secc.runtime.sends` finds safe to wait after, or at the step's end. Two receives posted one at a time cost milliseconds each, so
+receives are posted a window ahead, in program order. A receive that is too small aborts the process and equal shapes in the wrong order
+corrupt silently, so messages are tagged with their pair, and `debug` sends a header before each one that the receiver checks before it
+takes the values.
 On NCCL tags are ignored and messages between two ranks follow their order in the program, which the check before the step has proved.
 """
 
@@ -20,6 +22,7 @@ import torch.distributed as dist
 from secc.runtime.edges import EdgeLayout, Pair
 from secc.runtime.plan import Plan
 from secc.runtime.program import Instruction, replica_ranks, returns_gradient
+from secc.runtime.sends import SENDS
 
 WINDOW = 16  # receives that are posted ahead of the program
 
@@ -57,7 +60,8 @@ class _Step:
     posted: int = 0
     passed: int = 0
     arriving: dict[Message, _Receive] = field(default_factory=dict)
-    sent: list[tuple[dist.Work, torch.Tensor]] = field(default_factory=list)
+    sent: dict[Message, list[tuple[dist.Work, torch.Tensor]]] = field(default_factory=dict)  # not known to be received, oldest first
+    limit: int = SENDS
 
 
 class Transport:
@@ -69,9 +73,9 @@ class Transport:
         self._groups = {key: dist.new_group(ranks) for key, ranks in channels(plan).items()}
         self._step = _Step({}, [])
 
-    def begin(self, layouts: Mapping[str, EdgeLayout], program: Iterable[Instruction]) -> None:
-        """Start a step: the first receives of the program are posted."""
-        self._step = _Step(layouts, [(message_of(i), i.peer) for i in program if i.kind == "RECV"])
+    def begin(self, layouts: Mapping[str, EdgeLayout], program: Iterable[Instruction], limit: int = SENDS) -> None:
+        """Start a step: the first receives of the program are posted. At most `limit` sends will be left unreceived."""
+        self._step = _Step(layouts, [(message_of(i), i.peer) for i in program if i.kind == "RECV"], limit=limit)
         self._post_ahead()
 
     def send(self, message: Message, peer: int, values: torch.Tensor) -> None:
@@ -79,11 +83,21 @@ class Transport:
         if values.numel() == 0:
             return
         group, tag = self._channel(message, self.rank, peer), self._tag(message)
+        sent = self._step.sent
+        while sent and (len(sent) >= self._step.limit or _completed(next(iter(sent.values())))):
+            self._received(next(iter(sent)))
+        parts: list[tuple[dist.Work, torch.Tensor]] = []
         if self.debug:
             header = self._header(message, values.numel(), values.dtype)
-            self._step.sent.append((_started(dist.isend(header, peer, group, tag=tag)), header))
+            parts.append((_started(dist.isend(header, peer, group, tag=tag)), header))
         wire = _wire(values)
-        self._step.sent.append((_started(dist.isend(wire, peer, group, tag=tag + 1)), wire))
+        parts.append((_started(dist.isend(wire, peer, group, tag=tag + 1)), wire))
+        sent[message] = parts
+
+    def _received(self, message: Message) -> None:
+        """Wait until a message has been received, and forget its buffer."""
+        for work, _ in self._step.sent.pop(message, ()):
+            work.wait()
 
     def receive(self, message: Message, peer: int) -> None:
         """The program has come to this RECV: post the receives that follow it. With headers, take and check this one."""
@@ -98,13 +112,14 @@ class Transport:
         receive = self._step.arriving.pop(message)
         if receive.work is not None:
             receive.work.wait()
+        if message.direction == "bwd":
+            self._received(Message(message.edge, "fwd", message.pair))
         return receive.buffer
 
     def finish(self) -> None:
         """End a step: wait until all that was sent has been received."""
-        for work, _ in self._step.sent:
-            work.wait()
-        self._step.sent.clear()
+        for message in list(self._step.sent):
+            self._received(message)
 
     def _post_ahead(self) -> None:
         step = self._step
@@ -178,6 +193,11 @@ def _compare(message: Message, peer: int, found: torch.Tensor, expected: torch.T
 def _wire(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory in a dtype that every backend sends."""
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+
+
+def _completed(parts: Iterable[tuple[dist.Work, torch.Tensor]]) -> bool:
+    """Whether a backend that can tell says that a send is over; gloo never does."""
+    return all(work.is_completed() for work, _ in parts)
 
 
 def _started(work: dist.Work | None) -> dist.Work:

@@ -21,6 +21,7 @@ from secc.runtime.plan import Edge, Plan
 from secc.runtime.randomness.draws import Draws, Randomness, backward_of, forward_of, sample_keys
 from secc.runtime.program import Instruction, MicroBatch, SampleMeta, Schedule, owes_backward, replica_ranks, returns_gradient
 from secc.runtime.section import Batch, Section, Tensors
+from secc.runtime.sends import limit_of
 from secc.runtime.sizes import combine
 from secc.runtime.trace import Trace
 
@@ -115,7 +116,7 @@ class _Execution:
     def run(self) -> torch.Tensor:
         program = self.step.schedule.programs[self.engine.rank]
         transport = self.engine.transport
-        transport.begin(self.layouts, program)
+        transport.begin(self.layouts, program, limit_of(self.step.schedule))
         last = {i.section: i for i in program if i.kind == "B"}
         for i in program:
             if last.get(i.section) is i:
