@@ -41,18 +41,30 @@ def paths_of(model: nn.Module) -> dict[int, str]:
 def drawer(paths: Mapping[int, str]) -> str:
     """`path@file:line` of the random op that runs now: the innermost module with one of these paths, and the line of its own code.
 
-    There is no line where the module is torch's. Nothing outside of the module counts, so the name does not depend on who calls it.
+    Of a module like nn.Dropout, which may be called from several places, it is the line that calls it; there is none where torch's own
+    code draws. Nothing further outside counts, so that the name does not depend on how a plan calls the user's modules.
     """
-    frame, place = sys._getframe(1), ""
+    frame, place, path = sys._getframe(1), "", None
     while frame is not None:
         if frame.f_code is _CALL:
-            path = paths.get(id(frame.f_locals["self"]))
-            if path is not None:
-                return f"{path}@{place}" if place else path
+            module = frame.f_locals["self"]
+            known = paths.get(id(module))
+            if known is not None and (place or path is not None or not _is_bare(module)):
+                return _joined(known if path is None else path, place)
+            path = known if path is None else path
         elif not place and not is_internal(frame.f_code.co_filename):
             place = short_place(frame.f_code, frame.f_lineno)
         frame = frame.f_back
-    return f"@{place}"
+    return _joined(path or "", place)
+
+
+def _is_bare(module: nn.Module) -> bool:
+    """Whether a module is torch's and has neither weights nor parts."""
+    return type(module).__module__.startswith("torch.nn.") and not module._parameters and not module._modules
+
+
+def _joined(path: str, place: str) -> str:
+    return f"{path}@{place}" if place else path
 
 
 def class_place(cls: type) -> str:

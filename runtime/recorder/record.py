@@ -273,9 +273,10 @@ def _collect(module: nn.Module, args: Any, out: Any) -> None:
 
 
 def _layers(model: nn.Module) -> frozenset[str]:
-    """Paths of modules that stand in a list of several of their class."""
+    """Paths of modules with weights that stand in a list of several of their class."""
     lists = ((path, m) for path, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) > 1)
-    return frozenset(f"{path}.{name}" for path, m in lists for name, child in m.named_children() if type(child) is type(m[0]))
+    alike = ((f"{path}.{name}", child) for path, m in lists for name, child in m.named_children() if type(child) is type(m[0]))
+    return frozenset(path for path, child in alike if next(child.parameters(), None) is not None)
 
 
 def _copies(batch: Mapping[str, Any]) -> dict[str, Any]:

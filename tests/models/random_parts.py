@@ -68,7 +68,7 @@ class Compound(nn.Module):
         padded = ids == 0
         x = self.embed(ids)
         if pixels is not None:
-            seen = F.dropout(self.pictures(pixels), 0.1)
+            seen = self.drop(self.pictures(pixels))
             seen = seen + 0.1 * torch.randn_like(seen)
             x = x.masked_scatter((ids == IMAGE)[..., None], seen)
         x = x + 0.05 * torch.rand(x.shape)

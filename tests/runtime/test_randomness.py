@@ -201,7 +201,7 @@ def test_numbers_that_samples_share_are_the_same_in_every_micro_batch() -> None:
 
 
 class Net(nn.Module):
-    """Dropout as a module that is called twice, as a function, and in fused attention."""
+    """Dropout as a module that is called twice at one place, as a function, and in fused attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,9 +211,6 @@ class Net(nn.Module):
         h = self.drop(self.drop(self.linear(x)))
         q = h.unflatten(-1, (2, 4)).transpose(1, 2)
         return F.dropout(F.scaled_dot_product_attention(q, q, q, dropout_p=0.2).transpose(1, 2).flatten(2) + h, 0.1)
-
-
-CALLS = ["drop#0", "drop#1"]
 
 
 def names(model: nn.Module, x: torch.Tensor) -> list[str]:
@@ -231,9 +228,15 @@ def names(model: nn.Module, x: torch.Tensor) -> list[str]:
 
 def test_the_names_say_module_and_line() -> None:
     found = names(Net(), torch.randn(2, 3, 8))
-    assert found[:2] == ["drop#0", "drop#1"]
-    line = found[2].removesuffix("#0")
-    assert line.startswith("@test_randomness.py:") and found[2:] == [f"{line}#0", f"{line}#1"]
+    line = int(found[2].rpartition(":")[2].removesuffix("#0"))
+    assert found[:2] == [f"drop@test_randomness.py:{line - 2}#{n}" for n in (0, 1)]
+    assert found[2:] == [f"@test_randomness.py:{line}#{n}" for n in (0, 1)]
+
+
+def test_torchs_own_code_has_no_line() -> None:
+    layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2, enable_nested_tensor=False)
+    found = names(layers, torch.randn(2, 3, 8))
+    assert found[:4] == [f"layers.0.{n}#0" for n in ("self_attn", "dropout1", "dropout", "dropout2")] and len(found) == 8
 
 
 def run(model: nn.Module, calls: Sequence[str], x: torch.Tensor, samples: Sequence[int]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
