@@ -61,8 +61,14 @@ def check_reach(graph: GraphOp, how: Carry, src_when: Sequence[str], dst_when: S
 
 
 def vanishes(graph: GraphOp, rows: str, absent: Sequence[str]) -> bool:
-    """Whether a sample without the optional keys `absent` has no rows."""
-    gone = [(expr.symbol(name), 0) for name, s in graph.symbols.items() if s.key.data in absent]
+    """Whether a sample without the optional keys `absent` has no rows: what counts them has one of these keys, or never comes without one."""
+    patterns = [set(strings(p.when)) for p in graph.patterns]
+
+    def accompanied(key: str) -> bool:
+        having = [p for p in patterns if key in p]
+        return bool(having) and all(p & set(absent) for p in having)
+
+    gone = [(expr.symbol(name), 0) for name, s in graph.symbols.items() if s.key.data in absent or accompanied(s.key.data)]
     return expr.parse(rows).subs(gone) == 0
 
 
