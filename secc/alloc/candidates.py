@@ -24,6 +24,7 @@ from secc.cost.section import SectionCost, section_cost
 from secc.errors import UserError
 from secc.ir.dialect import GraphOp, SectionOp
 from secc.runtime.expr import evaluate
+from secc.runtime.sends import SENDS
 
 IN_TURN = 2  # micro-batches in flight of a section whose consumers share its ranks: one waits for them while the next runs
 
@@ -219,15 +220,17 @@ def _edge(work: Workload, crossing: Crossing, sections: dict[str, tuple[Candidat
     gradient = crossing.grad and src.mode != "forward" and dst.mode != "forward"
     directions = 2 if gradient else 1
     free = _independent(src, dst)
-    message = {c.micro_batch: _message(work, crossing, src, c.micro_batch) for c in sections[crossing.src]}
+    sizes = {c.micro_batch for name in (crossing.src, crossing.dst) for c in sections[name]}
+    largest = {n: _largest(work, crossing, src, n) for n in sizes}
+    message = {n: time.message_ns(size, work.cluster) for n, size in largest.items()}
     batch = [micro_batch(work.graph, p.sizes, ceil(work.global_batch * p.share)) for p in src.active]
     total = sum(evaluate(crossing.size, sizes) for sizes in batch)
     latency = work.cluster.link(work.cluster.ranks).latency_ns
     return Edge(
         src=crossing.src,
         dst=crossing.dst,
-        sent=tuple(-(-total // c.dp) for c in sections[crossing.src]),
-        returned=tuple(-(-gradient * total // c.dp) for c in sections[crossing.dst]),
+        sent=tuple(min(-(-total // c.dp), SENDS * largest[c.micro_batch]) for c in sections[crossing.src]),
+        returned=tuple(gradient * min(-(-total // c.dp), SENDS * largest[c.micro_batch]) for c in sections[crossing.dst]),
         latency=tuple(c.fill_ns + gradient * c.drain_ns + directions * message[c.micro_batch] for c in sections[crossing.src]),
         slack=tuple((c.micro_batches - 1) * c.drain_ns for c in sections[crossing.src]),
         free=tuple(int(free * c.time_ns) for c in sections[crossing.dst]),
@@ -242,7 +245,6 @@ def _independent(src: Load, dst: Load) -> Fraction:
     return alone / dst.share if dst.share else Fraction(0)
 
 
-def _message(work: Workload, crossing: Crossing, src: Load, samples: int) -> int:
-    """Time to send one micro-batch's tensors, at the largest pattern."""
-    sizes = [evaluate(crossing.size, micro_batch(work.graph, p.sizes, samples)) for p in src.active]
-    return time.message_ns(max(sizes, default=0), work.cluster)
+def _largest(work: Workload, crossing: Crossing, src: Load, samples: int) -> int:
+    """Bytes of the tensors of a micro-batch of `samples`, at the largest pattern."""
+    return max((evaluate(crossing.size, micro_batch(work.graph, p.sizes, samples)) for p in src.active), default=0)

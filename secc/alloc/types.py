@@ -39,7 +39,7 @@ class Candidate:
 class Edge:
     """Section `src` feeds `dst`; times and bytes count only where the two run on different ranks.
 
-    `sent` and `returned` are the bytes of messages that a rank of `src` and of `dst` holds until a step ends, for each candidate of it. For
+    `sent` and `returned` are the bytes of messages that a rank of `src` and of `dst` holds until they are received, for each candidate. For
     each candidate of `src`: `latency`, what its first micro-batch delays `dst` by and its last backward adds after it; `slack`, other
     work of `src` beside which the last round trip through `dst` hides. For each candidate of `dst`: `free`, work that needs nothing of
     `src` and hides the latency; `messages`, what receiving costs; `round`, forward and backward of one micro-batch.

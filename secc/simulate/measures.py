@@ -17,7 +17,7 @@ from secc.simulate.events import Simulated
 Amount = Callable[[str, int], int]  # of a section's micro-batch
 
 GIB = 1 << 30
-OPTIMIZER_COPIES = 3  # gradient and AdamW's two states, beside a trained parameter
+OPTIMIZER_STATES = 2  # AdamW's, of a trained parameter
 
 
 @dataclass(frozen=True)
@@ -153,11 +153,15 @@ def memory_over_time(step: Simulated, rank: int) -> list[tuple[int, int]] | None
 
 
 def _fixed(step: Simulated, rank: int) -> int:
-    names = {n for s in step.plan.sections if rank in s.mesh.ranks for n in s.params}
+    """Parameters, and for those that train gradients and optimizer states, of which a sharded section's ranks have their part."""
+    held = [s for s in step.plan.sections if rank in s.mesh.ranks]
+    shards = {n: s.mesh.dp if s.sharding != "none" else 1 for s in held for n in s.params}
     total = 0
-    for name in names:
+    for name, count in shards.items():
         trained = step.plan.model.parameters.get(name, "").endswith(" train")
-        total += parameter_bytes(step.plan, name) * (1 + OPTIMIZER_COPIES * trained)
+        size = parameter_bytes(step.plan, name)
+        own = size + (size // count if count > 1 else 0)  # gradients, and the sums of this rank's shard
+        total += size + trained * (own + OPTIMIZER_STATES * size // count)
     return total
 
 
