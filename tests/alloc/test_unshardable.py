@@ -1,0 +1,43 @@
+"""What a plan says of the user's optimizer: whether replicas may share its states between them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from secc.compiler import unshardable
+from secc.frontend.meta import meta_model
+from secc.runtime.user_model import load
+
+MODEL = """
+import torch
+
+def model():
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)){frozen}
+
+def dataset():
+    return [{{"input": torch.zeros(4)}}]
+
+def optimizer(params):
+    params = list(params)
+    return {optimizer}
+"""
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "frozen", "reason"),
+    [
+        ("torch.optim.AdamW(params)", "", ""),
+        ("torch.optim.SGD([p for n, p in params if p.ndim > 1], lr=0.1)", "", ""),
+        ("torch.optim.Muon([p for _, p in params if p.ndim == 2])", "", "Muon does not step on a part of a parameter"),
+        ("torch.optim.SGD([p for n, p in params if n == 'none'])", "", "optimizer() could not be asked here"),
+        ("torch.optim.Muon([])", ".requires_grad_(False)", ""),
+    ],
+)
+def test_the_users_optimizer_is_tried_without_weights(tmp_path: Path, optimizer: str, frozen: str, reason: str) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(MODEL.format(optimizer=optimizer, frozen=frozen))
+    user = load(path)
+    found = unshardable(user, meta_model(user))
+    assert found.startswith(reason) and bool(found) == bool(reason)
