@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from secc.errors import UserError
 from secc.frontend.reference import LOSS_TOLERANCE
 from tests.e2e.harness import compile_to, differences, distributed, recording_model
 
@@ -45,6 +46,52 @@ def test_steps_and_seeds_draw_other_numbers(tmp_path: Path) -> None:
     assert losses[0] == losses[1]
     assert len({*losses[0], *losses[2]}) == 6
 
+
+REFUSED = [
+    ("F.dropout(h.repeat(3, 1), 0.5).view(3, -1, 4).mean(0)", "does not compute what plain PyTorch computes", "switch it off to see"),
+    ("h * float(np.random.rand())", "draws random numbers from NumPy", "draw with torch"),
+    ("h + torch.poisson(torch.ones_like(h))", "aten.poisson.default draws random numbers, which cannot be tied to samples", "dropout"),
+]
+
+
+@pytest.mark.parametrize(("expression", "message", "remedy"), REFUSED)
+def test_random_numbers_that_cannot_be_tied_to_samples_are_refused(expression: str, message: str, remedy: str, tmp_path: Path) -> None:
+    source = MODEL.replace("HIDDEN", expression)
+    (tmp_path / "model.py").write_text(source)
+    with pytest.raises(UserError) as error:
+        compile_to(tmp_path / "model.py", tmp_path / "plan", cluster="local:1", global_batch=4)
+    assert message in error.value.message and remedy in error.value.remedy
+    assert "model.py" in error.value.where
+
+
+MODEL = """
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Inner(nn.Module):
+    def forward(self, h):
+        return HIDDEN
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(4, 4), Inner(), nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.last(self.inner(self.first(x))).mean()
+
+
+def model():
+    return Net()
+
+
+def dataset():
+    return [{"x": torch.ones(4) * (i + 1)} for i in range(8)]
+"""
 
 STILL = """
 import torch

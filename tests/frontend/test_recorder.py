@@ -398,3 +398,14 @@ def test_a_forward_without_a_loss_is_refused() -> None:
 
     with pytest.raises(UserError, match="no loss"):
         record(Bare(5, 2), BATCH, [])
+
+
+def test_a_branch_on_a_random_number_is_refused_by_place() -> None:
+    class Chance(nn.Linear):
+        def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+            y = F.linear(x, self.weight)
+            return (y if torch.rand(()) < 0.5 else 2 * y).mean()
+
+    with pytest.raises(BlockError, match="random numbers") as error:
+        record(Chance(5, 5), BATCH, [])
+    assert error.value.where.startswith("test_recorder.py:")
