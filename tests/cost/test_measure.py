@@ -14,6 +14,7 @@ from secc.cost import trial
 from secc.cost.measure import measure
 from secc.cost.section import number
 from secc.ir.dialect import BlockOp, TieOp, graph_of
+from secc.runtime.recompute import install, units
 from tests.cost.ir import attributes, graph
 
 CALL = '    %y = sec.call "f" (%x) args "$0" outs [""] : !sec.tensor<[B, S, 8], f32, grad>\n'
@@ -90,6 +91,25 @@ def test_what_is_kept_where_layers_run_again() -> None:
     block = Stack(2)
     plain = trial.run(block, lambda: ([torch.empty(3, 5, 8, device="meta")], {}), grad=True)
     assert (plain.kept, plain.working, plain.again) == (plain.saved, 0, 0)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_kept_bytes_are_what_recomputation_keeps(mode: str) -> None:
+    """Against a real run under the wrappers that ranks use; of selective, the share of layers that the cost model takes."""
+    model, depth = nn.ModuleDict({"f": Stack(6)}), 6
+    found = trial.run(model["f"], lambda: ([torch.empty(3, 5, 8, device="meta")], {}), grad=True, units=units(model["f"]))
+    install(model, ["f"], mode)
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if not any(tensor.data_ptr() == p.data_ptr() for p in model.parameters()):
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        model["f"](torch.zeros(3, 5, 8))
+    again = depth if mode == "full" else depth // 2
+    assert sum(t.untyped_storage().nbytes() for t in kept.values()) == found.saved - again * (found.saved - found.kept) // depth
 
 
 def test_what_a_whole_block_keeps_includes_its_inputs() -> None:
