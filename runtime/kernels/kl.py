@@ -14,9 +14,9 @@ from secc.runtime.kernels.divergence import Divergence, Kind, row_norms, row_val
 from secc.runtime.kernels.linear_loss import (
     Head,
     HeadGradient,
-    Tiling,
     autocast,
     candidates,
+    chunk_rows,
     default_launch,
     fake_gradients,
     require_fits,
@@ -26,8 +26,6 @@ from secc.runtime.kernels.linear_loss import (
 from secc.runtime.kernels.shards import Shards
 
 NAME = "linear_kl"
-LOGITS_BYTES = 640 << 20  # of one model's chunk: 2,048 rows of 152k tokens, a few per cent of what unfused PyTorch holds at 8,192
-TILING = Tiling(NAME, LOGITS_BYTES, own_dtype_chunks=4)
 
 
 def kept_rows(mask: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor:
@@ -42,11 +40,11 @@ def _operator(
     want_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     rule, shards, kept = Divergence(kind, beta, temperature), Shards(group), kept_rows(mask, student_hidden)
-    chunk = TILING.chunk(student_hidden, ceil_div(vocabulary, shards.size))
+    chunk = chunk_rows(NAME, student_hidden, ceil_div(vocabulary, shards.size))
     losses = student_hidden.new_empty(student_hidden.shape[0], dtype=accumulator(student_hidden.dtype))
     with torch.autocast(student_hidden.device.type, enabled=False):
         student, teacher = Head(student_hidden, student_weight, chunk), Head(teacher_hidden, teacher_weight, chunk)
-        gradient = HeadGradient(TILING, student, student_weight, None, (want_hidden, want_weight, False))
+        gradient = HeadGradient(student, student_weight, want_hidden, want_weight)
         for rows in row_chunks(student_hidden.shape[0], chunk):
             logits, teacher_logits = student.logits(rows), teacher.logits(rows)
             norms = row_norms(NAME, logits, teacher_logits, temperature, shards)
@@ -54,8 +52,7 @@ def _operator(
             if gradient.wanted:
                 gradient.add(rows, logits)
         total = shards.total(losses.sum(dtype=torch.float64)).to(losses.dtype)
-        hidden, weight, _ = gradient.results(shards)
-        return total, kept.sum(dtype=torch.int64), hidden, weight
+        return total, kept.sum(dtype=torch.int64), *gradient.results(shards)
 
 
 @_operator.register_fake
@@ -63,10 +60,10 @@ def _(
     student_hidden, student_weight, teacher_hidden, teacher_weight, mask, temperature, kind, beta, vocabulary, group, want_hidden,
     want_weight,
 ):  # fmt: skip
-    shard = ceil_div(vocabulary, Shards(group).size)
-    gradients = fake_gradients(TILING, student_hidden, student_weight, None, shard, (want_hidden, want_weight, False))
+    chunk = chunk_rows(NAME, student_hidden, ceil_div(vocabulary, Shards(group).size))
+    gradients = fake_gradients(student_hidden, student_weight, chunk, want_hidden, want_weight)
     loss = student_hidden.new_empty((), dtype=accumulator(student_hidden.dtype))
-    return loss, student_hidden.new_empty((), dtype=torch.int64), *gradients[:2]
+    return loss, student_hidden.new_empty((), dtype=torch.int64), *gradients
 
 
 def _setup_context(ctx, inputs, output):

@@ -14,14 +14,13 @@ import torch
 
 from secc.runtime.kernels import tuning
 from secc.runtime.kernels.backend import accumulator, as_rows, ceil_div, has_kernels, jit, on_device, require, tl
-from secc.runtime.kernels.cross_entropy import Target, gradient_of_logit, row_losses, statistics
 from secc.runtime.kernels.divergence import Divergence, Kind, gradient_of_token, gradient_reference, log_softmax, row_norms, row_values
-from secc.runtime.kernels.kl import LOGITS_BYTES, check_heads, kept_rows
-from secc.runtime.kernels.linear_loss import Head, HeadGradient, Tiling, autocast, candidates, default_launch, row_chunks
+from secc.runtime.kernels.entropy import Target, gradient_of_logit, row_losses, statistics
+from secc.runtime.kernels.kl import check_heads, kept_rows
+from secc.runtime.kernels.linear_loss import Head, HeadGradient, autocast, candidates, chunk_rows, default_launch, row_chunks
 from secc.runtime.kernels.shards import Shards
 
 NAME = "linear_kl_ce"
-TILING = Tiling(NAME, LOGITS_BYTES, own_dtype_chunks=4)
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ def _operator(
     rows_of_all, dtype = student_hidden.shape[0], accumulator(student_hidden.dtype)
     divergences, cross_entropies = student_hidden.new_empty(2, rows_of_all, dtype=dtype).unbind()
     norms, inner = student_hidden.new_empty(6, rows_of_all, dtype=dtype), student_hidden.new_empty(rows_of_all, dtype=dtype)
-    chunk = TILING.chunk(student_hidden, ceil_div(vocabulary, shards.size))
+    chunk = chunk_rows(NAME, student_hidden, ceil_div(vocabulary, shards.size))
     with torch.autocast(student_hidden.device.type, enabled=False):
         student, teacher = Head(student_hidden, student_weight, chunk), Head(teacher_hidden, teacher_weight, chunk)
         for rows in row_chunks(rows_of_all, chunk):
@@ -131,16 +130,16 @@ def _backward_operator(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     rule, labels = Divergence(kind, beta, temperature), Target(ignore_index, label_smoothing, 0.0, first, vocabulary)
     shards, kept = Shards(group), kept_rows(mask, student_hidden)
-    chunk = TILING.chunk(student_hidden, ceil_div(vocabulary, shards.size))
+    chunk = chunk_rows(NAME, student_hidden, ceil_div(vocabulary, shards.size))
     with torch.autocast(student_hidden.device.type, enabled=False):
         student, teacher = Head(student_hidden, student_weight, chunk), Head(teacher_hidden, teacher_weight, chunk)
-        gradient = HeadGradient(TILING, student, student_weight, None, (want_hidden, want_weight, False))
+        gradient = HeadGradient(student, student_weight, want_hidden, want_weight)
         for rows in row_chunks(student_hidden.shape[0], chunk):
             z, teacher_z = student.logits(rows), teacher.logits(rows)
             up = Upstream(norms[:, rows], inner[rows], divergence, cross_entropy)
             gradient_(z, teacher_z, kept[rows], target[rows], up, rule, labels)
             gradient.add(rows, z)
-        hidden, weight, _ = gradient.results(shards)
+        hidden, weight = gradient.results(shards)
     return hidden, weight.to(student_weight.dtype)
 
 

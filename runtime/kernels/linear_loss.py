@@ -1,4 +1,4 @@
-"""What the losses on a linear head share: logits by chunks of rows, and the head's gradients from their gradients.
+"""What the divergences on linear heads share: logits by chunks of rows, and the head's gradients from their gradients.
 
 The tiling. Rows are taken in chunks; a chunk's logits [rows of the chunk, vocabulary] are one matrix product into a buffer that all
 chunks reuse, small kernels read it (statistics, then loss and gradient), and the gradient replaces the logits in place. From it come the
@@ -6,18 +6,14 @@ chunk's rows of the hidden gradient (final) and a partial sum of the weight's gr
 number of rows, and no FLOP is spent twice: gradients are computed with the loss, for an upstream gradient of one, and backward scales
 them in place. Where no gradient is wanted, only logits are computed.
 
-The chunk. Adding to the weight's gradient reads and writes all of it once a chunk, so more rows are faster and hold more. An operator
-chooses by `Tiling`: as many rows as the hidden states have bytes, or a fixed share of memory.
-
 Rounding. Logits have the hidden states' dtype, as PyTorch's linear gives them; all else is float32. Products accumulate in float32. Their
 sum over chunks is kept in float32 for a float32 weight, under autocast too; for a 16-bit weight in its own dtype over at most
-`Tiling.own_dtype_chunks` chunks, and beyond in float32, which takes 4 bytes an entry until backward.
+`OWN_DTYPE_CHUNKS` chunks, and beyond in float32, which takes 4 bytes an entry until backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 
@@ -27,42 +23,28 @@ from secc.runtime.kernels.backend import accumulator, ceil_div, next_power_of_2,
 from secc.runtime.kernels.shards import Shards
 from secc.runtime.kernels.tuning import Launch
 
-LEAST_ROWS = 256  # of a chunk: with fewer, a product is bound by reading the weight
-_CPU_BYTES = 16 << 20  # of a chunk's logits on a CPU
+OWN_DTYPE_CHUNKS = 4
+LEAST_ROWS = 256  # of a chunk on a GPU: with fewer, a product is bound by reading the weight
+LOGITS_BYTES = {"cuda": 640 << 20, "cpu": 16 << 20}  # of one model's chunk: on a GPU 2,176 rows of 152k tokens in 16 bits
 
 
-@dataclass(frozen=True)
-class Tiling:
-    """How an operator chooses its chunk on a GPU, and when it sums a 16-bit weight's gradient in float32.
+def chunk_rows(name: str, hidden: torch.Tensor, vocabulary: int) -> int:
+    """Rows whose logits exist at a time, for so many tokens on each rank: the same on all ranks that share a vocabulary."""
+    forced = tuning.launch(name, vocabulary, hidden).rows
+    if forced:
+        return forced
+    rows = LOGITS_BYTES.get(hidden.device.type, LOGITS_BYTES["cuda"]) // (hidden.element_size() * vocabulary)
+    return max(rows // 128 * 128, LEAST_ROWS) if hidden.is_cuda else max(rows, 1)
 
-    `logits_bytes`: of one chunk's logits; 0 means as many as the hidden states have. `own_dtype_chunks`: None means any number.
-    """
 
-    name: str
-    logits_bytes: int
-    own_dtype_chunks: int | None
-
-    def chunk(self, hidden: torch.Tensor, vocabulary: int) -> int:
-        """Rows whose logits exist at a time, for a vocabulary of so many tokens on each rank; alike on all ranks that share one."""
-        rows = tuning.launch(self.name, vocabulary or 1, hidden).rows
-        if rows:
-            return rows
-        count, width = hidden.shape
-        if not hidden.is_cuda:
-            return max(_CPU_BYTES // (4 * max(vocabulary, 1)), 1)
-        if self.logits_bytes:
-            return max(self.logits_bytes // (hidden.element_size() * vocabulary) // 128 * 128, LEAST_ROWS)
-        return max(next_power_of_2(ceil_div(count, ceil_div(vocabulary, width))), LEAST_ROWS)
-
-    def sum_dtype(self, hidden: torch.Tensor, weight: torch.Tensor, chunk: int) -> torch.dtype:
-        """The dtype that the weight's gradient is summed in."""
-        chunks = ceil_div(hidden.shape[0], chunk)
-        few = self.own_dtype_chunks is None or chunks <= self.own_dtype_chunks
-        return weight.dtype if weight.is_cuda and few else accumulator(weight.dtype)
+def sum_dtype(hidden: torch.Tensor, weight: torch.Tensor, chunk: int) -> torch.dtype:
+    """The dtype that a weight's gradient is summed in over chunks of so many rows (see the module's note on rounding)."""
+    own = weight.is_cuda and ceil_div(hidden.shape[0], chunk) <= OWN_DTYPE_CHUNKS
+    return weight.dtype if own else accumulator(weight.dtype)
 
 
 def default_launch(vocabulary: int, _: torch.device) -> Launch:
-    """Blocks that keep loads of a row wide; the rows of a chunk are the tiling's choice."""
+    """Blocks that keep loads of a row wide; the operator chooses its rows and tokens itself."""
     return Launch(block=min(next_power_of_2(vocabulary), 4096), rows=0, warps=8)
 
 
@@ -91,33 +73,30 @@ class Head:
 
 
 class HeadGradient:
-    """Gradients of a head's hidden states, weight and bias (those that are wanted) from the logits' gradients by chunks."""
+    """Gradients of a head's hidden states and weight (those that are wanted) from the logits' gradients by chunks."""
 
-    def __init__(self, tiling: Tiling, head: Head, weight: torch.Tensor, bias: torch.Tensor | None, wants: tuple[bool, bool, bool]) -> None:
+    def __init__(self, head: Head, weight: torch.Tensor, want_hidden: bool, want_weight: bool) -> None:
         self._head = head
-        self.wanted = any(wants)
-        self.hidden = torch.empty_like(head.hidden) if wants[0] else None
-        self.weight = torch.zeros_like(weight, dtype=tiling.sum_dtype(head.hidden, weight, head.chunk)) if wants[1] else None
-        self.bias = torch.zeros_like(bias, dtype=accumulator(bias.dtype)) if wants[2] and bias is not None else None
+        self.wanted = want_hidden or want_weight
+        self.hidden = torch.empty_like(head.hidden) if want_hidden else None
+        self.weight = torch.zeros_like(weight, dtype=sum_dtype(head.hidden, weight, head.chunk)) if want_weight else None
 
     def add(self, rows: slice, logits_gradient: torch.Tensor) -> None:
         """Take in the gradient of a chunk's logits."""
         if self.hidden is not None:
             torch.mm(logits_gradient, self._head.weight, out=self.hidden[rows])
         if self.weight is not None:
-            _add_product_(self.weight, logits_gradient.t(), self._head.hidden[rows])
-        if self.bias is not None:
-            self.bias += logits_gradient.sum(0, dtype=self.bias.dtype)
+            add_product_(self.weight, logits_gradient.t(), self._head.hidden[rows])
 
-    def results(self, shards: Shards) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(hidden, weight, bias) gradients, empty where not wanted; the hidden states' is summed over vocabulary shards."""
+    def results(self, shards: Shards) -> tuple[torch.Tensor, torch.Tensor]:
+        """(hidden, weight) gradients, empty where not wanted; the hidden states' is summed over vocabulary shards."""
+        nothing = self._head.hidden.new_empty
         if self.hidden is not None:
             shards.sum_(self.hidden)
-        nothing = self._head.hidden.new_empty
-        return tuple(nothing(0) if g is None else g for g in (self.hidden, self.weight, self.bias))  # pyright: ignore[reportReturnType]
+        return nothing(0) if self.hidden is None else self.hidden, nothing(0) if self.weight is None else self.weight
 
 
-def _add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+def add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """total += a @ b, with factors of fewer bits than the sum."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
@@ -128,19 +107,15 @@ def _add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None
 
 
 def fake_gradients(
-    tiling: Tiling, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, vocabulary: int, wants: tuple[bool, bool, bool]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `HeadGradient.results` returns, in shape and dtype; `vocabulary` as the chunk was chosen for."""
+    hidden: torch.Tensor, weight: torch.Tensor, chunk: int, want_hidden: bool, want_weight: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `HeadGradient.results` returns, in shape and dtype."""
     nothing = hidden.new_empty
-    dtype = tiling.sum_dtype(hidden, weight, tiling.chunk(hidden, vocabulary))
-    return (
-        torch.empty_like(hidden) if wants[0] else nothing(0),
-        torch.empty_like(weight, dtype=dtype) if wants[1] else nothing(0),
-        torch.empty_like(bias, dtype=accumulator(bias.dtype)) if wants[2] and bias is not None else nothing(0),
-    )
+    dtype = sum_dtype(hidden, weight, chunk)
+    return torch.empty_like(hidden) if want_hidden else nothing(0), torch.empty_like(weight, dtype=dtype) if want_weight else nothing(0)
 
 
-def scaled(ctx, upstream: torch.Tensor, dtypes: tuple[torch.dtype | None, ...]) -> list[torch.Tensor | None]:
+def scaled(ctx, upstream: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> list[torch.Tensor | None]:
     """The saved gradients times the upstream one, each rounded once to its dtype; None for those that were not wanted.
 
     Where the dtype allows they are scaled in place, since a second copy of the weight's gradient could be the peak of memory; so backward
@@ -154,8 +129,8 @@ def scaled(ctx, upstream: torch.Tensor, dtypes: tuple[torch.dtype | None, ...]) 
     return [_times(g.detach(), factor, dtype) for g, dtype in zip(ctx.saved_tensors, dtypes, strict=True)]
 
 
-def _times(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor | None:
-    if dtype is None or (gradient.dim() == 1 and gradient.numel() == 0):
+def _times(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    if gradient.dim() == 1:  # nothing was wanted
         return None
     if type(gradient) is not torch.Tensor:  # a trace: it wants values, and finds out itself what may be overwritten
         return (gradient * factor).to(dtype)

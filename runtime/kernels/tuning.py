@@ -26,15 +26,15 @@ Trial = Callable[[int, int, torch.dtype, torch.device], Callable[[], object]]  #
 
 @dataclass(frozen=True)
 class Launch:
-    """How a kernel is launched: columns and rows that one program holds, warps, pipeline stages.
+    """How a kernel is launched: columns and rows that one program holds, warps.
 
-    For the linear losses `rows` is the number of rows whose logits exist at a time.
+    For the linear losses `rows` and `columns` are the rows and tokens whose logits exist at a time; 0 leaves them to the operator.
     """
 
     block: int
     rows: int = 1
     warps: int = 4
-    stages: int = 2
+    columns: int = 0
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from secc.runtime.kernels import cross_entropy, kl, kl_cross_entropy
-from secc.runtime.kernels.cross_entropy import Target
 from secc.runtime.kernels.divergence import Divergence, Kind
+from secc.runtime.kernels.entropy import Target
 from secc.runtime.kernels.shards import combine
 
 __all__ = ["combine", "vocab_parallel_linear_cross_entropy", "vocab_parallel_linear_kl", "vocab_parallel_linear_kl_ce"]

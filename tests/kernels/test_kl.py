@@ -118,6 +118,14 @@ def test_the_teacher_gets_no_gradient():
     assert teacher_weight.grad is None
 
 
+def test_backward_runs_once_since_it_scales_in_place():
+    student, weight = torch.randn(3, 4), torch.randn(7, 4, requires_grad=True)
+    loss, _ = linear_kl(student, weight, student + 1, weight.detach())
+    loss.backward(retain_graph=True)
+    with pytest.raises(UserError, match="second time"):
+        loss.backward()
+
+
 def test_one_of_both_losses_may_be_used_alone():
     student, weight, teacher = torch.randn(3, 4), torch.randn(7, 4, requires_grad=True), torch.randn(3, 4)
     labels = torch.tensor([1, 2, 3])

@@ -35,7 +35,7 @@ def sharded(rank: int):
     dist.init_process_group("gloo")
     place = {"group": dist.group.WORLD, "first": BOUNDS[rank], "vocabulary": 11}
     found = {}
-    with tuning.use("linear_cross_entropy", tuning.Launch(4, 2)):
+    with tuning.use("linear_cross_entropy", tuning.Launch(4, 2, columns=5)):
         hidden, weight, _, _, bias = slices(rank)
         loss, _ = vocab_parallel_linear_cross_entropy(hidden, weight, TARGET, bias=bias, label_smoothing=0.1, softcap=3.0, **place)
         found["ce"] = loss.detach(), *torch.autograd.grad(loss, (hidden, weight, bias))
