@@ -156,5 +156,3 @@ def _replace(op: Operation, values: list[SSAValue]) -> None:
         result.replace_all_uses_with(value)
     op.detach()
     op.erase()
-
-

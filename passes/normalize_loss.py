@@ -148,5 +148,3 @@ def _same_in_a_pattern(found: list[CaseTerms], coefficients: list[dict[str, str]
                 place = next((where(op) for op in f.case.ops if isinstance(op, TermOp) and op.sym.data == name), "")
                 message = f"the divisor of loss term {name} depends on what Python reads from a micro-batch (case {f.case.sym.data})"
                 raise UserError(message, place, "compute the divisor with tensor operations instead of Python branches")
-
-

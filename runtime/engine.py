@@ -18,8 +18,8 @@ import torch
 from secc.runtime.comm import Message, Transport, message_of
 from secc.runtime.edges import EdgeLayout, Pair
 from secc.runtime.plan import Edge, Plan
-from secc.runtime.randomness.draws import Draws, Randomness, backward_of, forward_of, sample_keys
 from secc.runtime.program import Instruction, MicroBatch, SampleMeta, Schedule, owes_backward, replica_ranks, returns_gradient
+from secc.runtime.randomness.draws import Draws, Randomness, backward_of, forward_of, sample_keys
 from secc.runtime.section import Batch, Section, Tensors
 from secc.runtime.sends import limit_of
 from secc.runtime.sizes import combine

@@ -196,5 +196,3 @@ def _real_model(user: UserModel, meta: nn.Module, small: bool) -> nn.Module | No
     if model is None:
         raise UserError("the model file has no small_model()", str(user.path), "define small_model() or check without --small")
     return model.float()
-
-

@@ -154,7 +154,12 @@ def run(plan: Path, world_size: int, arguments: Sequence[str], environment: dict
     """Run a plan's run.py on `world_size` processes of this machine. Raises AssertionError where one fails or time is up."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    place = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    place = {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     with tempfile.TemporaryDirectory() as errors:
         files = [Path(errors) / str(rank) for rank in range(world_size)]
         ranks = [
@@ -176,7 +181,9 @@ def run(plan: Path, world_size: int, arguments: Sequence[str], environment: dict
 def _first_error(files: Sequence[Path]) -> str:
     """A rank's message, else the last line of a traceback."""
     lines = [line for file in files if file.exists() for line in file.read_text().splitlines()]
-    return next((line for line in lines if line.startswith("error: ")), next((line for line in reversed(lines) if "Error" in line), "no message"))
+    return next(
+        (line for line in lines if line.startswith("error: ")), next((line for line in reversed(lines) if "Error" in line), "no message")
+    )
 
 
 def _rank(plan: Path, rank: int, errors: Path, arguments: list[str], environment: dict[str, str]) -> None:

@@ -67,8 +67,9 @@ BATCH_NORMS: dict[str, int | None] = {
 }  # fmt: skip
 
 # The values of their operands do not matter, only shapes.
-FACTORIES = frozenset({"new_zeros", "new_ones", "new_full", "new_empty", "zeros_like", "ones_like", "full_like", "empty_like", "fill",
-"zero"})
+FACTORIES = frozenset(
+    {"new_zeros", "new_ones", "new_full", "new_empty", "zeros_like", "ones_like", "full_like", "empty_like", "fill", "zero"}
+)
 
 # Losses of torch with a `reduction` argument (0 none, 1 mean, 2 sum) over entries: the position of that argument.
 ENTRY_LOSSES = {

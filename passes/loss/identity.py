@@ -137,5 +137,3 @@ def _is_kl(op: Operation) -> bool:
         near.add(current.base)
         stack.extend((o.owner, level + 1) for o in current.operands if isinstance(o.owner, Operation))
     return {"xlogy", "mul", "sub"} <= near or {"exp", "mul", "sub", "_log_softmax"} <= near
-
-

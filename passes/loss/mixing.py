@@ -108,5 +108,3 @@ def _empty(op: Computation, index: int) -> bool:
     """Whether a result is a by-product without entries or of no interest to autograd, such as a random state."""
     type = tensor(op.results[index])
     return index > 0 and not floating(type) and (one_entry(type) or any(d == 0 for d in type.shape))
-
-

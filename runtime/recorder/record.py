@@ -291,7 +291,6 @@ def _named(inputs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"{key}{path}", tensor
 
 
-
 def _raised_at(error: BaseException) -> str:
     """`file:line` of the innermost frame of the user's or a library's code in a traceback."""
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):

@@ -33,9 +33,7 @@ def command(
     from secc.compiler import Options, compile_model
 
     check_output(output)
-    options = Options(
-        cluster, global_batch, strategy, tuple(set_ or ()), tuple(section or ()), max_sections, stats_samples, widths
-    )
+    options = Options(cluster, global_batch, strategy, tuple(set_ or ()), tuple(section or ()), max_sections, stats_samples, widths)
     with progress(quiet=json) as show:
         compiled = compile_model(model, options, show)
         if check:
@@ -53,7 +51,9 @@ def command(
     shown = f"[bold]{output}[/]: {len(plan.sections)} sections on {plan.world_size} ranks, {_checked_text(plan.checks)}"
     out.print(shown, soft_wrap=True)
     if plan.world_size < int(plan.cluster.get("ranks", 0)):
-        out.print(f"  {plan.cluster['ranks'] - plan.world_size} of {plan.cluster['ranks']} ranks would not make a step shorter and stay free")
+        out.print(
+            f"  {plan.cluster['ranks'] - plan.world_size} of {plan.cluster['ranks']} ranks would not make a step shorter and stay free"
+        )
     steps = f"  report   {output / 'report.html'}\n  explain  secc explain {output}\n  run      secc run {output} --steps 100"
     out.print(steps, soft_wrap=True)
 

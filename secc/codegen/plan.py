@@ -185,4 +185,3 @@ def _ties(graph: GraphOp, sections: tuple[plan.Section, ...]) -> tuple[plan.Tie,
     shared = {n for s in sections for n in s.params if n not in named and sum(n in o.params for o in sections) > 1}
     groups = tied + [(n,) for n in sorted(shared)]
     return tuple(plan.Tie(names, tuple(s.name for s in sections if set(names) & set(s.params))) for names in groups)
-

@@ -138,7 +138,14 @@ def terms_module(graph: GraphOp) -> str:
             method = Method(scope.name(body.sym.data), lines, {}, terms, ())
             coefficients += [(when, method) for when in patterns(body)]
     methods = list({id(m): m for _, m in coefficients}.values())
-    return render("terms.py.j2", leaves=leaves, coefficients=coefficients, methods=methods, constant=_constant(graph), optional=sorted({key for when, _ in coefficients for key in when}))
+    return render(
+        "terms.py.j2",
+        leaves=leaves,
+        coefficients=coefficients,
+        methods=methods,
+        constant=_constant(graph),
+        optional=sorted({key for when, _ in coefficients for key in when}),
+    )
 
 
 def _leaf(graph: GraphOp, ops: Sequence[Operation], leaf: LeafOp) -> Method:

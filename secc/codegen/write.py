@@ -17,13 +17,17 @@ def check_output(directory: Path) -> None:
     if directory.is_file():
         raise UserError("the output is a file, not a directory", str(directory), "choose another -o")
     if directory.is_dir() and any(directory.iterdir()) and not (directory / "plan.json").exists():
-        raise UserError("the output directory holds something that is not a plan", str(directory), "choose an empty or new directory for -o")
+        raise UserError(
+            "the output directory holds something that is not a plan", str(directory), "choose an empty or new directory for -o"
+        )
     parent = _existing_parent(directory)
     try:
         with tempfile.TemporaryFile(dir=parent):
             pass
     except OSError as error:
-        raise UserError(f"cannot write the plan: {error.strerror}", str(parent), "choose a directory that you may write to for -o") from None
+        raise UserError(
+            f"cannot write the plan: {error.strerror}", str(parent), "choose a directory that you may write to for -o"
+        ) from None
 
 
 def write(directory: Path, files: Mapping[str, str | bytes]) -> None:

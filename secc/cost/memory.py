@@ -29,9 +29,7 @@ class Memory:
         return states + in_flight * self.activation + self.working
 
 
-def memory(
-    cost: SectionCost, activation: int, working: int = 0, dp: int = 1, sharding: str = "none", micro_batches: int = 2
-) -> Memory:
+def memory(cost: SectionCost, activation: int, working: int = 0, dp: int = 1, sharding: str = "none", micro_batches: int = 2) -> Memory:
     """The memory of a rank that holds the whole section, `activation` bytes for each micro-batch in flight.
 
     Sharded optimizers have a `dp`-th of the states and of the summed gradients. Under `zero2` a rank's own gradients are freed bucket by

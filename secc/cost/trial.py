@@ -38,9 +38,7 @@ class Trial:
     again: int
 
 
-def run(
-    module: nn.Module, arguments: Callable[[], tuple[list[Any], dict[str, Any]]], grad: bool, units: Sequence[nn.Module] = ()
-) -> Trial:
+def run(module: nn.Module, arguments: Callable[[], tuple[list[Any], dict[str, Any]]], grad: bool, units: Sequence[nn.Module] = ()) -> Trial:
     """Run `module` on meta copies of its parameters and buffers. Raises whatever the block raises on the meta device.
 
     `units` are the modules inside it, or itself, that may run again.

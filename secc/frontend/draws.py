@@ -92,4 +92,3 @@ def _unexplained(seen: _Seen) -> UserError:
     drawn = seen.first
     message = f"{drawn.op} draws random numbers, and which of them belong to which sample cannot be told (shapes {shapes})"
     return UserError(message, drawn.where, _SAMPLES)
-

@@ -20,11 +20,13 @@ from secc.runtime.sizes import combine, pad_batch, sizes_of
 from secc.runtime.user_model import UserModel
 
 _WIDER = 3  # positions of extra padding, odd so that it shows in patch and pooling sizes
-_FAR = 4  # times its own width: so far a micro-batch is padded, if the dataset has samples as wide, since convolutions swallow a few positions
+_FAR = (
+    4  # times its own width: so far a micro-batch is padded, if the dataset has samples as wide, since convolutions swallow a few positions
+)
 
 
 def choose(user: UserModel, survey: Survey, inputs: Inputs, model: nn.Module | None, draws: Sequence[Draw] = ()) -> str:
-    """"own" if padding provably does not reach the loss in any pattern, else "global".
+    """ "own" if padding provably does not reach the loss in any pattern, else "global".
 
     Random ops (`draws`) draw what plans draw. Without a model that fits here nothing can be shown, so the answer is "global" unless no input has a padded width.
     """

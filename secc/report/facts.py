@@ -37,7 +37,10 @@ def summary(plan: Plan) -> list[tuple[str, str]]:
     status, gap = plan.solver.get("status", "unknown"), plan.solver.get("gap")
     facts = [
         ("model", plan.model.path),
-        ("ranks", f"{plan.world_size} on {plan.cluster.get('text') or plan.cluster.get('name') or plan.cluster.get('kind', 'this machine')}"),
+        (
+            "ranks",
+            f"{plan.world_size} on {plan.cluster.get('text') or plan.cluster.get('name') or plan.cluster.get('kind', 'this machine')}",
+        ),
         ("global batch", f"{plan.global_batch} samples"),
         ("predicted step", f"{float(step):.4g} s" if step is not None else "not predicted"),
         ("allocation", f"{status}" + (f", gap {float(gap):.2%}" if gap is not None else "")),
@@ -74,16 +77,27 @@ def _work(plan: Plan) -> Table:
         )  # fmt: skip
 
     columns = ("section", "owes", "parameters", "GiB a rank", "busy", "costs are")
-    return Table("Work and memory", columns, tuple(row(s) for s in plan.sections), "Predictions rest on costs of the kind in the last column.")
+    return Table(
+        "Work and memory", columns, tuple(row(s) for s in plan.sections), "Predictions rest on costs of the kind in the last column."
+    )
 
 
 def _edges(plan: Plan) -> Table:
     def row(e: Edge) -> tuple[str, ...]:
         shape = f"{e.dtype}[{', '.join(e.dims)}]"
-        return (e.name, f"{e.src} → {e.dst}", shape, f"{e.rows} rows a sample", _bytes(e.bytes_per_sample), "both ways" if e.grad else "forward")
+        return (
+            e.name,
+            f"{e.src} → {e.dst}",
+            shape,
+            f"{e.rows} rows a sample",
+            _bytes(e.bytes_per_sample),
+            "both ways" if e.grad else "forward",
+        )
 
     columns = ("edge", "from → to", "tensor of a micro-batch", "carried as", "bytes a sample", "direction")
-    return Table("Edges", columns, tuple(row(e) for e in plan.edges), "What travels between sections, in the mean over the dataset's patterns.")
+    return Table(
+        "Edges", columns, tuple(row(e) for e in plan.edges), "What travels between sections, in the mean over the dataset's patterns."
+    )
 
 
 def _terms(plan: Plan) -> Table:

@@ -65,7 +65,7 @@ def test_auto_is_the_best_of_all() -> None:
 def test_apart_wins_where_gradients_are_expensive_to_reduce() -> None:
     """An encoder with many parameters and little work: sharing its gradients costs more than it saves."""
     heavy = VLM.read_text().replace('class "Vision" params 600000 trainable 600000', 'class "Vision" params 60000000 trainable 60000000')
-    heavy = heavy.replace("outs [\"\"] in @vision", 'outs [""] in @vision {flops = "100000000*n", saved = "1000*n", ops = 20}')
+    heavy = heavy.replace('outs [""] in @vision', 'outs [""] in @vision {flops = "100000000*n", saved = "1000*n", ops = 20}')
     module = allocated(heavy)
     assert section(module, "vision", "dp") == 1 and section(module, "lm", "dp") == 2
 

@@ -72,7 +72,6 @@ def test_samples_without_a_rule_are_refused(samples: list[dict[str, object]], me
     assert caught.value.remedy
 
 
-
 SYMBOLS = (
     Symbol("B", "rows", "input_ids", 0),
     Symbol("S", "width", "input_ids", 1),

@@ -153,13 +153,18 @@ def test_an_optimizer_that_does_not_expect_names_is_told_what_it_gets(write: Wri
 
 
 def test_samples_are_functions_of_seed_epoch_and_number(write: Write):
-    user = load(write(MODEL + """
+    user = load(
+        write(
+            MODEL
+            + """
 import random, numpy
 class Noise:
     def __len__(self): return 3
     def __getitem__(self, i): return {"x": torch.tensor([random.random(), float(numpy.random.rand()), float(torch.rand(()))])}
 def dataset(): return Noise()
-"""))
+"""
+        )
+    )
     draw = lambda *key: user.sample(*key)["x"].tolist()  # noqa: E731
     before = torch.get_rng_state()
     assert draw(0, 1, 0) == draw(0, 1, 0)

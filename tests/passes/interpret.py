@@ -71,9 +71,7 @@ def _arguments(op: CallOp | GlueOp, env: Env, sizes: Mapping[str, int]) -> tuple
     return eval(f"(lambda *args, **kwargs: (list(args), kwargs))({text})", {"_values": [env[o] for o in op.operands], **known, **sizes})
 
 
-def distributed_loss(
-    case: CaseOp, micro_batches: Sequence[Source], samples: Sequence[Source], whole: Mapping[str, int]
-) -> torch.Tensor:
+def distributed_loss(case: CaseOp, micro_batches: Sequence[Source], samples: Sequence[Source], whole: Mapping[str, int]) -> torch.Tensor:
     """The loss as a plan computes it: numerators by micro-batch, leaves by sample, coefficients once."""
     runs = [forward(case, m) for m in micro_batches]
     known: Env = {}

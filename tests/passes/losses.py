@@ -6,7 +6,7 @@ samples; `known` masks labels that are not -100; `mask` is 0 at padding; `share`
 
 from __future__ import annotations
 
-MODEL = '''
+MODEL = """
 import torch, torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
@@ -52,7 +52,7 @@ def dataset():
 def collate(samples):
     pad = lambda key, value: pad_sequence([s[key] for s in samples], batch_first=True, padding_value=value)
     return dict(x=pad("x", 0), labels=pad("labels", -100), mask=pad("mask", 0), share=torch.stack([s["share"] for s in samples]))
-'''
+"""
 
 # One captured forward for each group: the weighted sum of its losses.
 GROUPS = {

@@ -92,7 +92,10 @@ def test_metadata_of_a_global_batch(plane, workers):
     assert [s.id for s in batch.samples] == [0, 1, 2, 3]
     assert [sorted(s.pattern) for s in batch.samples] == [[], ["pixels"], [], ["pixels"]]
     assert [dict(s.sizes) for s in batch.samples] == [
-        {"B": 1, "S": 2, "n": 0}, {"B": 1, "S": 3, "n": 2}, {"B": 1, "S": 4, "n": 0}, {"B": 1, "S": 2, "n": 1}
+        {"B": 1, "S": 2, "n": 0},
+        {"B": 1, "S": 3, "n": 2},
+        {"B": 1, "S": 4, "n": 0},
+        {"B": 1, "S": 2, "n": 1},
     ]
     assert batch.sizes == {"B": 4, "S": 4, "n": 3} and batch.pattern == {"pixels"}
     assert batch.tokens == 7 and batch.leaves["count"] == 7.0 and batch.leaves["light"] > 0

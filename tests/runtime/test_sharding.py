@@ -30,9 +30,7 @@ STEPS = 5
 WIDE: Layout = {"encoder": (0, 1, 2), "teacher": (0,), "decoder": (1, 2)}
 
 
-def write_sharded(
-    directory: Path, layout: Layout, sharding: Mapping[str, str], micro_batch: int = 2, source: str | None = None
-) -> None:
+def write_sharded(directory: Path, layout: Layout, sharding: Mapping[str, str], micro_batch: int = 2, source: str | None = None) -> None:
     plan = write_plan(directory, layout, micro_batch=micro_batch, source=source)
     sections = tuple(replace(s, sharding=sharding.get(s.name, "none")) for s in plan.sections)
     (directory / "plan.json").write_text(to_json(replace(plan, sections=sections)))
