@@ -12,6 +12,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from itertools import pairwise
 
+from secc.runtime.collector import collector_paused
 from secc.runtime.plan import Plan
 from secc.runtime.program import Instruction, SampleMeta, Schedule, active, owes_backward, pairs, replica_ranks, returns_gradient
 
@@ -31,7 +32,8 @@ def accepts(plan: Plan, samples: Sequence[SampleMeta], schedule: Schedule) -> bo
     if not (same and _complete(plan, samples, schedule)):
         return False
     try:
-        return _Run(plan, schedule).ends()
+        with collector_paused():
+            return _Run(plan, schedule).ends()
     except _Wrong:
         return False
 

@@ -19,13 +19,15 @@ from secc.runtime.costs import Costs
 from secc.runtime.graph import Graph
 from secc.runtime.lots import Lot, lots
 from secc.runtime.plan import Plan, Section
-from secc.runtime.program import MicroBatch, SampleMeta, active, replica_ranks
+from secc.runtime.program import MicroBatch, SampleMeta, active, replica_ranks, returns_gradient
 
 Cut = list[tuple[int, Lot]]  # a section's micro-batches: (replica, positions of the samples)
 Column = list[int]  # one number for each sample of the global batch
 
 
 AWAITED, NEEDY, FREE = range(3)  # waves: the backward is awaited upstream, only the forward needs upstream, nothing does
+SCARCE = 0.1  # of the critical section's work: less of a wave hardly matters
+LEAD = 4
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,7 @@ class Composer:
         self.active = {s.name: self._active_positions(s) for s in plan.sections}
         self.alone = {s.name: self._masked(s) for s in plan.sections}
         self.size = {name: list(map(int.__add__, f, b)) for name, (f, b) in self.alone.items()}
-        self.upstream = {s.name: self._sum(self.alone[name][1] for name in graph.creditors[s.name]) for s in plan.sections}
-        self.head = {s.name: self._sum(self.alone[name][0] for name in graph.ancestors[s.name]) for s in plan.sections}
+        self.head, self.upstream = self._ways()
         self.waves = {s.name: self._waves(s) for s in plan.sections}
         self.urgency = {s.name: self._urgency(s, Style()) for s in plan.sections}
         self._dealt: Dealt | None = None
@@ -103,6 +104,40 @@ class Composer:
         if len(parts) == 1:
             return parts[0]
         return list(map(sum, zip(*parts, strict=True))) if parts else [0] * self.count
+
+    def _ways(self) -> tuple[dict[str, Column], dict[str, Column]]:
+        """For each section and sample, the longest way of forwards to it, and the longest way of backwards that follow its own upstream."""
+        sections = {s.name: s for s in self.plan.sections}
+        heads: dict[str, Column] = {}
+        backs: dict[str, Column] = {}
+        for section in self.graph.order:
+            into = [e for e in self.plan.edges if e.dst == section.name]
+            heads[section.name] = self._longest(self._through(e.src, heads[e.src], self.alone[e.src][0]) for e in into)
+            owed = [e for e in into if returns_gradient(e, sections)]
+            backs[section.name] = self._longest(self._through(e.src, backs[e.src], self.alone[e.src][1]) for e in owed)
+        return heads, backs
+
+    def _through(self, name: str, way: Column, own: Column) -> Column:
+        """The way through a section, 0 for samples that do not pass it."""
+        on, total = self._active[name], list(map(int.__add__, way, own))
+        return total if all(on) else [t if on[kind] else 0 for t, kind in zip(total, self.kind, strict=True)]
+
+    def _longest(self, columns: Iterable[Column]) -> Column:
+        parts = list(columns)
+        if len(parts) == 1:
+            return parts[0]
+        return list(map(max, *parts)) if parts else [0] * self.count
+
+    def least(self) -> int:
+        """Ns that no order can beat: the work of sections on the same ranks spread evenly, and the longest way of a sample."""
+        work: dict[Ranks, int] = defaultdict(int)
+        longest = 0
+        for s in self.plan.sections:
+            name = s.name
+            work[replica_ranks(s)] += sum(self.size[name])
+            ways = zip(self.head[name], self.size[name], self.upstream[name], self.kind, strict=True)
+            longest = max([longest, *(h + w + u for h, w, u, kind in ways if self._active[name][kind])])
+        return max([longest, *(-(-total // len(ranks)) for ranks, total in work.items())])
 
     def _waves(self, section: Section) -> list[int]:
         """The wave of each kind of sample."""
@@ -180,10 +215,20 @@ class Composer:
 
     # -- cutting ------------------------------------------------------------------------------------------------------------------
 
-    def free_share(self) -> float:
-        """The part of the critical section's work that needs no upstream section, from 0 to 1."""
+    def styles(self) -> list[Style]:
+        """The styles that suit this batch, the likeliest first.
+
+        Where hardly any of the critical section's work is free, some samples must lead the queue; where it needs what owes nothing,
+        which of these comes first is open.
+        """
         size, waves = self.size[self.critical.name], self.waves[self.critical.name]
-        return sum(s for s, kind in zip(size, self.kind, strict=True) if waves[kind] == FREE) / max(1, sum(size))
+        work = [0, 0, 0]
+        for s, kind in zip(size, self.kind, strict=True):
+            work[waves[kind]] += s
+        soonest = [True, False] if work[NEEDY] > SCARCE * sum(work) else [False]
+        if work[FREE] < SCARCE * sum(work):
+            return [Style(lead, soon) for lead in (LEAD, 0) for soon in soonest]
+        return [Style(0, soon) for soon in soonest[::-1]]
 
     def wavefront(self, style: Style) -> dict[str, Table]:
         """Micro-batches of balanced replicas, cut as the critical section wants them."""
@@ -246,7 +291,7 @@ class Composer:
     def table(self, section: Section, cut: Cut, turn: Column) -> Table:
         """The columns of a section's micro-batches."""
         name, waves, urgency = section.name, self.waves[section.name], self.urgency[section.name]
-        micros = tuple(MicroBatch(i, name, r, t if len(t) == 1 else tuple(sorted(t))) for i, (r, t) in enumerate(cut))
+        micros = tuple(MicroBatch._make((i, name, r, t if len(t) == 1 else tuple(sorted(t)))) for i, (r, t) in enumerate(cut))
         lots = [t for _, t in cut]
         if all(len(t) == 1 for t in lots):
             at = [t[0] for t in lots]

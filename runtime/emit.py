@@ -85,8 +85,8 @@ def _message(
     channels: dict[tuple[str, str, int, int], deque[_Message]],
 ) -> _Message:
     """The message from rank `a` to rank `b`."""
-    send = Instruction("SEND", "", 0, 0, -1, edge.name, direction, b, *pair)
-    receive = Instruction("RECV", "", 0, 0, -1, edge.name, direction, a, *pair)
+    send = Instruction._make(("SEND", "", 0, 0, -1, edge.name, direction, b, *pair))
+    receive = Instruction._make(("RECV", "", 0, 0, -1, edge.name, direction, a, *pair))
     return _Message(send, receive, target, channels[edge.name, direction, a, b])
 
 
@@ -95,8 +95,8 @@ def _compute(tables: dict[str, Table], step: Step) -> list[tuple[Instruction, ..
     found: list[tuple[Instruction, ...]] = [()] * len(step.jobs.rank)
     for name, n in step.numbers.items():
         micros = tables[name].micro_batches
-        forwards = [Instruction("F", name, m.replica, 0, m.index) for m in micros]
-        backwards = [Instruction("B", name, m.replica, 0, m.index) for m in micros] if n.backward >= 0 else []
+        forwards = [Instruction._make(("F", name, m.replica, 0, m.index, "", "", -1, -1, -1)) for m in micros]
+        backwards = [Instruction._make(("B", *i[1:])) for i in forwards] if n.backward >= 0 else []
         if n.backward == n.forward:
             found[n.forward : n.forward + len(micros)] = zip(forwards, backwards, strict=True)
         else:

@@ -3,7 +3,7 @@
 A move gives two forwards or two backwards of one section each other's urgency, moves a block to another replica, or lets two blocks change
 places. A block is a micro-batch, or those of several sections on the same ranks that share samples: a sample stays on its rank. A
 move is kept if the step gets no longer. The search draws from a fixed seed and counts its tries, so every rank finds the same. It may
-take a fiftieth of the step that it plans, as modelled, and does not start where nothing is left to gain.
+take a fiftieth of the step that it plans, as modelled, and a quarter of what could be won at best.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ from secc.runtime.program import replica_ranks
 from secc.runtime.timeline import run
 
 SHARE = 50  # of the step's modelled time, the part that may go into planning it
+GAIN = 4  # of what could be won at best, the part that may go into winning it
+FEW = 4  # fewer tries than one for so many jobs find nothing
 TRY_NS = 800  # what one try takes for each job
 MOST_TRIES = 2000
+PATIENCE = 300  # tries without a gain after which there is little hope
 NEAR = 200  # a step within one part in so many of its work evenly spread has nothing to gain
 
 Order = tuple[list[int], int]  # the jobs as they start, and how long they take
@@ -34,27 +37,29 @@ class Block:
     ranks: tuple[int, ...]
 
 
-def improve(step: Step, tables: Mapping[str, Table], found: Order) -> tuple[dict[str, Table], Order]:
-    """A step at least as short as `found`: its tables, with replicas as they are now, and its order. Changes the step's jobs."""
-    count = tries(step, found[1])
+def improve(step: Step, tables: Mapping[str, Table], found: Order, least: int) -> tuple[dict[str, Table], Order]:
+    """A step at least as short as `found`: its tables, with replicas as they are now, and its order. Changes the step's jobs.
+
+    `least` is a time in ns that no order can beat.
+    """
+    count = tries(len(step.jobs.rank), found[1], least)
     if count == 0:
         return dict(tables), found
     search = _Search(step, _blocks(step, tables), found)
     for _ in range(count):
         search.move()
+        if search.failed > PATIENCE:
+            break
     return _moved(step, tables), search.best
 
 
-def tries(step: Step, makespan: int) -> int:
-    """How many tries a step of this length is worth."""
-    work: dict[tuple[int, ...], int] = defaultdict(int)
-    for n in step.numbers.values():
-        kinds = {n.forward, n.backward} - {-1}
-        work[replica_ranks(n.section)] += sum(sum(step.jobs.duration[start : start + n.count]) for start in kinds)
-    least = max((-(-total // len(ranks)) for ranks, total in work.items()), default=0)
+def tries(jobs: int, makespan: int, least: int) -> int:
+    """How many tries a step of this length is worth: they may take a share of it, and less than what can be won."""
     if makespan - least <= makespan // NEAR:
         return 0
-    return min(MOST_TRIES, makespan // SHARE // (TRY_NS * len(step.jobs.rank)))
+    worth = min(makespan // SHARE, (makespan - least) // GAIN)
+    count = worth // (TRY_NS * jobs)
+    return min(MOST_TRIES, count) if count >= jobs // FEW else 0
 
 
 def _blocks(step: Step, tables: Mapping[str, Table]) -> list[list[Block]]:
@@ -102,6 +107,7 @@ class _Search:
     def __init__(self, step: Step, blocks: list[list[Block]], found: Order) -> None:
         self.jobs, self.best = step.jobs, found
         self.random = random.Random(0)
+        self.failed = 0  # tries since the step last got shorter
         self.blocks = [group for group in blocks if group]
         starts = {(start, n.count) for n in step.numbers.values() for start in (n.forward, n.backward) if start >= 0}
         self.alike = [range(start, start + count) for start, count in sorted(starts) if count > 1]
@@ -145,6 +151,7 @@ class _Search:
 
     def kept(self) -> bool:
         found = run(self.jobs)
+        self.failed = 0 if found[1] < self.best[1] else self.failed + 1
         if found[1] <= self.best[1]:
             self.best = found
             return True

@@ -25,7 +25,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from secc.runtime.compose import Composer, Style, Table
+from secc.runtime.collector import collector_paused
+from secc.runtime.compose import Composer, Table
 from secc.runtime.emit import emit
 from secc.runtime.graph import Graph
 from secc.runtime.jobs import Messages, Step, make
@@ -35,8 +36,6 @@ from secc.runtime.search import improve, tries
 from secc.runtime.timeline import run
 
 ORDERS = ("wavefront", "dataset")
-STYLES = (Style(), Style(lead=4), Style(soonest=True), Style(lead=4, soonest=True))
-SCARCE = 0.1  # of the critical section's work: less that needs no upstream does not cover the time in which upstream fills
 STYLE_TRIES = 8  # what a style takes, in tries of the search
 
 
@@ -64,22 +63,27 @@ def timed_schedule(plan: Plan, samples: Sequence[SampleMeta], *, order: str = "w
     """`schedule`, and the nanoseconds it takes by the plan's costs, without transfers and the optimizer."""
     if order not in ORDERS:
         raise ValueError(f"unknown order {order!r}: one of {', '.join(ORDERS)}")
+    with collector_paused():
+        return _timed_schedule(plan, samples, order)
+
+
+def _timed_schedule(plan: Plan, samples: Sequence[SampleMeta], order: str) -> tuple[Schedule, int]:
     composer = Composer(plan, samples, Graph(plan))
     if order == "dataset":
         found = _candidate(composer, composer.dataset_order(), in_turn=True)
         return _emitted(composer, found), found.makespan
-    best = _best(composer)
-    tables, (best.order, best.makespan) = improve(best.step, best.tables, (best.order, best.makespan))
-    best.tables = tables
+    least = composer.least()
+    best = _best(composer, least)
+    best.tables, (best.order, best.makespan) = improve(best.step, best.tables, (best.order, best.makespan), least)
     return _emitted(composer, best), best.makespan
 
 
-def _best(composer: Composer) -> Candidate:
+def _best(composer: Composer, least: int) -> Candidate:
     """The shortest of the styles; the later ones are tried only where there is something to gain."""
-    first, *others = STYLES if composer.free_share() >= SCARCE else STYLES[::-1]
+    first, *others = composer.styles()
     best = _candidate(composer, composer.wavefront(first), in_turn=False)
     for style in others:
-        if tries(best.step, best.makespan) < STYLE_TRIES:
+        if tries(len(best.step.jobs.rank), best.makespan, least) < STYLE_TRIES:
             break
         found = _candidate(composer, composer.wavefront(style), in_turn=False)
         best = found if found.makespan < best.makespan else best
