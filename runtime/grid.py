@@ -3,6 +3,8 @@
     rank 0                        rank 1
     > 0  RECV f bwd 0>0 from 1    > 0  RECV f fwd 0>0 from 0
       1  F vision 0                 1  F language_model 0
+
+A column for each rank; marked cells have an arrow.
 """
 
 from __future__ import annotations

@@ -63,9 +63,14 @@ def schedule_bound(plan: Plan, samples: Sequence[SampleMeta]) -> Bound:
 
 def work_bound(work: Work) -> Bound:
     """`schedule_bound` of work that is at hand."""
-    found = max(_all_bounds(work), key=lambda b: b.ns, default=Bound(0, "nothing to do"))
+    found = until_optimizer(work)
     closing = max((work.traffic.optimizer_ns(r) for r in range(work.plan.world_size)), default=0)
     return Bound(found.ns + closing, found.reason)
+
+
+def until_optimizer(work: Work) -> Bound:
+    """The bound on the time until all gradients are summed."""
+    return max(_all_bounds(work), key=lambda b: b.ns)
 
 
 def plan_bound(plan: Plan, samples: Sequence[SampleMeta]) -> int:

@@ -1,0 +1,110 @@
+"""Global batches and plans for benchmarks of schedules: sample mixes with fixed seeds, and sections with linear costs.
+
+No joint distribution of images, tokens and text in training data is published, so these are assumptions: a sample has images with a given
+probability, one and a geometric number more (2.5 in the mean); tokens of an image are lognormal (mean 800, coefficient of variation 1,
+64 to 4,096, four patches each); text beside images is lognormal with mean 500, text alone with mean 1,500 and at most 8,192 tokens, and
+with mean 3,000 in distillation.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+
+from secc.runtime.plan import Cost, Edge, Mesh, ModelRef, Plan, Section, Symbol
+from secc.runtime.program import SampleMeta
+
+IMAGES, AUDIO = frozenset(["images"]), frozenset(["audio"])
+SYMBOLS = (Symbol("B", "rows", "ids", 0), Symbol("T", "rows", "ids", 1), Symbol("I", "rows", "images", 0), Symbol("A", "rows", "audio", 0))
+TOKEN_NS = 30_000  # of the language model's forward on one replica, so that 32 samples take seconds
+
+Samples = list[SampleMeta]
+
+
+def lognormal(r: random.Random, mean: float, least: int = 1, most: int = 10**6) -> int:
+    """A number with this mean and a coefficient of variation of 1, cut to a range."""
+    sigma = math.sqrt(math.log(2))
+    return min(most, max(least, round(r.lognormvariate(math.log(mean) - sigma * sigma / 2, sigma))))
+
+
+def multimodal(count: int, images: float, seed: int, audio: float = 0.0) -> Samples:
+    """Samples with text, and with images and audio in these shares. T: tokens, I: patches, A: audio frames."""
+    r = random.Random(f"multimodal {count} {images} {audio} {seed}")
+    return [_multimodal(i, r, r.random() < images, r.random() < audio) for i in range(count)]
+
+
+def _multimodal(i: int, r: random.Random, image: bool, audio: bool) -> SampleMeta:
+    number = 1 + int(math.log(1 - r.random()) / math.log(0.6)) if image else 0
+    tokens = sum(lognormal(r, 800, 64, 4096) for _ in range(number))
+    frames = round(50 * r.uniform(5, 30)) if audio else 0
+    text = lognormal(r, 500) if image else lognormal(r, 1500, 1, 8192)
+    pattern = (IMAGES if image else frozenset()) | (AUDIO if audio else frozenset())
+    return SampleMeta(i, pattern, {"B": 1, "T": text + tokens + frames // 2, "I": 4 * tokens, "A": frames})
+
+
+def distillation(count: int, seed: int) -> Samples:
+    """Samples of text for a teacher and a student."""
+    r = random.Random(f"distillation {count} {seed}")
+    return [SampleMeta(i, frozenset(), {"B": 1, "T": lognormal(r, 3000, 1, 8192), "I": 0, "A": 0}) for i in range(count)]
+
+
+def section(name: str, ranks: range, symbol: str, ns: int, mode: str = "train", when: frozenset[str] = frozenset()) -> Section:
+    """A section that takes `ns` for each entry of a symbol forward, and twice that backward; one sample to a micro-batch."""
+    cost = Cost(f"{ns}*{symbol}", f"{2 * ns}*{symbol}" if mode == "train" else "0")
+    return Section(name, "", mode, tuple(when), (), (), Mesh(tuple(ranks), len(ranks)), 1, cost=cost)
+
+
+def plan(sections: list[Section], edges: list[tuple[str, str]]) -> Plan:
+    """The plan of these sections, all edges with gradients where both ends owe a backward."""
+    modes = {s.name: s.mode for s in sections}
+    made = tuple(Edge(f"{a}_{b}", a, b, "float32", ("B",), 0, "1", "forward" not in (modes[a], modes[b])) for a, b in edges)
+    world = 1 + max(r for s in sections for r in s.mesh.ranks)
+    return Plan(1, "", ModelRef("", ""), world, 0, "own", SYMBOLS, (), tuple(sections), made, (), (), {}, {}, {})
+
+
+def vlm(samples: Samples, encoders: int, replicas: int, load: float, mode: str = "train") -> Plan:
+    """An encoder on its own ranks and a language model; `load` is the encoder's work on each rank over the language model's."""
+    passes = 3 if mode == "train" else 1
+    ns = entry_ns(samples, "I", encoders, replicas, load, passes)
+    vision = section("vision", range(encoders), "I", ns, mode, IMAGES)
+    return plan([vision, section("lm", range(encoders, encoders + replicas), "T", TOKEN_NS)], [("vision", "lm")])
+
+
+def omni(samples: Samples, encoders: int, replicas: int, load: float) -> Plan:
+    """Vision and audio encoders on ranks of their own, both into a language model."""
+    made = [
+        section(name, ranks, symbol, entry_ns(samples, symbol, len(ranks), replicas, load, 3), when=when)
+        for name, ranks, symbol, when in (
+            ("vision", range(encoders), "I", IMAGES),
+            ("audio", range(encoders, encoders + max(1, encoders // 2)), "A", AUDIO),
+        )
+    ]
+    first = made[-1].mesh.ranks[-1] + 1
+    return plan([*made, section("lm", range(first, first + replicas), "T", TOKEN_NS)], [("vision", "lm"), ("audio", "lm")])
+
+
+def teacher_student(samples: Samples, teachers: int, students: int, load: float) -> Plan:
+    """A frozen teacher on its own ranks and a student."""
+    ns = entry_ns(samples, "T", teachers, students, load, 1)
+    return plan(
+        [section("teacher", range(teachers), "T", ns, "forward"), section("student", range(teachers, teachers + students), "T", TOKEN_NS)],
+        [("teacher", "student")],
+    )
+
+
+def shared_encoder(samples: Samples, encoders: int, replicas: int, load: float) -> Plan:
+    """One encoder with two consumers on ranks of their own: a language model and, half as large, a head for images alone."""
+    ns = entry_ns(samples, "I", encoders, replicas, load, 3)
+    lm, head = range(encoders, encoders + replicas), range(encoders + replicas, encoders + replicas + max(1, replicas // 4))
+    sections = [
+        section("vision", range(encoders), "I", ns, when=IMAGES),
+        section("lm", lm, "T", TOKEN_NS),
+        section("head", head, "I", TOKEN_NS // 16, when=IMAGES),
+    ]
+    return plan(sections, [("vision", "lm"), ("vision", "head")])
+
+
+def entry_ns(samples: Samples, symbol: str, ranks: int, replicas: int, load: float, passes: int) -> int:
+    """The forward time of an entry of `symbol` that loads `ranks` ranks with `load` of what loads the language model's replicas."""
+    tokens, entries = (sum(s.sizes[name] for s in samples) for name in ("T", symbol))
+    return max(1, round(load * 3 * TOKEN_NS * tokens * ranks / (replicas * passes * max(1, entries))))
