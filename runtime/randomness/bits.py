@@ -1,8 +1,8 @@
 """64 random bits for every entry of a tensor, from keys and coordinates alone.
 
-An entry's counter is its key plus the sum over dims of coordinate times an odd number that belongs to the dim; the bits are the finaliser of
-splitmix64 applied to it (Steele, Lea, Flood 2014, with the constants of Stafford's variant 13). Coordinates, not a running index, make the
-counter: an entry keeps its bits when a padded dim grows.
+An entry's counter is its key plus the sum over dims of coordinate times an odd number that belongs to the dim; the bits are the
+finaliser of splitmix64 applied to it (Steele, Lea, Flood 2014, with the constants of Stafford's variant 13). Coordinates, not a running
+index, make the counter: an entry keeps its bits when a padded dim grows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from functools import cache
 
 import torch
 
-CHUNK = 1 << 15  # entries that are mixed together on a CPU, so that they stay in its cache
+CHUNK = 1 << 15  # entries that are mixed together, so that they stay in a CPU's cache
+SHORT = 64  # entries of a row that is not worth an operation of its own
 
 
 def key(*parts: object) -> int:
@@ -41,20 +42,30 @@ def bits(parts: Sequence[torch.Tensor], base: int, device: torch.device) -> torc
     rows = torch.full((1,), base, dtype=torch.int64, device=device)
     for part in parts[:-1]:
         rows = (rows.unsqueeze(1) + part).flatten()
-    last = parts[-1] if parts else torch.zeros(1, dtype=torch.int64, device=device)
-    if len(last) < 64 or len(rows) == 1:
-        rows, last = (rows.unsqueeze(1) + last).flatten(), torch.zeros(1, dtype=torch.int64, device=device)
-    out = torch.empty(len(rows), len(last), dtype=torch.int64, device=device)
-    step = max(1, CHUNK // len(last)) if device.type == "cpu" else len(rows)
-    spare = torch.empty(min(step, len(rows)), len(last), dtype=torch.int64, device=device)
+    last = parts[-1] if parts else rows.new_zeros(1)
+    if device.type == "cuda":
+        from secc.runtime.kernels.bits import random_bits  # imports Triton, which ranks without a GPU can do without
+
+        return random_bits(rows, last).view(shape)
+    return mixed(rows, last).view(shape)
+
+
+def mixed(rows: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    """Random int64 [R, L], keyed by the counters `rows[i] + last[j]` (int64, [R] and [L], neither empty)."""
+    shape = len(rows), len(last)
+    if len(last) < SHORT or len(rows) == 1:
+        rows, last = (rows.unsqueeze(1) + last).flatten(), last.new_zeros(1)
+    out = rows.new_empty(len(rows), len(last))
+    step = max(1, CHUNK // len(last))
+    spare = rows.new_empty(min(step, len(rows)), len(last))
     for first in range(0, len(rows), step):
         piece = out[first : first + step]
         torch.add(rows[first : first + step].unsqueeze(1), last, out=piece)
-        _mix(piece, spare[: len(piece)])
+        _finalise(piece, spare[: len(piece)])
     return out.view(shape)
 
 
-def _mix(z: torch.Tensor, spare: torch.Tensor) -> None:
+def _finalise(z: torch.Tensor, spare: torch.Tensor) -> None:
     """The finaliser, in place; shifts of int64 carry the sign, which the masks take away."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, None)):
         torch.bitwise_right_shift(z, shift, out=spare)

@@ -1,7 +1,7 @@
 """Which ATen ops draw random numbers, and what each makes of random bits.
 
-An op gets `bits(shape, device)`, 64 for every entry, and gives what PyTorch's own kernel gives in distribution, dtype and shape; a generator
-that it was handed is left alone.
+An op gets `bits(shape, device)`, 64 for every entry, and gives what PyTorch's own kernel gives in distribution, dtype and shape; a
+generator that it was handed is left alone.
 """
 
 from __future__ import annotations

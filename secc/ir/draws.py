@@ -1,7 +1,7 @@
 """Random ops in the IR: the graph's attribute `draws` lists them as texts, and glue that draws has its name as attribute `draw`.
 
-A text is `dims; rows; name; place`, such as `0,2; 12*B; encoder.layers.0@model.py:18#0; model.py:18`; dims are `-` where all samples share the
-numbers.
+A text is `dims; rows; name; place`, such as `0,2; 12*B; encoder.layers.0@model.py:18#0; model.py:18`; dims are `-` where all samples
+share the numbers.
 """
 
 from __future__ import annotations
