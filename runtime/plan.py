@@ -200,9 +200,16 @@ def load(directory: str | Path) -> Plan:
 def _build(cls: Any, data: Any) -> Any:
     """Dataclasses from JSON data, by the type of each field."""
     nested: dict[str, Any] = {
-        "model": ModelRef, "symbols": Symbol, "inputs": Input, "sections": Section, "edges": Edge, "terms": Term, "ties": Tie,
+        "model": ModelRef,
+        "symbols": Symbol,
+        "inputs": Input,
+        "sections": Section,
+        "edges": Edge,
+        "terms": Term,
+        "ties": Tie,
         "draws": Draw,
-        "mesh": Mesh, "cost": Cost,
+        "mesh": Mesh,
+        "cost": Cost,
     }
     values: dict[str, Any] = {}
     for f in dataclasses.fields(cls):
