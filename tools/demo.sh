@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Compiles the digits example and trains it for a few dozen steps on this machine's CPU: the vision tower and the language model as
-# sections on ranks of their own, so that the timeline shows one at work beside the other. Needs Python 3.11 or newer with pip; makes an environment of its own (.venv-tools).
+# sections on ranks of their own, so that the timeline shows one at work beside the other. Needs Python 3.11 or newer with pip; makes an
+# environment of its own (.venv-tools).
 #
 #   bash tools/demo.sh [STEPS]
 set -euo pipefail

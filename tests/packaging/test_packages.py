@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-import tarfile
 import zipfile
 from pathlib import Path
 
@@ -51,8 +50,7 @@ def test_the_wheel_holds_every_module_and_template_and_no_other_package(checkout
 
 def test_the_sdist_builds_the_same_wheel(checkout: Path, tmp_path: Path):
     direct = zipfile.ZipFile(build("wheel", checkout, tmp_path / "direct")).namelist()
-    with tarfile.open(build("sdist", checkout, tmp_path)) as archive:
-        archive.extractall(tmp_path / "unpacked", filter="data")
+    shutil.unpack_archive(build("sdist", checkout, tmp_path), tmp_path / "unpacked")
     (unpacked,) = (tmp_path / "unpacked").iterdir()
     again = zipfile.ZipFile(build("wheel", unpacked, tmp_path / "again")).namelist()
     assert packaged(again) == packaged(direct)
@@ -69,5 +67,6 @@ def test_an_editable_install_finds_the_linked_packages_under_secc_only(checkout:
             "print(secc.passes.__file__, u.find_spec('passes'), u.find_spec('runtime'))",
         ]
     )
-    result = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, env={}, capture_output=True, text=True, timeout=60)
+    # -S: without this environment's own site-packages, where secc may be installed, too
+    result = subprocess.run([sys.executable, "-S", "-P", "-c", code], cwd=tmp_path, env={}, capture_output=True, text=True, timeout=60)
     assert result.stdout.split() == [str(checkout / "secc" / "passes" / "__init__.py"), "None", "None"], result.stderr
