@@ -3,7 +3,7 @@
 How much of each loss counts is known only in backward (the two sums have each their own upstream gradient), so gradients cannot be
 made with the losses as in `linear_kl`: backward computes both models' logits again and writes the gradient of the weighted sum at once.
 FLOPs for N rows: 2NHV for each model's logits, twice, and 4NHV for the gradients: 12NHV at equal hidden sizes, where separate losses
-spend 14NHV (three heads forward, two backward) and unfused PyTorch 8NHV. Seven numbers a row are kept between forward and backward.
+spend 16NHV and unfused PyTorch 8NHV. Seven numbers a row are kept between forward and backward.
 """
 
 from __future__ import annotations
