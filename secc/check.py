@@ -83,14 +83,16 @@ def _inexact(compiled: Compiled, found: PatternCheck) -> UserError:
     d = found.difference
     pattern = ", ".join(found.pattern) or "no optional inputs"
     message = (
-        f"the plan does not compute what plain PyTorch computes for samples with {pattern}: the loss is off by {d.loss:.3g} and the gradient of "
+        f"the plan does not compute what plain PyTorch computes for samples with {pattern}: "
+        f"the loss is off by {d.loss:.3g} and the gradient of "
         f"{d.worst} by {d.gradient:.3g} tolerances"
     )
     remedy = "the model joins samples in a way secc did not see; train it with --max-sections 1 on one rank, and report the model"
     if compiled.plan.draws:
         first = compiled.plan.draws[0]
         remedy = (
-            f"the rows of a random op (the first is at {first.where}) may not stand sample after sample, or the number of its calls may differ "
+            f"the rows of a random op (the first is at {first.where}) may not stand sample after sample, "
+            "or the number of its calls may differ "
             "between samples; switch it off to see whether it is that"
         )
     return UserError(message, str(compiled.user.path), remedy)

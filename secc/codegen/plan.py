@@ -1,7 +1,7 @@
 """`plan.json`: the planned IR as the dataclasses of `secc.runtime.plan`, and the hash that ties a plan to its model.
 
-The hash covers the lowered IR (graph, shapes, configuration), the model's source and parameters, and the versions of secc's plan format and of
-torch. Wall-clock times and paths stay out of it, so equal inputs give equal plans, byte for byte.
+The hash covers the lowered IR (graph, shapes, configuration), the model's source and parameters, and the versions of secc's plan format
+and of torch. Wall-clock times and paths stay out of it, so equal inputs give equal plans, byte for byte.
 """
 
 from __future__ import annotations

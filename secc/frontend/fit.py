@@ -64,7 +64,7 @@ class Fitter:
         return tuple(prod(row[n] for n in names) for row in self.rows)
 
     def _candidates(self, values: Column) -> Iterator[Expr]:
-        """Expressions that fit, simple ones first: with few terms, and of those with equally many the one with the smallest coefficients."""
+        """Expressions that fit, simple ones first: with few terms, of equally many the one with the smallest coefficients."""
         if len(set(values)) == 1:
             yield sympy.Integer(values[0])
             return
@@ -108,7 +108,7 @@ def _quotient(factors: Sequence[str], name: str, offset: int, divisor: int) -> E
 
 
 def _fits(values: Column, bases: Iterable[tuple[Base, ...]]) -> Iterator[Expr]:
-    """The linear combinations of each basis that give the values, small coefficients first; the basis is smaller than the number of values."""
+    """The linear combinations of each basis that give the values, small coefficients first; a basis is smaller than the values are many."""
     found: list[tuple[Fraction, Expr]] = []
     for basis in bases:
         if len(basis) >= len(values):

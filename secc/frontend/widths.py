@@ -26,9 +26,10 @@ _FAR = (
 
 
 def choose(user: UserModel, survey: Survey, inputs: Inputs, model: nn.Module | None, draws: Sequence[Draw] = ()) -> str:
-    """ "own" if padding provably does not reach the loss in any pattern, else "global".
+    """Say "own" if padding provably does not reach the loss in any pattern, else "global".
 
-    Random ops (`draws`) draw what plans draw. Without a model that fits here nothing can be shown, so the answer is "global" unless no input has a padded width.
+    Random ops (`draws`) draw what plans draw. Without a model that fits here nothing can be shown, so the answer is "global" unless
+    no input has a padded width.
     """
     if all(s.kind == "rows" for s in inputs.symbols):
         return "own"

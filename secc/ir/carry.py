@@ -61,7 +61,7 @@ def check_reach(graph: GraphOp, how: Carry, src_when: Sequence[str], dst_when: S
 
 
 def vanishes(graph: GraphOp, rows: str, absent: Sequence[str]) -> bool:
-    """Whether a sample without the optional keys `absent` has no rows: what counts them has one of these keys, or never comes without one."""
+    """Whether a sample without the optional keys `absent` has no rows: what counts them has, or never lacks, one of these keys."""
     patterns = [set(strings(p.when)) for p in graph.patterns]
 
     def accompanied(key: str) -> bool:
