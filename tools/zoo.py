@@ -37,7 +37,10 @@ from tools.zoo_models import Entry, entries
 RANKS, GLOBAL_BATCH, STEPS = 3, 12, 3
 EXACT, SKIPPED = "exact", "-"
 CAUSES = (  # (what the first line of the error says, the cause that the table names)
-    (r"only \d+ of the captures took this way|no expression over|depends on values|is not explained", "not generic: glue depends on input values"),
+    (
+        r"only \d+ of the captures took this way|no expression over|depends on values|is not explained",
+        "not generic: glue depends on input values",
+    ),
     (r"fits no rule|follow no rule|neither", "input without a rule of rows or widths"),
     (r"Python reads a value", "reads a value that a block computed"),
     (r"not separable", "loss not separable by sample"),
@@ -88,7 +91,7 @@ def look(entry: Entry, ranks: int = RANKS, run: bool = True) -> Row:
             compiled = checked(compiled, required=True)
             row.check = EXACT
             if run:
-                row.run = _run(compiled, model, folder, ranks)
+                row.run = _run(compiled, model, folder)
         except UserError as error:
             row.check = f"{error.where}: {error.message}".splitlines()[0] if error.where else error.message.splitlines()[0]
         except Exception as error:
@@ -103,12 +106,12 @@ def glue(compiled: Compiled) -> str:
     return f"in block {hidden[-1]}" if hidden else "generic"
 
 
-def _run(compiled: Compiled, model: Path, folder: Path, ranks: int) -> str:
-    """`exact`, or the first thing in which the run differs from plain PyTorch."""
+def _run(compiled: Compiled, model: Path, folder: Path) -> str:
+    """`exact`, or the first thing in which the run differs from plain PyTorch. A plan may leave ranks without work, which do not start."""
     compiled.write(folder / "plan", page)
     try:
         reference = plain(model, GLOBAL_BATCH, STEPS, folder / "plain")
-        found = distributed(folder / "plan", ranks, STEPS, folder / "run")
+        found = distributed(folder / "plan", compiled.plan.world_size, STEPS, folder / "run")
     except AssertionError as error:
         return f"run: {error}".splitlines()[0]
     return next((f"run: {d}" for d in differences(found, reference)), EXACT)

@@ -27,7 +27,12 @@ def qwen2_audio() -> nn.Module:
 
 def voxtral() -> nn.Module:
     audio = T.VoxtralEncoderConfig(
-        hidden_size=32, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_mel_bins=MELS, max_source_positions=FRAMES // 2
+        hidden_size=32,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_mel_bins=MELS,
+        max_source_positions=FRAMES // 2,
     )
     return T.VoxtralForConditionalGeneration(T.VoxtralConfig(audio_config=audio, text_config=llama(), audio_token_id=AUDIO))
 
@@ -35,50 +40,100 @@ def voxtral() -> nn.Module:
 def granite_speech() -> nn.Module:
     """Its conformer normalises over the batch, so it is trained with those statistics fixed, as fine-tuning does."""
     encoder = T.GraniteSpeechEncoderConfig(
-        input_dim=MELS, num_layers=2, hidden_dim=32, num_heads=2, dim_head=16, output_dim=16, context_size=8, max_pos_emb=16, conv_kernel_size=3
+        input_dim=MELS,
+        num_layers=2,
+        hidden_dim=32,
+        num_heads=2,
+        dim_head=16,
+        output_dim=16,
+        context_size=8,
+        max_pos_emb=16,
+        conv_kernel_size=3,
     )
     projector = T.Blip2QFormerConfig(
         vocab_size=2, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, encoder_hidden_size=32
     )
     config = T.GraniteSpeechConfig(
-        text_config=T.GraniteConfig(**TEXT), encoder_config=encoder, projector_config=projector, audio_token_index=AUDIO, has_lora_adapter=False,
-        downsample_rate=2, window_size=4,
-    )  # fmt: skip
+        text_config=T.GraniteConfig(**TEXT),
+        encoder_config=encoder,
+        projector_config=projector,
+        audio_token_index=AUDIO,
+        has_lora_adapter=False,
+        downsample_rate=2,
+        window_size=4,
+    )
     return T.GraniteSpeechForConditionalGeneration(quiet(config)).eval()
 
 
 def audioflamingo3() -> nn.Module:
     audio = T.AudioFlamingo3EncoderConfig(
-        num_mel_bins=MELS, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, max_source_positions=FRAMES // 2
+        num_mel_bins=MELS,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_source_positions=FRAMES // 2,
     )
     return T.AudioFlamingo3ForConditionalGeneration(T.AudioFlamingo3Config(audio_config=audio, text_config=qwen2(), audio_token_id=AUDIO))
 
 
 def whisper() -> nn.Module:
     config = T.WhisperConfig(
-        **ENCODER, vocab_size=VOCABULARY, decoder_layers=2, decoder_attention_heads=2, decoder_ffn_dim=64, max_target_positions=64, use_cache=False,
-        pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
-    )  # fmt: skip
+        **ENCODER,
+        vocab_size=VOCABULARY,
+        decoder_layers=2,
+        decoder_attention_heads=2,
+        decoder_ffn_dim=64,
+        max_target_positions=64,
+        use_cache=False,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=1,
+    )
     return T.WhisperForConditionalGeneration(config)
 
 
 def moonshine() -> nn.Module:
     config = T.MoonshineConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, encoder_num_hidden_layers=2, decoder_num_hidden_layers=2,
-        encoder_num_attention_heads=2, decoder_num_attention_heads=2, pad_token_id=0, use_cache=False,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        encoder_num_hidden_layers=2,
+        decoder_num_hidden_layers=2,
+        encoder_num_attention_heads=2,
+        decoder_num_attention_heads=2,
+        pad_token_id=0,
+        use_cache=False,
+    )
     return T.MoonshineForConditionalGeneration(config)
 
 
 def speech_encoder_decoder() -> nn.Module:
     encoder = T.Wav2Vec2Config(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, conv_dim=[16, 16], conv_kernel=[10, 3], conv_stride=[5, 2],
-        num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=2, vocab_size=VOCABULARY, apply_spec_augment=False, num_feat_extract_layers=2,
-    )  # fmt: skip
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        conv_dim=[16, 16],
+        conv_kernel=[10, 3],
+        conv_stride=[5, 2],
+        num_conv_pos_embeddings=8,
+        num_conv_pos_embedding_groups=2,
+        vocab_size=VOCABULARY,
+        apply_spec_augment=False,
+        num_feat_extract_layers=2,
+    )
     decoder = T.BertConfig(
-        vocab_size=VOCABULARY, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, is_decoder=True,
-        add_cross_attention=True, use_cache=False,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        is_decoder=True,
+        add_cross_attention=True,
+        use_cache=False,
+    )
     config = T.SpeechEncoderDecoderConfig(encoder=quiet(encoder), decoder=quiet(decoder), decoder_start_token_id=1, pad_token_id=0)
     return T.SpeechEncoderDecoderModel(config)
 

@@ -13,23 +13,49 @@ from tools.zoo_models.parts import VISION, quiet
 from tools.zoo_models.samples import VOCABULARY, Sample, words
 
 BERT: dict[str, Any] = dict(
-    vocab_size=VOCABULARY, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, use_cache=False,
-    hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-)  # fmt: skip
+    vocab_size=VOCABULARY,
+    hidden_size=48,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    use_cache=False,
+    hidden_dropout_prob=0.0,
+    attention_probs_dropout_prob=0.0,
+)
 
 
 def t5() -> nn.Module:
     config = T.T5Config(
-        vocab_size=VOCABULARY, d_model=48, d_kv=12, d_ff=96, num_layers=2, num_decoder_layers=2, num_heads=4, decoder_start_token_id=0, use_cache=False
+        vocab_size=VOCABULARY,
+        d_model=48,
+        d_kv=12,
+        d_ff=96,
+        num_layers=2,
+        num_decoder_layers=2,
+        num_heads=4,
+        decoder_start_token_id=0,
+        use_cache=False,
     )
     return T.T5ForConditionalGeneration(quiet(config))
 
 
 def bart() -> nn.Module:
     config = T.BartConfig(
-        vocab_size=VOCABULARY, d_model=48, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=96,
-        decoder_ffn_dim=96, max_position_embeddings=128, use_cache=False, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=2,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        d_model=48,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=96,
+        decoder_ffn_dim=96,
+        max_position_embeddings=128,
+        use_cache=False,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=2,
+    )
     return T.BartForConditionalGeneration(quiet(config))
 
 
@@ -42,7 +68,10 @@ def vision_encoder_decoder() -> nn.Module:
 
 def encoder_decoder() -> nn.Module:
     config = T.EncoderDecoderConfig(
-        encoder=T.BertConfig(**BERT), decoder=T.BertConfig(**BERT, is_decoder=True, add_cross_attention=True), decoder_start_token_id=1, pad_token_id=0
+        encoder=T.BertConfig(**BERT),
+        decoder=T.BertConfig(**BERT, is_decoder=True, add_cross_attention=True),
+        decoder_start_token_id=1,
+        pad_token_id=0,
     )
     return T.EncoderDecoderModel(config)
 

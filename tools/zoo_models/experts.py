@@ -23,9 +23,14 @@ def qwen3_moe(**options) -> T.PreTrainedModel:
 def gpt_oss() -> nn.Module:
     return T.GptOssForCausalLM(
         T.GptOssConfig(
-            **TEXT, head_dim=12, num_local_experts=4, num_experts_per_tok=2, sliding_window=8, layer_types=["sliding_attention", "full_attention"],
+            **TEXT,
+            head_dim=12,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=8,
+            layer_types=["sliding_attention", "full_attention"],
             rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        )  # fmt: skip
+        )
     )
 
 
@@ -35,9 +40,20 @@ def olmoe() -> nn.Module:
 
 def deepseek_v3() -> nn.Module:
     config = T.DeepseekV3Config(
-        **TEXT | dict(num_key_value_heads=4), moe_intermediate_size=32, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, n_group=2,
-        topk_group=1, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
-    )  # fmt: skip
+        **TEXT | dict(num_key_value_heads=4),
+        moe_intermediate_size=32,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+    )
     return T.DeepseekV3ForCausalLM(config)
 
 

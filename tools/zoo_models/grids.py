@@ -32,21 +32,37 @@ def qwen2_5_vl() -> nn.Module:
 
 
 def qwen3_vl() -> nn.Module:
-    vision = TOWER | dict(hidden_size=32, intermediate_size=64, out_hidden_size=48, num_position_embeddings=16, deepstack_visual_indexes=[0])
+    vision = TOWER | dict(
+        hidden_size=32, intermediate_size=64, out_hidden_size=48, num_position_embeddings=16, deepstack_visual_indexes=[0]
+    )
     text = MRoPE | {"head_dim": 12, "rope_parameters": ROPE | {"mrope_interleaved": True}}
     return T.Qwen3VLForConditionalGeneration(T.Qwen3VLConfig(vision_config=vision, text_config=text, **TOKENS))
 
 
 def qwen2_5_omni() -> nn.Module:
     audio = dict(
-        num_mel_bins=MELS, encoder_layers=2, encoder_attention_heads=2, encoder_ffn_dim=64, d_model=32, max_source_positions=16, n_window=4,
+        num_mel_bins=MELS,
+        encoder_layers=2,
+        encoder_attention_heads=2,
+        encoder_ffn_dim=64,
+        d_model=32,
+        max_source_positions=16,
+        n_window=4,
         output_dim=48,
-    )  # fmt: skip
+    )
     vision = TOWER | dict(hidden_size=32, intermediate_size=64, out_hidden_size=48, window_size=16, fullatt_block_indexes=[1])
     config = T.Qwen2_5OmniThinkerConfig(
-        audio_config=audio, vision_config=vision, text_config=dict(MRoPE), audio_token_index=AUDIO, image_token_index=IMAGE, video_token_index=VIDEO,
-        audio_start_token_id=SOUND_START, audio_end_token_id=SOUND_END, vision_start_token_id=START, vision_end_token_id=END,
-    )  # fmt: skip
+        audio_config=audio,
+        vision_config=vision,
+        text_config=dict(MRoPE),
+        audio_token_index=AUDIO,
+        image_token_index=IMAGE,
+        video_token_index=VIDEO,
+        audio_start_token_id=SOUND_START,
+        audio_end_token_id=SOUND_END,
+        vision_start_token_id=START,
+        vision_end_token_id=END,
+    )
     return T.Qwen2_5OmniThinkerForConditionalGeneration(config)
 
 

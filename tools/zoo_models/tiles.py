@@ -9,7 +9,7 @@ import transformers as T
 from torch import nn
 
 from tools.zoo_models.entry import Entry
-from tools.zoo_models.parts import TEXT, VISION, clip, llama, mistral, qwen2, siglip
+from tools.zoo_models.parts import VISION, clip, llama, mistral, qwen2, siglip
 from tools.zoo_models.samples import IGNORED, IMAGE, VIDEO, Sample, after, blanks, chance, integer, joined, padded, words
 
 SIDE = 32  # pixels of a tile
@@ -35,7 +35,9 @@ def idefics2() -> nn.Module:
         hidden_size=48, resampler_n_latents=4, resampler_depth=1, resampler_n_heads=4, resampler_head_dim=12, num_key_value_heads=2
     )
     vision = T.models.idefics2.configuration_idefics2.Idefics2VisionConfig(**VISION)
-    config = T.Idefics2Config(vision_config=vision, perceiver_config=perceiver, text_config=mistral(), image_token_id=IMAGE, use_cache=False)
+    config = T.Idefics2Config(
+        vision_config=vision, perceiver_config=perceiver, text_config=mistral(), image_token_id=IMAGE, use_cache=False
+    )
     return T.Idefics2ForConditionalGeneration(config)
 
 
@@ -50,7 +52,7 @@ def smolvlm() -> nn.Module:
 
 
 def mistral3() -> nn.Module:
-    vision = T.PixtralVisionConfig(**VISION | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}})
+    vision = T.PixtralVisionConfig(**VISION | {"image_size": 48, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}})
     config = T.Mistral3Config(vision_config=vision, text_config=mistral(), image_token_index=IMAGE, spatial_merge_size=2)
     return T.Mistral3ForConditionalGeneration(config)
 
@@ -98,9 +100,9 @@ def _most_images(samples: Sequence[Sample]) -> Sample:
 
 
 def _own_size(g: torch.Generator) -> Sample:
-    """Up to two images of 16 or 32 pixels high and wide; one token for 16 x 16 pixels."""
+    """Up to two images of 16 or 32 pixels' height; one token for 16 x 16 pixels. The model takes no image of one token."""
     count = integer(g, 1, 3) if chance(g, 0.6) else 0
-    sizes = [(16 * integer(g, 1, 3), 16 * integer(g, 1, 3)) for _ in range(count)]
+    sizes = [(16 * integer(g, 1, 3), 16 * integer(g, 2, 4)) for _ in range(count)]
     sample = after(blanks(sum(h * w // 256 for h, w in sizes)), words(g))
     if not count:
         return sample

@@ -15,9 +15,13 @@ FRAMES = 3
 
 def llava_next_video() -> nn.Module:
     config = T.LlavaNextVideoConfig(
-        vision_config=clip(), text_config=llama(), image_token_index=IMAGE, video_token_index=VIDEO, vision_feature_layer=-1,
+        vision_config=clip(),
+        text_config=llama(),
+        image_token_index=IMAGE,
+        video_token_index=VIDEO,
+        vision_feature_layer=-1,
         image_grid_pinpoints=[[32, 64]],
-    )  # fmt: skip
+    )
     return T.LlavaNextVideoForConditionalGeneration(config)
 
 

@@ -36,7 +36,12 @@ def aya_vision() -> nn.Module:
 def paligemma() -> nn.Module:
     text = T.GemmaConfig(**TEXT | {"head_dim": 12})
     config = T.PaliGemmaConfig(
-        vision_config=siglip(projection_dim=48), text_config=text, image_token_index=IMAGE, projection_dim=48, vocab_size=TEXT["vocab_size"], hidden_size=48
+        vision_config=siglip(projection_dim=48),
+        text_config=text,
+        image_token_index=IMAGE,
+        projection_dim=48,
+        vocab_size=TEXT["vocab_size"],
+        hidden_size=48,
     )
     return T.PaliGemmaForConditionalGeneration(config)
 
@@ -51,10 +56,19 @@ def gemma3() -> nn.Module:
 
 def got_ocr2() -> nn.Module:
     vision = T.GotOcr2VisionConfig(
-        hidden_size=32, output_channels=16, num_hidden_layers=2, num_attention_heads=2, image_size=64, patch_size=8, mlp_dim=64, window_size=4,
+        hidden_size=32,
+        output_channels=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=64,
+        patch_size=8,
+        mlp_dim=64,
+        window_size=4,
         global_attn_indexes=[1],
-    )  # fmt: skip
-    return T.GotOcr2ForConditionalGeneration(T.GotOcr2Config(vision_config=vision, text_config=qwen2(), image_token_index=IMAGE, image_seq_length=4))
+    )
+    return T.GotOcr2ForConditionalGeneration(
+        T.GotOcr2Config(vision_config=vision, text_config=qwen2(), image_token_index=IMAGE, image_seq_length=4)
+    )
 
 
 def blip2() -> nn.Module:
@@ -72,21 +86,43 @@ def instructblip() -> nn.Module:
     qformer = T.InstructBlipQFormerConfig(
         vocab_size=120, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, encoder_hidden_size=32
     )
-    config = T.InstructBlipConfig(vision_config=vision, qformer_config=qformer, text_config=T.OPTConfig(**OPT), num_query_tokens=4, image_token_index=IMAGE)
+    config = T.InstructBlipConfig(
+        vision_config=vision, qformer_config=qformer, text_config=T.OPTConfig(**OPT), num_query_tokens=4, image_token_index=IMAGE
+    )
     return frozen(T.InstructBlipForConditionalGeneration(quiet(config)), "vision_model", "language_model")
 
 
 OPT = dict(
-    vocab_size=120, hidden_size=48, word_embed_proj_dim=48, ffn_dim=96, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=256,
-    use_cache=False, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
+    vocab_size=120,
+    hidden_size=48,
+    word_embed_proj_dim=48,
+    ffn_dim=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    max_position_embeddings=256,
+    use_cache=False,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
 
 
 def kosmos2() -> nn.Module:
     text = T.Kosmos2Config().text_config
-    text.update(dict(
-        vocab_size=120, embed_dim=48, layers=2, ffn_dim=96, attention_heads=4, max_position_embeddings=256, use_cache=False, pad_token_id=0, bos_token_id=1, eos_token_id=2
-    ))  # fmt: skip
+    text.update(
+        dict(
+            vocab_size=120,
+            embed_dim=48,
+            layers=2,
+            ffn_dim=96,
+            attention_heads=4,
+            max_position_embeddings=256,
+            use_cache=False,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+    )
     return T.Kosmos2ForConditionalGeneration(
         quiet(T.Kosmos2Config(text_config=text.to_dict(), vision_config=dict(VISION), latent_query_num=4))
     )
@@ -94,22 +130,52 @@ def kosmos2() -> nn.Module:
 
 def florence2() -> nn.Module:
     vision = dict(
-        depths=[1, 1], patch_size=[7, 3], patch_stride=[4, 2], patch_padding=[3, 1], patch_prenorm=[False, True], embed_dim=[16, 32], num_heads=[2, 4],
-        num_groups=[2, 4], window_size=4, projection_dim=48, max_position_embeddings=8,
-    )  # fmt: skip
+        depths=[1, 1],
+        patch_size=[7, 3],
+        patch_stride=[4, 2],
+        patch_padding=[3, 1],
+        patch_prenorm=[False, True],
+        embed_dim=[16, 32],
+        num_heads=[2, 4],
+        num_groups=[2, 4],
+        window_size=4,
+        projection_dim=48,
+        max_position_embeddings=8,
+    )
     text = T.BartConfig(
-        vocab_size=120, d_model=48, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=96,
-        decoder_ffn_dim=96, max_position_embeddings=128, use_cache=False, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=2,
-    )  # fmt: skip
+        vocab_size=120,
+        d_model=48,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=96,
+        decoder_ffn_dim=96,
+        max_position_embeddings=128,
+        use_cache=False,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=2,
+    )
     config = T.Florence2Config(vision_config=vision, text_config=text.to_dict(), image_token_id=IMAGE)
     return T.Florence2ForConditionalGeneration(quiet(config))
 
 
 def mllama() -> nn.Module:
     vision = T.MllamaVisionConfig(
-        hidden_size=32, num_hidden_layers=2, num_global_layers=1, attention_heads=2, intermediate_size=64, vision_output_dim=64, image_size=32,
-        patch_size=8, max_num_tiles=2, intermediate_layers_indices=[0], supported_aspect_ratios=[[1, 1], [1, 2], [2, 1]],
-    )  # fmt: skip
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_global_layers=1,
+        attention_heads=2,
+        intermediate_size=64,
+        vision_output_dim=64,
+        image_size=32,
+        patch_size=8,
+        max_num_tiles=2,
+        intermediate_layers_indices=[0],
+        supported_aspect_ratios=[[1, 1], [1, 2], [2, 1]],
+    )
     text = T.MllamaTextConfig(**TEXT | {"cross_attention_layers": [1], "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}})
     return T.MllamaForConditionalGeneration(T.MllamaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE))
 
@@ -148,7 +214,10 @@ def _pictured(g: torch.Generator) -> Sample:
 
 def _kosmos(g: torch.Generator) -> Sample:
     sample = after(blanks(4, VIDEO), words(g))
-    return sample | {"pixel_values": torch.randn(3, 32, 32, generator=g), "image_embeds_position_mask": (sample["input_ids"] == VIDEO).long()}
+    return sample | {
+        "pixel_values": torch.randn(3, 32, 32, generator=g),
+        "image_embeds_position_mask": (sample["input_ids"] == VIDEO).long(),
+    }
 
 
 def _florence(g: torch.Generator) -> Sample:
