@@ -1,0 +1,51 @@
+"""Public architectures are compiled, exact, and train on three ranks as in plain PyTorch: a few by default, all of the zoo as slow tests."""
+
+from __future__ import annotations
+
+import pytest
+
+from tools.zoo import CAUSES, EXACT, Row, look, table
+from tools.zoo_models import entries, entry
+
+QUICK = ("gemma3", "qwen2_audio", "gpt_oss", "qwen3_vl")
+SLOW = [e.name for e in entries() if e.name not in QUICK]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", QUICK)
+def test_architectures_train_exactly(name: str) -> None:
+    row = look(entry(name))
+    assert (row.check, row.run) == (EXACT, EXACT)
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", SLOW)
+def test_all_other_architectures_train_exactly(name: str) -> None:
+    row = look(entry(name))
+    assert (row.check, row.run) == (EXACT, EXACT)
+
+
+def test_glue_that_depends_on_values_is_said_to_be_hidden() -> None:
+    row = look(entry("mistral3"), run=False)
+    assert row.check == EXACT and row.glue == "in block model"
+    assert "moves with the batch" in row.notes[0] and "modeling_mistral3.py:" in row.notes[0]
+
+
+def test_every_entry_has_a_name_of_its_own_and_writes_a_model_file() -> None:
+    names = [e.name for e in entries()]
+    assert len(names) == len(set(names)) >= 25
+    assert all(f'entry("{e.name}")' in e.source() for e in entries())
+
+
+def test_failures_are_listed_by_cause() -> None:
+    rows = [
+        Row("a", "x", check=EXACT, run=EXACT),
+        Row("b", "x", check="m.py:1: the loss is not separable by sample: op"),
+        Row("c", "x", check=EXACT, run="run: loss of step 1: 2.0 instead of 1.0"),
+        Row("d", "x", check="KeyError: 'k'"),
+    ]
+    text = table(rows)
+    assert "1 of 4 without an error." in text and "| b | x | - | - | m.py:1: the loss is not separable by sample: op | - |" in text
+    causes = dict(line.removeprefix("- ").rsplit(": ", 1) for line in text.splitlines() if line.startswith("- "))
+    assert sorted(causes.values()) == ["b", "c", "d"] and set(causes) <= {cause for _, cause in CAUSES}
