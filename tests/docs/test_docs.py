@@ -13,7 +13,15 @@ from secc import cli
 from secc.runtime import options as run_options
 from secc.runtime.user_model import load, loss_of
 
-PAGES = ("README.md", "CHANGELOG.md", "docs/guide.md", "docs/tutorial.md", "docs/troubleshooting.md", "docs/architecture.md")
+PAGES = (
+    "README.md",
+    "CHANGELOG.md",
+    "docs/guide.md",
+    "docs/tutorial.md",
+    "docs/troubleshooting.md",
+    "docs/architecture.md",
+    "docs/kernels.md",
+)
 FOLDERS = ("secc", "passes", "runtime")
 
 
