@@ -147,9 +147,7 @@ def load_model(checkpoint: Path, model: nn.Module) -> None:
         model.load_state_dict(objects, strict=False)
 
 
-def load_optimizer(
-    checkpoint: Path, optimizer: torch.optim.Optimizer | None, scheduler: Any, pieces: Pieces, rank: int
-) -> None:
+def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer | None, scheduler: Any, pieces: Pieces, rank: int) -> None:
     """Read the state of this rank's parameters, their groups' options and the scheduler's state. Collective."""
     from secc.runtime import tensor_store
 

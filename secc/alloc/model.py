@@ -254,4 +254,3 @@ def _total_memory(problem: Problem) -> int:
 
 def _mib(size: int) -> int:
     return -(-size >> 20)
-
