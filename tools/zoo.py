@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -60,7 +60,7 @@ class Row:
     name: str
     family: str
     glue: str = SKIPPED
-    sections: tuple[str, ...] = ()
+    sections: dict[str, str] = field(default_factory=dict)  # names and modes
     check: str = SKIPPED
     run: str = SKIPPED
     notes: tuple[str, ...] = ()
@@ -86,7 +86,7 @@ def look(entry: Entry, ranks: int = RANKS, run: bool = True) -> Row:
         model = recording_model(entry.name, folder, folder)
         try:
             compiled = compile_model(model, Options(cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH))
-            row.glue, row.sections = glue(compiled), tuple(s.name for s in compiled.plan.sections)
+            row.glue, row.sections = glue(compiled), {s.name: s.mode for s in compiled.plan.sections}
             row.notes = tuple(compiled.plan.checks.get("notes", ()))
             compiled = checked(compiled, required=True)
             row.check = EXACT
@@ -121,7 +121,7 @@ def table(rows: Sequence[Row]) -> str:
     """The rows as a Markdown table, then the failures by cause."""
     lines = ["| architecture | family | glue | sections | check | run |", "| --- | --- | --- | --- | --- | --- |"]
     for r in rows:
-        lines.append(f"| {r.name} | {r.family} | {r.glue} | {', '.join(r.sections) or SKIPPED} | {_cell(r.check)} | {_cell(r.run)} |")
+        lines.append(f"| {r.name} | {r.family} | {r.glue} | {_sections(r)} | {_cell(r.check)} | {_cell(r.run)} |")
     exact = sum(not r.error for r in rows)
     lines += ["", f"{exact} of {len(rows)} without an error."]
     causes: dict[str, list[str]] = defaultdict(list)
@@ -130,6 +130,11 @@ def table(rows: Sequence[Row]) -> str:
             causes[r.cause].append(r.name)
     lines += [f"- {cause}: {', '.join(names)}" for cause, names in sorted(causes.items(), key=lambda c: -len(c[1]))]
     return "\n".join(lines)
+
+
+def _sections(row: Row) -> str:
+    """The sections' names, with the mode of those that are not trained."""
+    return ", ".join(name if mode == "train" else f"{name} ({mode})" for name, mode in row.sections.items()) or SKIPPED
 
 
 def _cell(text: str) -> str:

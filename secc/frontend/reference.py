@@ -43,8 +43,9 @@ def eager(model: nn.Module, batch: Mapping[str, Any], draws: Draws | None = None
     model.zero_grad(set_to_none=True)
     with forward_of(draws):
         loss = loss_of(model(**batch))
-    with backward_of(draws):
-        loss.backward()
+    if loss.requires_grad:  # not if what trains is what only other samples reach
+        with backward_of(draws):
+            loss.backward()
     found = Result(float(loss.detach().double()), gradients(model))
     model.zero_grad(set_to_none=True)
     return found

@@ -1,0 +1,38 @@
+"""Every way in which components can be joined is cut into the sections that a user expects, and the plan is exact."""
+
+from __future__ import annotations
+
+import pytest
+
+from tools.zoo import EXACT, look
+from tools.zoo_models import entry
+
+SECTIONS = {
+    "two_teachers": {"deep": "forward", "shallow": "forward", "student": "train"},
+    "shared_encoder": {"encoder": "train", "teacher": "forward", "student": "train"},
+    "called_twice": {"model": "train"},
+    "feeds_two": {"encoder": "train", "decoder": "train"},
+    "frozen_middle": {"encoder": "train", "language_model": "dgrad", "head": "train"},
+    "sometimes": {"pictures": "train", "sketches": "train", "decoder": "train"},
+}
+ADAPTED = {
+    "lora_llava": {"vision_tower": "forward", "language_model": "train", "lm_head": "dgrad"},
+    "lora_tower": {"vision_tower": "train", "language_model": "dgrad"},
+    "lora_t5": {"encoder": "train", "decoder": "train"},
+    "lora_student": {"teacher": "forward", "student": "train"},
+}
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_structures_are_exact_in_their_sections(name: str) -> None:
+    row = look(entry(name), run=False)
+    assert (row.check, row.glue) == (EXACT, "generic")
+    assert row.sections == SECTIONS[name]
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_adapters_on_frozen_models_are_exact(name: str) -> None:
+    pytest.importorskip("peft")
+    row = look(entry(name), run=False)
+    assert (row.check, row.glue) == (EXACT, "generic")
+    assert row.sections == ADAPTED[name]
