@@ -1,4 +1,4 @@
-"""Public architectures compile, are exact, and train on three ranks as in plain PyTorch: a few by default, all of the zoo as slow tests."""
+"""Public architectures compile, are exact, and train on three ranks as in plain PyTorch: a few by default, the whole zoo as slow tests."""
 
 from __future__ import annotations
 
