@@ -15,9 +15,9 @@ readiness, prefers what owes an upstream backward, and so ends with samples that
 Invariants: a micro-batch holds samples of one pattern; a sample stays on its rank through sections on the same ranks; the same input gives
 the same programs on any machine, because everything is integers and plain Python.
 
-Where it loses: a step in which a frozen section upstream is as loaded as the critical one ends later by up to the largest sample (running
-ahead into the next batch would hide it; whether another order within one step could is open); encoders with a few images each cannot be level; a job is never held back for a more urgent one that
-is about to be ready; transfers are not modelled.
+Where it loses: a step in which a frozen section upstream is as loaded as the critical one ends later by up to the largest sample
+(running ahead into the next batch would hide it; whether another order within one step could is open); encoders with a few images
+each cannot be level; a job is never held back for a more urgent one that is about to be ready; transfers are not modelled.
 """
 
 from __future__ import annotations
