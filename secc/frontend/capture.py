@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from secc.errors import UserError
 from secc.frontend.compare import Generic, generalise
 from secc.frontend.draws import find
 from secc.frontend.fold import fold
@@ -24,7 +25,7 @@ from secc.frontend.ways import Diagnostic, GlueError, Observed, way
 from secc.runtime.plan import Draw
 from secc.runtime.recorder import BlockError, Hazard, Recorder
 from secc.runtime.recorder.places import class_place
-from secc.runtime.sizes import sizes_of
+from secc.runtime.sizes import pad_batch, sizes_of
 from secc.runtime.user_model import UserModel
 
 _TURNS = 3  # choices of samples that are tried for micro-batches whose sizes move independently
@@ -120,20 +121,30 @@ class _Batches:
             batch = user.collate(samples)
             return _Batch(batch, sizes_of(batch, inputs.symbols, len(samples)))
 
+        self._inputs = inputs
+        self.free = frozenset(s.name for s in inputs.symbols if s.kind == "width")
         turns = ((turn, [collated(s) for s in survey.batches(pattern, turn=turn)]) for turn in range(_TURNS))
         turn, self.ragged = _most_independent(turns)
         self.even = [collated(s) for s in survey.batches(pattern, even=True, turn=turn)]
 
     def record(self, recorder: Recorder) -> list[Observed]:
         """Ragged and even micro-batches recorded; of the even ones only the first if forward takes the same way through it."""
-
-        def observe(b: _Batch) -> Observed:
-            return Observed(fold(recorder.record(b.batch)), b.sizes)
-
-        found = [observe(b) for b in (*self.ragged, self.even[0])]
+        self._recorder = recorder
+        found = [self._observe(b) for b in (*self.ragged, self.even[0])]
         if way(found[-1].recording) not in [way(o.recording) for o in found[:-1]]:
-            found += [observe(b) for b in self.even[1:]]
+            found += [self._observe(b) for b in self.even[1:]]
         return found
+
+    def _observe(self, b: _Batch) -> Observed:
+        return Observed(fold(self._recorder.record(b.batch)), b.sizes)
+
+    def __call__(self, name: str, size: int) -> Observed | None:
+        """A probe: the ragged micro-batch that is narrowest along the width symbol `name`, padded to `size`."""
+        b = min(self.ragged, key=lambda b: b.sizes[name])
+        try:
+            return self._observe(_Batch(pad_batch(b.batch, self._inputs.inputs, {name: size}), {**b.sizes, name: size}))
+        except (UserError, ValueError):
+            return None  # the model or collate refuses this width
 
 
 def _most_independent(turns: Iterable[tuple[int, list[_Batch]]]) -> tuple[int, list[_Batch]]:
@@ -158,7 +169,7 @@ def _captured(
         recorder.use(frontier.blocks)
         try:
             observed = {p: b.record(recorder) for p, b in batches.items()}
-            return _generic(observed, frontier, needed), [o for seen in observed.values() for o in seen]
+            return _generic(observed, frontier, needed, batches), [o for seen in observed.values() for o in seen]
         except (BlockError, GlueError) as error:
             around = error.coarser if isinstance(error, BlockError) else error.module or None
             if around is None or around in frontier.blocks:
@@ -167,12 +178,14 @@ def _captured(
             frontier.blocks = coarsen(frontier.blocks, around)
 
 
-def _generic(observed: Mapping[Pattern, Sequence[Observed]], frontier: Frontier, needed: Collection[Pattern]) -> list[Case]:
+def _generic(
+    observed: Mapping[Pattern, Sequence[Observed]], frontier: Frontier, needed: Collection[Pattern], probes: Mapping[Pattern, _Batches]
+) -> list[Case]:
     """The cases of all patterns. A pattern that no sample alone has may be left out, with a note."""
     cases: list[Case] = []
     for pattern, seen in observed.items():
         try:
-            found, problems = generalise(seen)
+            found, problems = generalise(seen, probes[pattern])
         except GlueError as error:
             if pattern in needed or error.module:
                 raise

@@ -8,9 +8,9 @@ under. Captures whose ops differ are cases of their own.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import sympy
 import torch
@@ -25,6 +25,7 @@ from secc.runtime.recorder import Read, is_read
 from secc.runtime.recorder.finish import needed
 
 FEWEST = 3  # captures that a case needs, so that sizes can be explained and checked
+_PROBES = 24  # further captures at most to put explanations to the test
 
 aten = torch.ops.aten
 
@@ -54,9 +55,20 @@ class Unexplained(Exception):
         self.diagnostic = diagnostic
 
 
-def generalise(observed: Sequence[Observed]) -> tuple[list[Generic], list[Diagnostic]]:
+class Probe(Protocol):
+    """Observes one more micro-batch."""
+
+    free: frozenset[str]  # the symbols whose size can be chosen
+
+    def __call__(self, name: str, size: int) -> Observed | None:
+        """A micro-batch like the one in which `name` is smallest, but of this size, None if there is none."""
+        ...
+
+
+def generalise(observed: Sequence[Observed], probe: Probe | None = None) -> tuple[list[Generic], list[Diagnostic]]:
     """The cases of one pattern from folded recordings, those with most captures first, and what could not be explained.
 
+    With `probe`, explanations that another observation could refute are put to the test.
     Raises GlueError if no case is left, or if a case could be taken for a batch that goes another way.
     """
     groups: dict[Any, list[Observed]] = {}
@@ -66,7 +78,7 @@ def generalise(observed: Sequence[Observed]) -> tuple[list[Generic], list[Diagno
     reads = {id(o): o.recording.reads for o in observed}
     cases, problems = [], []
     for group in ways:
-        found, notes = _cases(group)
+        found, notes = _cases(group, probe)
         cases += found
         problems += notes
     for case, group in cases:
@@ -78,13 +90,13 @@ def generalise(observed: Sequence[Observed]) -> tuple[list[Generic], list[Diagno
     return [case for case, _ in cases], problems
 
 
-def _cases(group: list[Observed]) -> tuple[list[tuple[Generic, list[Observed]]], list[Diagnostic]]:
+def _cases(group: list[Observed], probe: Probe | None) -> tuple[list[tuple[Generic, list[Observed]]], list[Diagnostic]]:
     """Merge captures of one structure: together if that explains all, else apart by what Python read."""
     if len(group) < FEWEST:
         place = next((n.meta["where"] for n in group[0].recording.graph.nodes if n.meta.get("where")), "")
         return [], [Diagnostic(f"only {len(group)} of the captures took this way, too few to tell sizes from constants", place)]
     try:
-        return [(_Merge(group).run(), group)], []
+        return [(_merged(group, probe), group)], []
     except Unexplained as error:
         problem = error.diagnostic
     parts: dict[Any, list[Observed]] = {}
@@ -92,8 +104,21 @@ def _cases(group: list[Observed]) -> tuple[list[tuple[Generic, list[Observed]]],
         parts.setdefault(way(o.recording)[1], []).append(o)
     if len(parts) == 1:
         return [], [problem]
-    results = [_cases(part) for part in parts.values()]
+    results = [_cases(part, probe) for part in parts.values()]
     return [c for cases, _ in results for c in cases], [p for _, problems in results for p in problems]
+
+
+def _merged(group: Sequence[Observed], probe: Probe | None) -> Generic:
+    """The captures as one graph, after as many further ones as its explanations need."""
+    known = list(group)
+    for _ in range(_PROBES if probe is not None else 0):
+        assert probe is not None
+        doubt = _Merge(known, probe.free).doubt()
+        more = probe(*doubt) if doubt is not None else None
+        if more is None or signature(more.recording.graph) != signature(known[0].recording.graph):
+            break
+        known.append(more)
+    return _Merge(known, probe.free if probe is not None else ()).run()
 
 
 def _rejects(case: Generic, reads: Sequence[Read]) -> bool:
@@ -108,14 +133,32 @@ def _rejects(case: Generic, reads: Sequence[Read]) -> bool:
 class _Merge:
     """Captures of one structure as one generic graph, which is the first one's with its numbers explained."""
 
-    def __init__(self, group: Sequence[Observed]) -> None:
+    def __init__(self, group: Sequence[Observed], free: Collection[str]) -> None:
         self._first = group[0].recording
         self._graphs = [o.recording.graph for o in group]
         self._recordings = [o.recording for o in group]
-        self._fitter = Fitter([o.sizes for o in group])
+        self._fitter = Fitter([o.sizes for o in group], free)
         self._data: list[str] = []
 
+    def doubt(self) -> tuple[str, int] | None:
+        """A symbol and a size of it at which an explanation might fail. Nothing is changed."""
+        self._explain()
+        return self._fitter.doubt
+
     def run(self) -> Generic:
+        """The merged graph. The first capture is used up."""
+        explained, dropped = self._explain()
+        for node, meta in explained.items():
+            if "target" in meta:
+                node.op, node.target = "call_function", meta.pop("target")
+            node.meta |= meta
+        for node in dropped:
+            self._first.graph.erase_node(node)
+        self._first.graph.eliminate_dead_code(needed)
+        return self._generic()
+
+    def _explain(self) -> tuple[dict[fx.Node, dict[str, Any]], list[fx.Node]]:
+        """What is found of each node, and the reads that may be forgotten."""
         explained: dict[fx.Node, dict[str, Any]] = {}
         dropped: list[fx.Node] = []
         for order, read in enumerate(self._first.reads):
@@ -125,14 +168,7 @@ class _Merge:
                 dropped.append(nodes[0])
             else:
                 explained[nodes[0]] = self._node(nodes)
-        for node, meta in explained.items():
-            if "target" in meta:
-                node.op, node.target = "call_function", meta.pop("target")
-            node.meta |= meta
-        for node in dropped:
-            self._first.graph.erase_node(node)
-        self._first.graph.eliminate_dead_code(needed)
-        return self._generic()
+        return explained, dropped
 
     def _generic(self) -> Generic:
         graph = self._first.graph

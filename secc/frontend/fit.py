@@ -7,34 +7,42 @@ has fewer free coefficients than there are observations, so that at least one of
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
 from math import prod
 
 import sympy
 
+from secc.frontend.strides import strides, telling
 from secc.ir.expr import Expr, symbol
 
 DEGREE = 3
 DENOMINATORS = 8  # S*(S + 1)//2 and its like; a larger denominator is chance
-DIVISORS = (*range(2, 17), 20, 24, 28, 32, 48, 64)
 
 Column = tuple[int, ...]
 Base = tuple[Callable[[], Expr], Column]  # an expression, made when it is wanted, and its values
 
 
 class Fitter:
-    """Expressions over symbols; `rows` are the sizes at each observation, in the order of the values to explain."""
+    """Expressions over symbols; `rows` are the sizes at each observation, in the order of the values to explain.
 
-    def __init__(self, rows: Sequence[Mapping[str, int]]) -> None:
+    `free` are the symbols for which an observation can be had at any greater size. `doubt` is such a symbol and size, if an explanation
+    was given that an observation there may refute.
+    """
+
+    def __init__(self, rows: Sequence[Mapping[str, int]], free: Collection[str] = ()) -> None:
         self.rows = [dict(r) for r in rows]
         self.moving = [n for n in self.rows[0] if len({r[n] for r in self.rows}) > 1]
+        self.doubt: tuple[str, int] | None = None
+        self._free = frozenset(free)
         self._integers: dict[Column, Expr | None] = {}
 
     def with_symbol(self, name: str, values: Sequence[int]) -> Fitter:
         """A fitter that knows one more symbol."""
-        return Fitter([{**row, name: value} for row, value in zip(self.rows, values, strict=True)])
+        found = Fitter([{**row, name: value} for row, value in zip(self.rows, values, strict=True)], self._free)
+        found.doubt = self.doubt
+        return found
 
     def integer(self, values: Sequence[int]) -> Expr | None:
         """An expression with these values, None if none of those considered fits."""
@@ -76,18 +84,9 @@ class Fitter:
         yield from _fits(values, itertools.combinations(every, 2))
         yield from _fits(values, ((*pair, one) for pair in itertools.combinations(small, 2)))
         yield from _fits(values, itertools.combinations(small, 3))
-        yield from _fits(values, (p for q in self._quotients() for p in ((q,), (q, one))))
-
-    def _quotients(self) -> Iterator[Base]:
-        """Floor divisions such as (S + 3)//4, and their products with a symbol."""
-        for names in ((), *((n,) for n in self.moving)):
-            outer = self._column(names)
-            for name, divisor in itertools.product(self.moving, DIVISORS):
-                inner = self._column([name])
-                for offset in range(divisor):
-                    column = tuple(o * ((i + offset) // divisor) for o, i in zip(outer, inner, strict=True))
-                    if len(set(column)) > 1:
-                        yield partial(_quotient, names, name, offset, divisor), column
+        if found := strides(self.rows, values, self.moving, self._free):
+            self.doubt = self.doubt or telling(found, self.rows, self._free)
+            yield found[0].expr()
 
     def _factors(self) -> Iterator[tuple[Expr, Column]]:
         """What a moved real number may be a multiple of: monomials, and those with one symbol less a few (B*(S - 1))."""
@@ -101,10 +100,6 @@ class Fitter:
 
 def _monomial(names: Sequence[str]) -> Expr:
     return sympy.Mul(*(symbol(n) for n in names))
-
-
-def _quotient(factors: Sequence[str], name: str, offset: int, divisor: int) -> Expr:
-    return _monomial(factors) * sympy.floor((symbol(name) + offset) / sympy.Integer(divisor))
 
 
 def _fits(values: Column, bases: Iterable[tuple[Base, ...]]) -> Iterator[Expr]:
