@@ -22,7 +22,6 @@ from secc.ir.types import TensorType
 
 _IN = ("section", "in", SECTION)
 _AT = ("where", "at", TEXT)
-_EDGE = (("src", "from", SECTION), ("dst", "to", SECTION), ("dim", "dim", NUMBER), ("rows", "rows", TEXT), ("extents", "extents", TEXTS))
 
 
 def texts(values: Iterable[str]) -> ArrayAttr[StringAttr]:
@@ -356,33 +355,33 @@ class TermOp(LineOp):
         return self.operands[1] if len(self.operands) > 1 else None
 
 
-@irdl_op_definition
-class TransferOp(LineOp):
-    """An edge: a tensor produced in `src` and consumed in `dst`, carried by rows (`rows` entries of `dim` a sample)."""
+class _Edge(LineOp):
+    """A tensor that `src` produces and `dst` consumes, carried by rows: `rows` entries of `dim` belong to a sample."""
 
-    name = "sec.transfer"
     sym = prop_def(StringAttr)
-    value = operand_def(TensorType)
     result = result_def(TensorType)
     src, dst = prop_def(SymbolRefAttr), prop_def(SymbolRefAttr)
     dim, rows = prop_def(IntAttr), prop_def(StringAttr)
     extents = opt_prop_def(ArrayAttr[StringAttr])
     HEADLINE: ClassVar[str | None] = "sym"
-    KEYWORDS: ClassVar[Keywords] = _EDGE
+    KEYWORDS: ClassVar[Keywords] = (
+        ("src", "from", SECTION), ("dst", "to", SECTION), ("dim", "dim", NUMBER), ("rows", "rows", TEXT), ("extents", "extents", TEXTS),
+    )  # fmt: skip
 
 
 @irdl_op_definition
-class EdgeOp(LineOp):
+class TransferOp(_Edge):
+    """In a case: the operand of one section as a value of another."""
+
+    name = "sec.transfer"
+    value = operand_def(TensorType)
+
+
+@irdl_op_definition
+class EdgeOp(_Edge):
     """Declares an edge after `lower`, when transfers have become sends and receives; the result type is the tensor's."""
 
     name = "sec.edge"
-    sym = prop_def(StringAttr)
-    result = result_def(TensorType)
-    src, dst = prop_def(SymbolRefAttr), prop_def(SymbolRefAttr)
-    dim, rows = prop_def(IntAttr), prop_def(StringAttr)
-    extents = opt_prop_def(ArrayAttr[StringAttr])
-    HEADLINE: ClassVar[str | None] = "sym"
-    KEYWORDS: ClassVar[Keywords] = _EDGE
 
 
 @irdl_op_definition

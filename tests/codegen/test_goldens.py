@@ -52,7 +52,7 @@ def test_planning_twice_gives_the_same_bytes(files: Files) -> None:
 def test_generated_python_compiles(files: Files) -> None:
     for name, text in files.items():
         if name.endswith(".py"):
-            ast.parse(text, name)
+            assert ast.parse(text, name).body
 
 
 def test_rank_files_name_their_sections(files: Files) -> None:
