@@ -19,7 +19,8 @@ from torch._ops import OpOverload
 
 from secc.frontend.fit import Fitter
 from secc.frontend.ways import Diagnostic, Observed, difference, signature, way
-from secc.ir.expr import Expr
+from secc.ir import template
+from secc.ir.expr import Expr, symbols
 from secc.ir.naming import DATA
 from secc.runtime.recorder import Read, is_read
 from secc.runtime.recorder.finish import needed
@@ -182,14 +183,22 @@ class _Merge:
             return self._constant(nodes)
         meta: dict[str, Any] = {}
         if first.op != "output":
-            meta["args"] = self._value(first, [n.args for n in nodes])
+            meta["args"] = _inferred(first, self._value(first, [n.args for n in nodes]), self._data)
             meta["kwargs"] = self._value(first, [n.kwargs for n in nodes])
+            self._check_numbers(first, meta["args"], meta["kwargs"])
         if "shape" in first.meta:
             meta["shape"] = self._shape(first, [n.meta["shape"] for n in nodes])
         if "results" in first.meta:
             results = zip(*(n.meta["results"] for n in nodes), strict=True)
             meta["results"] = [r[0] | {"shape": self._shape(first, [x["shape"] for x in r])} for r in results]
         return meta
+
+    def _check_numbers(self, node: fx.Node, *arguments: Any) -> None:
+        """Numbers in arguments must be known before the op runs, from sizes alone."""
+        found = [leaf for a in arguments for leaf in template.Arguments([a]).leaves() if isinstance(leaf, sympy.Expr)]
+        if any(symbols(e) & set(self._data) for e in found):
+            message = f"an argument of {node.target} is a number of rows that values of the inputs decide"
+            raise _unexplained(node, message, ())
 
     def _shape(self, node: fx.Node, shapes: list[tuple[int, ...]]) -> tuple[Expr, ...]:
         return tuple(self._dim(node, dims) for dims in zip(*shapes, strict=True))
@@ -278,6 +287,14 @@ class _Merge:
         if any(t.ndim != 1 or not torch.equal(t, torch.arange(len(t), dtype=t.dtype)) for t in tensors):
             return None
         return aten.arange.default, (self._value(node, [len(t) for t in tensors]),)
+
+
+def _inferred(node: fx.Node, args: Any, data: Sequence[str]) -> Any:
+    """The arguments; in a reshape, one size that the inputs' values decide is left to torch."""
+    if node.target is not aten.reshape.default or -1 in args[1]:
+        return args
+    unknown = [i for i, s in enumerate(args[1]) if isinstance(s, sympy.Expr) and symbols(s) & set(data)]
+    return (args[0], [-1 if i == unknown[0] else s for i, s in enumerate(args[1])]) if len(unknown) == 1 else args
 
 
 def _unexplained(node: fx.Node, message: str, values: Sequence[Any]) -> Unexplained:

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 from xdsl.dialects.builtin import IntAttr, ModuleOp, StringAttr, UnitAttr
@@ -15,7 +14,7 @@ from xdsl.ir import Attribute, Operation, SSAValue
 
 from secc.errors import UserError
 from secc.frontend.capture import Block, Capture, Case
-from secc.ir import draws, expr, template
+from secc.ir import draws, template
 from secc.ir.attributes import number
 from secc.ir.dialect import (
     BlockOp,
@@ -115,7 +114,6 @@ class _Case:
         self._case, self._parameters = case, capture.parameters
         self._dims = {i.key: i.dims for i in capture.inputs.inputs}
         self._values: dict[fx.Node, SSAValue] = {}
-        self._data = set(case.generic.data)
         self._ops: list[Operation] = []
 
     def op(self) -> CaseOp:
@@ -205,29 +203,12 @@ class _Case:
                     return template.Name("device")
                 case torch.dtype() | torch.memory_format() | torch.layout():
                     return template.Name(str(value))
-                case sympy.Expr():
-                    self._check_size(node, value)
-                    return value
                 case _:
                     return value
 
-        args, kwargs = _mapped((_inferred(node, self._data), node.meta["kwargs"]), leaf)
+        args, kwargs = _mapped((node.meta["args"], node.meta["kwargs"]), leaf)
         text = template.format(template.Arguments(list(args), dict(kwargs)))
         return list(operands), text
-
-    def _check_size(self, node: fx.Node, size: sympy.Expr) -> None:
-        if expr.symbols(size) & self._data:
-            message = f"an argument of {node.target} is a number of rows that values of the inputs decide"
-            raise UserError(message, node.meta["where"], "use -1 in reshape or view, or put it into a module of its own")
-
-
-def _inferred(node: fx.Node, data: set[str]) -> Any:
-    """The arguments; in a reshape, one size that the inputs' values decide is left to torch."""
-    args = node.meta["args"]
-    if node.target is not torch.ops.aten.reshape.default or -1 in args[1]:
-        return args
-    unknown = [i for i, s in enumerate(args[1]) if isinstance(s, sympy.Expr) and expr.symbols(s) & data]
-    return (args[0], [-1 if i == unknown[0] else s for i, s in enumerate(args[1])]) if len(unknown) == 1 else args
 
 
 def _mapped(value: Any, leaf: Any) -> Any:

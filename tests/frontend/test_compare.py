@@ -224,3 +224,10 @@ def test_ops_that_move_with_the_batch_are_refused_by_place() -> None:
     with pytest.raises(UserError) as error:
         generalise(observe(Model(glue), SIZES))
     assert error.value.where.startswith("test_compare.py:")
+
+
+def test_counts_that_values_decide_are_left_to_torch_or_refused() -> None:
+    case, model = generic(lambda m, h, mask: m.head(h[mask].reshape(-1, 2, 3)[:, 0].repeat(1, 2)).mean())
+    assert_exact(model, case, batch(6, 15, 3))
+    with pytest.raises(UserError, match="rows that values of the inputs decide"):
+        generalise(observe(Model(lambda m, h, mask: h[mask].sum() / h[mask].shape[0]), SIZES))
