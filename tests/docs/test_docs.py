@@ -21,6 +21,7 @@ PAGES = (
     "docs/troubleshooting.md",
     "docs/architecture.md",
     "docs/kernels.md",
+    "docs/zoo.md",
 )
 FOLDERS = ("secc", "passes", "runtime")
 
