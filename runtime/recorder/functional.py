@@ -36,6 +36,23 @@ def functionalise(tape: Tape, values: Callable[[fx.Node], torch.Tensor], mode: F
     return _Functional(tape, values, mode, fail).run()
 
 
+def _written_aside(node: fx.Node) -> Any:
+    """For a write under no_grad, the op without its write; None for every other node.
+
+    Such a write into a tensor that carries a gradient changes values and leaves the gradient's way as it was (`F.cosine_similarity`
+    clamps its norms like that), which a new tensor made under no_grad would cut.
+    """
+    target: Any = node.target
+    if node.meta.get("grad", True) or not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+        return None
+    namespace, name = target._schema.name.split("::")
+    written = node.args[0] if node.args else None
+    if not name.endswith("_") or not isinstance(written, fx.Node):
+        return None
+    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
+    return getattr(packet, target._overloadname, None)
+
+
 class _Functional:
     """Interprets the graph on functional wrappers; the ops below them go to the new tape."""
 
@@ -46,6 +63,7 @@ class _Functional:
         self._meta: Meta = {}
         self._detaching = False
         self._env: dict[fx.Node, Any] = {}
+        self._carrying: set[Any] = set()  # nodes whose value has a gradient
         self.tape = old.successor(lambda: dict(self._meta))
         self._glue = Glue(self.tape, Executor(mode, fail), fail)
 
@@ -68,6 +86,8 @@ class _Functional:
                 for node in self._graph.nodes:
                     self._meta = {k: node.meta.get(k) for k in (*MOMENT, "draw")}
                     self._env[node] = self._node(node)
+                    if self._carries(node):
+                        self._carrying.add(node)
         finally:
             _torch._disable_functionalization()
         return self.tape
@@ -99,11 +119,28 @@ class _Functional:
             return self.tape.read(kind, value, list(args[first:]), node.target, kwargs)
         self._inner((node.args, node.kwargs))  # brings the arguments up to date
         args, kwargs = map_arg((node.args, node.kwargs), lambda n: self._env[n])
+        if node.args and node.args[0] in self._carrying and (aside := _written_aside(node)) is not None:
+            return self._write_aside(aside, args, kwargs)
         self._detaching = node.target is torch.ops.aten.detach.default
         target: Any = node.target
         out = target(*args, **kwargs)
         self._detaching = False
         return out
+
+    def _carries(self, node: fx.Node) -> bool:
+        if node.op == "get_attr" or node.target is take:
+            return bool(node.meta.get("requires_grad"))
+        if node.op != "call_function" or node.target is torch.ops.aten.detach.default:
+            return False
+        if not node.meta.get("grad", True):
+            return _written_aside(node) is not None and node.args[0] in self._carrying
+        return any(n in self._carrying for n in node.all_input_nodes)
+
+    def _write_aside(self, op: Any, args: Any, kwargs: Any) -> torch.Tensor:
+        """Write `op(x)` into x as x + (op(x) - x), the difference without gradient, so that x keeps its own."""
+        change = torch.ops.aten.sub.Tensor(op(*args, **kwargs), args[0])
+        self._meta["grad"] = True
+        return torch.ops.aten.add_.Tensor(args[0], change)
 
     def _head(self, node: fx.Node) -> torch.Tensor:
         with self._plain():

@@ -80,6 +80,7 @@ GROUPS = {
         "F.mse_loss(y, t, reduction='none').mean(-1).mean(-1).mean()",
         "F.l1_loss(y, t)",
         "F.smooth_l1_loss(y, t, beta=0.5)",
+        "(1 - F.cosine_similarity(y, t, dim=-1)).mean()",
         "F.huber_loss(y, t, delta=0.7)",
         "F.poisson_nll_loss(y, t.exp())",
         "(y - t).cosh().log().mean()",
