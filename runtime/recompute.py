@@ -67,13 +67,24 @@ def stacks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def is_stack(module: nn.Module) -> bool:
-    """A list or sequence of several layers of one class that are more than one of torch's own leaf modules."""
+    """A list or sequence of several layers of one class that are more than one of torch's own leaf modules.
+
+    A list may mix classes of one file (layers with and without cross-attention) that hold modules with parts, and no stacks of their own.
+    """
     if not isinstance(module, (nn.ModuleList, nn.Sequential)):
         return False
     layers = list(module.children())
-    first = layers[0] if layers else None
-    leaf = first is not None and type(first).__module__.startswith("torch.nn") and next(first.children(), None) is None
-    return len(layers) > 1 and not leaf and len({type(m) for m in layers}) == 1 and next(module.parameters(), None) is not None
+    if len(layers) < 2 or any(_is_leaf(layer) for layer in layers) or next(module.parameters(), None) is None:
+        return False
+    if len({type(layer) for layer in layers}) == 1:
+        return True
+    deep = all(any(next(child.children(), None) is not None for child in layer.children()) for layer in layers)
+    one_file = isinstance(module, nn.ModuleList) and len({type(layer).__module__ for layer in layers}) == 1
+    return deep and one_file and not any(is_stack(inner) for layer in layers for inner in layer.modules())
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn") and next(module.children(), None) is None
 
 
 def _again(unit: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -151,5 +151,25 @@ def test_stacks_are_lists_of_alike_layers_with_weights() -> None:
     assert not is_stack(nn.ModuleList([nn.Sequential(nn.ReLU()), nn.Sequential(nn.ReLU())]))
 
 
+class Crossing(Layer):
+    """A layer of another class in the same file."""
+
+
+class Deep(nn.Module):
+    def __init__(self, *inner: nn.Module) -> None:
+        super().__init__()
+        self.attention, self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()), nn.ModuleList(inner)
+
+
+class DeepCrossing(Deep):
+    """A layer with parts of another class in the same file."""
+
+
+def test_a_stack_may_mix_layers_of_one_file_that_have_parts() -> None:
+    assert is_stack(nn.ModuleList([Deep(), DeepCrossing(), Deep()]))
+    assert not is_stack(nn.ModuleList([Layer(), Crossing()]))
+    assert not is_stack(nn.ModuleList([Deep(Layer(), Layer()), DeepCrossing(Layer(), Layer())]))
+
+
 def test_coarser_blocks_take_the_place_of_those_inside() -> None:
     assert coarsen(["a.b.0", "a.b.1", "a.c", "ab"], "a.b") == ["a.b", "a.c", "ab"]

@@ -9,7 +9,7 @@ import transformers as T
 from torch import nn
 
 from tools.zoo_models.entry import Entry
-from tools.zoo_models.parts import VISION, clip, llama, mistral, qwen2, siglip
+from tools.zoo_models.parts import TEXT, VISION, clip, llama, mistral, qwen2, siglip
 from tools.zoo_models.samples import IGNORED, IMAGE, VIDEO, Sample, after, blanks, chance, integer, joined, padded, words
 
 SIDE = 32  # pixels of a tile
@@ -55,6 +55,24 @@ def mistral3() -> nn.Module:
     vision = T.PixtralVisionConfig(**VISION | {"image_size": 48, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}})
     config = T.Mistral3Config(vision_config=vision, text_config=mistral(), image_token_index=IMAGE, spatial_merge_size=2)
     return T.Mistral3ForConditionalGeneration(config)
+
+
+def mllama() -> nn.Module:
+    vision = T.MllamaVisionConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_global_layers=1,
+        attention_heads=2,
+        intermediate_size=64,
+        vision_output_dim=64,
+        image_size=32,
+        patch_size=8,
+        max_num_tiles=2,
+        intermediate_layers_indices=[0],
+        supported_aspect_ratios=[[1, 1], [1, 2], [2, 1]],
+    )
+    text = T.MllamaTextConfig(**TEXT | {"cross_attention_layers": [1], "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}})
+    return T.MllamaForConditionalGeneration(T.MllamaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE))
 
 
 def _any_resolution(g: torch.Generator) -> Sample:
@@ -121,11 +139,33 @@ def _largest(samples: Sequence[Sample]) -> Sample:
     return batch
 
 
+def _tiled(g: torch.Generator) -> Sample:
+    """One image of one or two tiles, which the text after its token looks at."""
+    tiles = integer(g, 1, 3)
+    sample = after(blanks(1), words(g))
+    return sample | {"pixel_values": torch.randn(tiles, 3, SIDE, SIDE, generator=g)}
+
+
+def _two_tiles(samples: Sequence[Sample]) -> Sample:
+    """[samples, 1 image, 2 tiles, ...], the second tile empty where an image has one; masks say which tiles are real."""
+    batch = padded(samples, {"input_ids": 0, "labels": IGNORED}, "attention_mask")
+    counts = torch.tensor([len(s["pixel_values"]) for s in samples])
+    real = (torch.arange(2) < counts[:, None]).long()
+    batch["pixel_values"] = torch.stack(
+        [nn.functional.pad(s["pixel_values"], (0, 0) * 3 + (0, 2 - len(s["pixel_values"]))) for s in samples]
+    )[:, None]
+    batch["aspect_ratio_ids"] = counts[:, None]
+    batch["aspect_ratio_mask"] = real[:, None]
+    batch["cross_attention_mask"] = batch["attention_mask"][:, :, None, None] * real[:, None, None]
+    return batch
+
+
 ENTRIES = [
     Entry("llava_next", "tiles", llava_next, _any_resolution, _most_tiles),
     Entry("llava_onevision", "tiles", llava_onevision, _any_resolution, _most_tiles),
     Entry("idefics2", "tiles", idefics2, _several(4), _most_images),
     Entry("idefics3", "tiles", idefics3, _several(4), _most_images),
     Entry("smolvlm", "tiles", smolvlm, _several(4), _most_images),
+    Entry("mllama", "tiles", mllama, _tiled, _two_tiles),
     Entry("mistral3", "tiles", mistral3, _own_size, _largest),
 ]

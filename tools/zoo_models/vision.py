@@ -162,24 +162,6 @@ def florence2() -> nn.Module:
     return T.Florence2ForConditionalGeneration(quiet(config))
 
 
-def mllama() -> nn.Module:
-    vision = T.MllamaVisionConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_global_layers=1,
-        attention_heads=2,
-        intermediate_size=64,
-        vision_output_dim=64,
-        image_size=32,
-        patch_size=8,
-        max_num_tiles=2,
-        intermediate_layers_indices=[0],
-        supported_aspect_ratios=[[1, 1], [1, 2], [2, 1]],
-    )
-    text = T.MllamaTextConfig(**TEXT | {"cross_attention_layers": [1], "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}})
-    return T.MllamaForConditionalGeneration(T.MllamaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE))
-
-
 def _typed(make):
     """Samples with the token types that PaliGemma and Gemma 3 train with: 1 for an image's placeholders."""
 
