@@ -138,6 +138,29 @@ def speech_encoder_decoder() -> nn.Module:
     return T.SpeechEncoderDecoderModel(config)
 
 
+def speech_to_text() -> nn.Module:
+    config = T.Speech2TextConfig(
+        vocab_size=VOCABULARY,
+        encoder_layers=2,
+        encoder_ffn_dim=64,
+        encoder_attention_heads=2,
+        decoder_layers=2,
+        decoder_ffn_dim=64,
+        decoder_attention_heads=2,
+        d_model=32,
+        conv_channels=32,
+        input_feat_per_channel=MELS,
+        max_source_positions=128,
+        max_target_positions=64,
+        use_cache=False,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=1,
+    )
+    return T.Speech2TextForConditionalGeneration(quiet(config))
+
+
 def _clip(g: torch.Generator, frames: int) -> torch.Tensor:
     return torch.randn(1, MELS, frames, generator=g)
 
@@ -183,6 +206,18 @@ def _whisper(g: torch.Generator) -> Sample:
     return {"input_features": torch.randn(MELS, FRAMES, generator=g), "labels": words(g)}
 
 
+def _spoken(g: torch.Generator) -> Sample:
+    return {"input_features": torch.randn(integer(g, 20, 60), MELS, generator=g), "labels": words(g)}
+
+
+def _spoken_collate(samples: Sequence[Sample]) -> Sample:
+    """[samples, most frames, mels], and which frames are real."""
+    batch = padded(samples, {"labels": IGNORED})
+    batch["input_features"] = pad_sequence([s["input_features"] for s in samples], batch_first=True)
+    batch["attention_mask"] = pad_sequence([torch.ones(len(s["input_features"]), dtype=torch.long) for s in samples], batch_first=True)
+    return batch
+
+
 def _waveform(shortest: int, longest: int):
     def make(g: torch.Generator) -> Sample:
         return {"input_values": torch.randn(integer(g, shortest, longest), generator=g), "labels": words(g)}
@@ -200,6 +235,7 @@ ENTRIES = [
     Entry("granite_speech", "audio", granite_speech, _granite, _granite_collate),
     Entry("audioflamingo3", "audio", audioflamingo3, _masked(8, "input_features_mask")),
     Entry("whisper", "audio", whisper, _whisper),
+    Entry("speech_to_text", "audio", speech_to_text, _spoken, _spoken_collate),
     Entry("moonshine", "audio", moonshine, _waveform(900, 1800), _waveform_collate),
     Entry("speech_encoder_decoder", "audio", speech_encoder_decoder, _waveform(100, 300), _waveform_collate),
 ]

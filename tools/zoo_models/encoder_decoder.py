@@ -76,6 +76,28 @@ def encoder_decoder() -> nn.Module:
     return T.EncoderDecoderModel(config)
 
 
+def donut() -> nn.Module:
+    """Windows that shift from layer to layer, merged between stages, before a decoder."""
+    encoder = T.SwinConfig(image_size=32, patch_size=4, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4, drop_path_rate=0.0)
+    decoder = T.MBartConfig(
+        vocab_size=VOCABULARY,
+        d_model=48,
+        decoder_layers=2,
+        decoder_attention_heads=4,
+        decoder_ffn_dim=96,
+        max_position_embeddings=64,
+        is_decoder=True,
+        is_encoder_decoder=False,
+        add_cross_attention=True,
+        use_cache=False,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    config = T.VisionEncoderDecoderConfig(encoder=encoder, decoder=quiet(decoder), decoder_start_token_id=1, pad_token_id=0)
+    return T.VisionEncoderDecoderModel(config)
+
+
 def _translation(g: torch.Generator) -> Sample:
     return {"input_ids": words(g), "labels": words(g)}
 
@@ -88,5 +110,6 @@ ENTRIES = [
     Entry("t5", "encoder-decoder", t5, _translation),
     Entry("bart", "encoder-decoder", bart, _translation),
     Entry("vision_encoder_decoder", "encoder-decoder", vision_encoder_decoder, _caption),
+    Entry("donut", "encoder-decoder", donut, _caption),
     Entry("encoder_decoder", "encoder-decoder", encoder_decoder, _translation),
 ]

@@ -57,6 +57,38 @@ def deepseek_v3() -> nn.Module:
     return T.DeepseekV3ForCausalLM(config)
 
 
+def jamba() -> nn.Module:
+    """State-space layers, attention layers and expert layers in turn."""
+    config = T.JambaConfig(
+        **TEXT | {"num_hidden_layers": 4},
+        num_experts=4,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        mamba_d_state=4,
+        mamba_dt_rank=4,
+    )
+    return T.JambaForCausalLM(config)
+
+
+def qwen3_next() -> nn.Module:
+    """Linear attention and attention in turn."""
+    config = T.Qwen3NextConfig(
+        **TEXT,
+        head_dim=12,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        layer_types=["linear_attention", "full_attention"],
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    )
+    return T.Qwen3NextForCausalLM(config)
+
+
 class Distilled(nn.Module):
     """A dense student learns from a mixture-of-experts teacher by the divergence of their answers, and from the labels."""
 
@@ -82,5 +114,7 @@ ENTRIES = [
     Entry("gpt_oss", "experts", gpt_oss, text_only),
     Entry("olmoe", "experts", olmoe, text_only),
     Entry("deepseek_v3", "experts", deepseek_v3, text_only),
+    Entry("jamba", "experts", jamba, text_only),
+    Entry("qwen3_next", "experts", qwen3_next, text_only),
     Entry("moe_distillation", "experts", Distilled, text_only),
 ]

@@ -162,6 +162,64 @@ def florence2() -> nn.Module:
     return T.Florence2ForConditionalGeneration(quiet(config))
 
 
+def cohere2_vision() -> nn.Module:
+    text = T.Cohere2Config(**TEXT | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]})
+    config = T.Cohere2VisionConfig(vision_config=siglip(), text_config=text, image_token_id=IMAGE, alignment_intermediate_size=64)
+    return T.Cohere2VisionForConditionalGeneration(config)
+
+
+def deepseek_vl() -> nn.Module:
+    return T.DeepseekVLForConditionalGeneration(T.DeepseekVLConfig(vision_config=siglip(), text_config=llama(), image_token_id=IMAGE))
+
+
+def ovis2() -> nn.Module:
+    """Patches are soft choices from a vocabulary of pictures, with tokens that say where a picture begins and ends."""
+    vision = T.models.ovis2.configuration_ovis2.Ovis2VisionConfig(**VISION | {"vocab_size": 24, "hidden_stride": 2})
+    config = T.Ovis2Config(
+        vision_config=vision,
+        text_config=qwen2(),
+        image_token_id=IMAGE,
+        visual_indicator_token_ids=[110, 111, 112, 113, 114],
+        vocab_size=TEXT["vocab_size"],
+        hidden_size=48,
+    )
+    return T.Ovis2ForConditionalGeneration(config)
+
+
+def git() -> nn.Module:
+    config = T.GitConfig(
+        vision_config=dict(VISION),
+        vocab_size=120,
+        hidden_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=96,
+        max_position_embeddings=128,
+        pad_token_id=0,
+        use_cache=False,
+    )
+    return T.GitForCausalLM(quiet(config))
+
+
+def llama4() -> nn.Module:
+    """A tower whose patches are shuffled into features, and a mixture of experts that looks back in chunks."""
+    vision = T.Llama4VisionConfig(
+        **VISION | {"intermediate_size": 128, "vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64}
+    )
+    text = T.Llama4TextConfig(
+        **TEXT
+        | {
+            "head_dim": 12,
+            "intermediate_size_mlp": 96,
+            "num_local_experts": 4,
+            "attention_chunk_size": 64,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        }
+    )
+    config = T.Llama4Config(vision_config=vision, text_config=text, image_token_index=IMAGE, boi_token_index=START, eoi_token_index=END)
+    return T.Llama4ForConditionalGeneration(config)
+
+
 def _typed(make):
     """Samples with the token types that PaliGemma and Gemma 3 train with: 1 for an image's placeholders."""
 
@@ -194,6 +252,12 @@ def _pictured(g: torch.Generator) -> Sample:
     return after(blanks(4), words(g)) | {"pixel_values": torch.randn(3, 32, 32, generator=g)}
 
 
+def _captioned(g: torch.Generator) -> Sample:
+    """A picture goes before the text by itself: it has no placeholders."""
+    text = words(g)
+    return {"input_ids": text, "labels": text.clone(), "pixel_values": torch.randn(3, 32, 32, generator=g)}
+
+
 def _kosmos(g: torch.Generator) -> Sample:
     sample = after(blanks(4, VIDEO), words(g))
     return sample | {
@@ -214,6 +278,11 @@ ENTRIES = [
     Entry("aya_vision", "vision", aya_vision, pictures(4, most=2)),
     Entry("paligemma", "vision", paligemma, _prefix_typed),
     Entry("gemma3", "vision", gemma3, _typed(pictures(4, most=2))),
+    Entry("cohere2_vision", "vision", cohere2_vision, pictures(4, most=2)),
+    Entry("deepseek_vl", "vision", deepseek_vl, pictures(16)),
+    Entry("ovis2", "vision", ovis2, pictures(4, most=2)),
+    Entry("git", "vision", git, _captioned),
+    Entry("llama4", "vision", llama4, pictures(4, most=2)),
     Entry("got_ocr2", "vision", got_ocr2, pictures(4, size=64)),
     Entry("blip2", "vision", blip2, _pictured),
     Entry("instructblip", "vision", instructblip, _instructed),
