@@ -14,10 +14,11 @@ from xdsl.dialects.builtin import ModuleOp, StringAttr
 from xdsl.passes import ModulePass
 
 from secc.alloc import pins as pins_
-from secc.alloc.candidates import Load, Workload, problem, workload
+from secc.alloc.candidates import Load, Workload, on_rank, problem, workload
 from secc.alloc.evaluate import Value, evaluate
 from secc.alloc.infeasible import explain
 from secc.alloc.model import least_memory, solve
+from secc.alloc.pins import Pins
 from secc.alloc.types import STRATEGIES, Candidate, Problem, Solution
 from secc.cluster import GIB, Cluster, parse
 from secc.errors import UserError
@@ -48,7 +49,7 @@ class Allocate(ModulePass):
         ranks = self._ranks(cluster)
         work = workload(graph, cluster, self.global_batch or SAMPLES_PER_RANK * ranks)
         pins = pins_.parse(self.set, work.loads)
-        self._check(work, ranks)
+        self._check(work, ranks, pins)
         asked = problem(work, ranks, self.strategy, pins)
         solution = solve(asked)
         if solution is None and not self.fit and (need := least_memory(asked)) is not None:
@@ -71,10 +72,10 @@ class Allocate(ModulePass):
             )
         return self.ranks or cluster.ranks
 
-    def _check(self, work: Workload, ranks: int) -> None:
+    def _check(self, work: Workload, ranks: int, pins: Pins) -> None:
         if self.strategy not in STRATEGIES:
             raise UserError(f"there is no strategy {self.strategy!r}", remedy=f"strategies are {', '.join(STRATEGIES)}")
-        usable = work.usable_ranks(self.strategy)
+        usable = work.usable_ranks(self.strategy, pins)
         if ranks > usable:
             raise UserError(
                 f"{ranks} ranks are more than can be used: a global batch of {work.global_batch} samples has work for at most {usable}",
@@ -87,7 +88,7 @@ def _write(graph: GraphOp, work: Workload, asked: Problem, solution: Solution) -
     chosen = {s: cs[solution.assignment.choice[s]] for s, cs in asked.sections.items()}
     ranks = _hand_out(solution, chosen)
     for name, load in work.loads.items():
-        _write_section(load, chosen[name], ranks[solution.assignment.group[name]], _memory(value, solution, name))
+        _write_section(work, load, chosen[name], ranks[solution.assignment.group[name]], _memory(value, solution, name))
     label = "default" if any(load.label == "default" for load in work.loads.values()) else "roofline"
     graph.attributes |= {
         "world_size": integer(solution.ranks),
@@ -120,8 +121,10 @@ def _hand_out(solution: Solution, chosen: dict[str, Candidate]) -> dict[str, lis
     return ranks
 
 
-def _write_section(load: Load, chosen: Candidate, ranks: list[int], memory_gib: float) -> None:
-    annotate(load.section, load.under(chosen.recompute))
+def _write_section(work: Workload, load: Load, chosen: Candidate, ranks: list[int], memory_gib: float) -> None:
+    """FLOPs and parameters are those of the whole section; what is saved, and times, those of one rank of a replica."""
+    rank = on_rank(load, chosen.tp, chosen.pp, work.cluster)
+    annotate(load.section, replace(load.cost, saved=rank.under(chosen.recompute).saved))
     load.section.attributes |= {
         "dp": integer(chosen.dp),
         "tp": integer(chosen.tp),
@@ -131,7 +134,7 @@ def _write_section(load: Load, chosen: Candidate, ranks: list[int], memory_gib: 
         "recompute": StringAttr(chosen.recompute),
         "sharding": StringAttr(chosen.sharding),
         "memory_gib": number(memory_gib),
-        "label": StringAttr(load.label),
-        "forward_ns": StringAttr(load.forward_ns),
-        "backward_ns": StringAttr(load.backward_ns[chosen.recompute]),
+        "label": StringAttr(rank.label),
+        "forward_ns": StringAttr(rank.forward_ns),
+        "backward_ns": StringAttr(rank.backward_ns[chosen.recompute]),
     }

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from math import ceil
+from math import ceil, prod
 
 from xdsl.dialects.builtin import StringAttr
 
 from secc.alloc.pins import WORDS, Pins
 from secc.alloc.types import Candidate, Edge, Problem
 from secc.cluster import Cluster
-from secc.cost import time
+from secc.cost import parallel, time
 from secc.cost.load import Crossing, Pattern, crossings, is_active, micro_batch, patterns
 from secc.cost.memory import Memory, memory
 from secc.cost.section import SectionCost, section_cost
@@ -33,7 +33,7 @@ IN_TURN = 2  # micro-batches in flight of a section whose consumers share its ra
 class Load:
     """A section as the cost model sees it: its cost, times as texts, and the patterns it is active for.
 
-    `backward_ns` has a text for each way to recompute.
+    `backward_ns` has a text for each way to recompute. With `tp` and `pp`, cost and times are those of one rank of a replica.
     """
 
     section: SectionOp
@@ -43,6 +43,8 @@ class Load:
     backward_ns: Mapping[str, str]
     label: str
     active: tuple[Pattern, ...]
+    tp: int = 1
+    pp: int = 1
 
     @property
     def name(self) -> str:
@@ -74,9 +76,9 @@ class Workload:
         """Active samples of a section in a global batch, as expected and rounded up; at least 1."""
         return max(1, ceil(self.global_batch * load.share))
 
-    def usable_ranks(self, strategy: str) -> int:
+    def usable_ranks(self, strategy: str, pins: Pins) -> int:
         """The most ranks that can all have work."""
-        counts = [self.samples(load) for load in self.loads.values()]
+        counts = [self.samples(load) * prod(pins.shape(name)) for name, load in self.loads.items()]
         return max(counts) if strategy in {"colocate", "uniform"} else sum(counts)
 
 
@@ -90,11 +92,23 @@ def workload(graph: GraphOp, cluster: Cluster, global_batch: int) -> Workload:
 
 
 def _load(graph: GraphOp, section: SectionOp, cluster: Cluster, seen: list[Pattern]) -> Load:
-    cost, device = section_cost(graph, section), cluster.device
     mode = section.mode.data if section.mode is not None else "train"
     active = tuple(p for p in seen if is_active(section, p))
-    forward, backward = time.forward_ns(cost, device), {way: time.backward_ns(cost, mode, device, way) for way in WORDS["recompute"]}
-    return Load(section, mode, cost, forward, backward, time.label(cost, device), active)
+    whole = Load(section, mode, section_cost(graph, section), "0", {}, "", active)
+    return on_rank(whole, 1, 1, cluster)
+
+
+def on_rank(whole: Load, tp: int, pp: int, cluster: Cluster) -> Load:
+    """A whole section's load as one rank of its replicas has it."""
+    cost, device, mode = parallel.on_rank(whole.cost, tp, pp), cluster.device, whole.mode
+    sums = parallel.sums_ns(cost, tp, cluster)
+    forward = _plus(time.forward_ns(cost, device), sums)
+    backward = {way: _plus(time.backward_ns(cost, mode, device, way), sums) for way in WORDS["recompute"]}
+    return replace(whole, cost=cost, forward_ns=forward, backward_ns=backward, label=time.label(cost, device), tp=tp, pp=pp)
+
+
+def _plus(time_ns: str, sums: str) -> str:
+    return time_ns if "0" in (time_ns, sums) else f"{time_ns} + {sums}"
 
 
 def _ordered(graph: GraphOp, edges: Iterable[Crossing]) -> list[tuple[str, SectionOp]]:
@@ -120,12 +134,24 @@ def problem(work: Workload, ranks: int, strategy: str, pins: Pins) -> Problem:
 
 def _candidates(work: Workload, load: Load, ranks: int, pins: Pins) -> tuple[Candidate, ...]:
     found: list[Candidate] = []
-    ways = ways_to_run(work, load, pins)
-    for dp in pins.dp(load.name, min(ranks, work.global_batch)):
+    ways, replica = ways_to_run(work, load, pins), replica_of(work, load, pins, ranks)
+    for dp in pins.dp(load.name, min(ranks // (replica.tp * replica.pp), work.global_batch)):
         share = -(-work.samples(load) // dp)
         for size in pins.micro_batch(load.name, share):
-            found += _unbeaten(candidate(work, load, dp, size, *way) for way in ways)
+            found += _unbeaten(candidate(work, replica, dp, size, *way) for way in ways)
     return tuple(found)
+
+
+def replica_of(work: Workload, load: Load, pins: Pins, ranks: int) -> Load:
+    """The section on one rank of its replicas. Raises UserError for a pinned tp or pp that cannot be had."""
+    tp, pp = pins.shape(load.name)
+    if tp * pp > ranks:
+        message = f"{load.name}.tp={tp} with pp={pp} is impossible: a replica would need {tp * pp} ranks, and there are {ranks}"
+        raise UserError(message, remedy="set smaller ones, or give more ranks")
+    if pp > max(1, load.cost.layers):
+        message = f"{load.name}.pp={pp} is impossible: the section has {load.cost.layers} layers to cut between"
+        raise UserError(message, remedy=f"set {load.name}.pp to at most {max(1, load.cost.layers)}")
+    return on_rank(load, tp, pp, work.cluster)
 
 
 def ways_to_run(work: Workload, load: Load, pins: Pins) -> list[tuple[str, str]]:
@@ -172,18 +198,21 @@ def candidate(work: Workload, load: Load, dp: int, size: int, sharding: str = "n
         count += samples / alike
         fill, drain = max(fill, forward), max(drain, backward)
     micro_batches = max(1, ceil(count))
+    total += (load.pp - 1) * (fill + drain)  # until the last stage has work, and after the first one has none
     room = _room(work, load, dp, size, sharding, recompute, micro_batches)
     in_turn = min(micro_batches, IN_TURN if any(c.src == load.name for c in work.crossings) else 1)
     return Candidate(
         dp=dp,
         micro_batch=size,
         time_ns=ceil(total) + _update_ns(work, load, dp, sharding),
-        fill_ns=fill,
-        drain_ns=drain,
+        fill_ns=load.pp * fill,
+        drain_ns=load.pp * drain,
         micro_batches=micro_batches,
         memory=room.total(in_turn),
         memory_ahead=room.total(in_turn if load.mode == "forward" else micro_batches),
         recompute=recompute,
+        tp=load.tp,
+        pp=load.pp,
         sharding=sharding,
     )
 
@@ -229,14 +258,19 @@ def _edge(work: Workload, crossing: Crossing, sections: dict[str, tuple[Candidat
     return Edge(
         src=crossing.src,
         dst=crossing.dst,
-        sent=tuple(min(-(-total // c.dp), SENDS * largest[c.micro_batch]) for c in sections[crossing.src]),
-        returned=tuple(gradient * min(-(-total // c.dp), SENDS * largest[c.micro_batch]) for c in sections[crossing.dst]),
+        sent=tuple(_held(total, largest, c) for c in sections[crossing.src]),
+        returned=tuple(gradient * _held(total, largest, c) for c in sections[crossing.dst]),
         latency=tuple(c.fill_ns + gradient * c.drain_ns + directions * message[c.micro_batch] for c in sections[crossing.src]),
         slack=tuple((c.micro_batches - 1) * c.drain_ns for c in sections[crossing.src]),
         free=tuple(int(free * c.time_ns) for c in sections[crossing.dst]),
         messages=tuple(directions * latency * c.micro_batches for c in sections[crossing.dst]),
         round=tuple(c.fill_ns + c.drain_ns for c in sections[crossing.dst]),
     )
+
+
+def _held(total: int, largest: Mapping[int, int], c: Candidate) -> int:
+    """Bytes of messages that a rank has sent and that are not received yet; the ranks of tp send a slice each."""
+    return -(-min(-(-total // c.dp), SENDS * largest[c.micro_batch]) // c.tp)
 
 
 def _independent(src: Load, dst: Load) -> Fraction:

@@ -8,12 +8,6 @@ from dataclasses import dataclass, field
 from secc.errors import UserError
 
 KEYS = ("dp", "micro_batch", "with", "tp", "pp", "sharding", "recompute", "micro_tokens")
-# What a section's replica can be today; the solver's candidates carry these choices, so that more of them is more candidates.
-ONLY = {"tp": "1", "pp": "1"}
-_WHY = {
-    "tp": "a replica runs on one rank: tensor parallelism is not available",
-    "pp": "a replica runs on one rank: pipeline stages are not available",
-}
 WORDS = {"sharding": ("none", "zero1", "zero2"), "recompute": ("none", "selective", "full")}  # in the order of preference among equals
 
 
@@ -36,6 +30,11 @@ class Pins:
             return [pinned]
         sizes = [1 << i for i in range(most.bit_length()) if 1 << i <= most]
         return sorted({*sizes, most})
+
+    def shape(self, section: str) -> tuple[int, int]:
+        """The tp and pp of a section's replicas: 1 where they are not pinned."""
+        pinned = self.values.get(section, {})
+        return pinned.get("tp", 1), pinned.get("pp", 1)
 
     def word(self, section: str, key: str) -> tuple[str, ...]:
         """The choices of `sharding` or `recompute` to consider."""
@@ -72,9 +71,6 @@ def parse(texts: Iterable[str], sections: Iterable[str]) -> Pins:
             if value not in names or value == section:
                 raise UserError(f"{text}: there is no other section {value!r}", remedy=f"sections are {', '.join(names)}")
             together.append((section, value))
-        elif key in ONLY:
-            if value != ONLY[key]:
-                raise UserError(f"{text} is impossible: {_WHY[key]}", remedy=f"leave it out, or set {section}.{key}={ONLY[key]}")
         elif key in WORDS:
             if value not in WORDS[key]:
                 raise UserError(f"{text}: there is no {key} {value!r}", remedy=f"choose one of {', '.join(WORDS[key])}")

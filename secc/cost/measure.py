@@ -60,6 +60,8 @@ def _note_cost(call: CallOp, cost: CallCost) -> None:
     call.attributes["saved"] = StringAttr(expr.text(cost.saved))
     call.attributes["ops"] = integer(cost.ops)
     call.attributes["cost"] = StringAttr(cost.label)
+    if cost.units:
+        call.attributes["layers"] = integer(cost.units)
     if cost.units and cost.saved != 0:
         call.attributes["units"] = integer(cost.units)
         for key in ("kept", "working", "again"):

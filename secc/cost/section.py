@@ -40,7 +40,7 @@ class SectionCost:
     flops, backward_flops: FLOPs. saved: bytes kept from forward to backward. glue_bytes: bytes that glue reads and writes in forward.
     ops: operations issued in forward. params, trainable: entries; param_bytes, trainable_bytes: their bytes. dtype: short name of what
     the blocks compute in. label: "counted", or "default" where any part was estimated. again: what recomputation changes, for each way
-    but "none".
+    but "none". layers: how many layers of stacks the calls run, summed: bytes of what enters them.
     """
 
     flops: str
@@ -55,6 +55,8 @@ class SectionCost:
     dtype: str
     label: str
     again: Mapping[str, Again] = field(default_factory=dict[str, Again])
+    layers: int = 0
+    summed: str = "0"
 
 
 @dataclass
@@ -66,6 +68,8 @@ class _Sum:
     saved: Counter[str] = field(default_factory=Counter[str])
     glue: Counter[str] = field(default_factory=Counter[str])
     ops: int = 0
+    layers: int = 0
+    summed: Counter[str] = field(default_factory=Counter[str])
     again: AgainSum = field(default_factory=AgainSum)
 
 
@@ -91,6 +95,8 @@ def section_cost(graph: GraphOp, section: SectionOp) -> SectionCost:
         _dtype(calls),
         "default" if estimated else "counted",
         recomputed([s.again for s in sums]) if _mode(section) != "forward" else {},
+        max((s.layers for s in sums), default=0),
+        largest(total(s.summed) for s in sums),
     )
 
 
@@ -129,6 +135,10 @@ def _add_call(graph: GraphOp, call: CallOp, total: _Sum, picked: Collection[str]
     cost = call_cost(graph, call)
     total.flops[expr.text(cost.flops)] += 1
     total.ops += cost.ops
+    layers = number(call, "layers", cost.units)
+    if layers:
+        total.layers += layers
+        total.summed[expr.text(cost.kept if cost.kept != 0 else layers * sum((_bytes(r) for r in call.results), expr.parse("0")))] += 1
     if _owes_backward(call):
         share = _backward_share(graph.blocks[call.target.data])
         total.backward[expr.text(sympy.expand(cost.flops * sympy.Rational(share.numerator, share.denominator)))] += 1

@@ -77,6 +77,15 @@ def test_pins_hold() -> None:
     assert section(shared, "vision", "ranks") == section(shared, "lm", "ranks") == (0, 1)
 
 
+def test_replicas_of_several_ranks() -> None:
+    """Half the work and memory on each rank of tp, and two sums a layer in each direction on the links."""
+    one, two = (allocated(cluster="1x4xH100", set=("lm.dp=1", f"lm.tp={tp}", "vision.dp=1")) for tp in (1, 2))
+    assert len(section(two, "lm", "ranks")) == 2 and section(two, "lm", "tp") == 2
+    assert section(two, "lm", "memory_gib") < section(one, "lm", "memory_gib")
+    assert section(two, "lm", "flops") == section(one, "lm", "flops")
+    assert section(two, "lm", "forward_ns").count("+") > section(one, "lm", "forward_ns").count("+")
+
+
 def test_same_inputs_same_text() -> None:
     assert text.print_module(allocated()) == text.print_module(allocated())
 
@@ -160,6 +169,8 @@ def test_predictions_are_labelled() -> None:
         ({"strategy": "best"}, "no strategy 'best'"),
         ({"strategy": "apart", "ranks": 1}, "cannot be apart on 1 ranks"),
         ({"set": ("lm.dp=4",)}, "at most 3"),
+        ({"set": ("lm.tp=4",)}, "a replica would need 4 ranks, and there are 3"),
+        ({"set": ("lm.pp=3",)}, "has 1 layers to cut"),
         ({"set": ("lm.dp=2", "vision.dp=3")}, "cannot be met together"),
         ({"set": ("lm.dp=2", "vision.dp=3", "vision.with=lm")}, "cannot be met together"),
         ({"strategy": "colocate", "cluster": "1x32xcpu"}, "more than can be used"),

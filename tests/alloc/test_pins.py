@@ -11,12 +11,13 @@ SECTIONS = ["model.vision", "lm"]
 
 
 def test_pins_narrow_the_candidates() -> None:
-    pins = parse(["lm.dp=2", "lm.micro_batch=3", "model.vision.with=lm", "lm.tp=1", "lm.sharding=zero1"], SECTIONS)
+    pins = parse(["lm.dp=2", "lm.micro_batch=3", "model.vision.with=lm", "lm.tp=2", "lm.sharding=zero1"], SECTIONS)
     assert pins.dp("lm", 4) == [2] and pins.micro_batch("lm", 8) == [3]
+    assert pins.shape("lm") == (2, 1) and pins.shape("model.vision") == (1, 1)
     assert pins.dp("model.vision", 3) == [1, 2, 3] and pins.micro_batch("model.vision", 6) == [1, 2, 4, 6]
     assert pins.together == (("model.vision", "lm"),)
     assert pins.word("lm", "sharding") == ("zero1",) and pins.word("lm", "recompute") == ("none", "selective", "full")
-    assert pins.text == "lm.dp=2, lm.micro_batch=3, lm.sharding=zero1, model.vision.with=lm"
+    assert pins.text == "lm.dp=2, lm.micro_batch=3, lm.tp=2, lm.sharding=zero1, model.vision.with=lm"
 
 
 @pytest.mark.parametrize(
@@ -28,8 +29,7 @@ def test_pins_narrow_the_candidates() -> None:
         ("lm.depth=2", "no choice 'depth'"),
         ("lm.dp=two", "not a whole number"),
         ("lm.dp=0", "not a whole number"),
-        ("lm.tp=2", "tensor parallelism"),
-        ("lm.pp=2", "pipeline stages"),
+        ("lm.tp=0", "not a whole number"),
         ("lm.sharding=zero9", "no sharding 'zero9'"),
         ("lm.recompute=1", "no recompute '1'"),
         ("lm.micro_tokens=8192", "by samples"),

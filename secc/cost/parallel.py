@@ -1,0 +1,71 @@
+"""What tensor parallelism (tp) and pipeline stages (pp) leave of a section's cost on one rank, and what their messages cost.
+
+Under tp the blocks' weights and products are cut evenly, while norms, residuals and glue stay whole on every rank. Of the bytes that a
+transformer layer keeps for backward, about 24 parts in 34 lie between the cut products (Korthikanti et al., "Reducing Activation
+Recomputation in Large Transformer Models", 2022, equation 2). Each layer sums its two outputs over tp in forward, and its two inputs'
+gradients in backward. Stages hold whole layers, so the largest of pp stages has `ceil(layers / pp)` of them.
+
+A sum is priced as `secc.cost.time` prices those of gradients: a ring over n ranks sends 2(n - 1) messages of an n-th of its bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+
+from secc.cluster import Cluster
+from secc.cost.again import Again
+from secc.cost.section import SectionCost
+
+CUT_PARTS, KEPT_PARTS = 24, 34
+SUMS_PER_LAYER = 2  # after attention and after the feed-forward part
+
+
+def sums_ns(cost: SectionCost, tp: int, cluster: Cluster) -> str:
+    """Nanoseconds of a micro-batch's sums over tp in one direction, as a text over its symbols: "0" without tp."""
+    if tp == 1 or cost.layers == 0:
+        return "0"
+    link, messages = cluster.link(tp), 2 * (tp - 1) * SUMS_PER_LAYER
+    latency = messages * cost.layers * link.latency_ns
+    return f"{latency} + {messages}*1000*({cost.summed})//({tp * link.bytes_per_s // 10**6})"
+
+
+def on_rank(cost: SectionCost, tp: int, pp: int) -> SectionCost:
+    """The cost of the part of a section that a rank of its largest stage has; `ops` and glue are not cut by tp."""
+    if tp * pp == 1:
+        return cost
+    stage = largest_stage(cost, pp)
+    cut, kept = stage / tp, stage * (KEPT_PARTS - CUT_PARTS + Fraction(CUT_PARTS, tp)) / KEPT_PARTS
+    again = {way: _again(a, stage, cut, kept) for way, a in cost.again.items()}
+    counts = {key: _part(getattr(cost, key), cut) for key in ("params", "trainable", "param_bytes", "trainable_bytes")}
+    return replace(
+        cost,
+        flops=_times(cost.flops, cut),
+        backward_flops=_times(cost.backward_flops, cut),
+        saved=_times(cost.saved, kept),
+        glue_bytes=_times(cost.glue_bytes, stage),
+        summed=_times(cost.summed, stage),
+        ops=_part(cost.ops, stage),
+        layers=_part(cost.layers, stage),
+        again=again,
+        **counts,
+    )
+
+
+def _again(way: Again, stage: Fraction, cut: Fraction, kept: Fraction) -> Again:
+    """What runs again: the layers' inputs, which are kept, are whole on every rank of tp."""
+    return Again(_times(way.saved, stage), _times(way.working, kept / stage), _times(way.flops, cut), _part(way.ops, stage))
+
+
+def largest_stage(cost: SectionCost, pp: int) -> Fraction:
+    """The largest stage's share of the section's layers."""
+    layers = max(cost.layers, pp)
+    return Fraction(-(-layers // pp), layers)
+
+
+def _part(count: int, share: Fraction) -> int:
+    return -(-count * share.numerator // share.denominator)
+
+
+def _times(text: str, share: Fraction) -> str:
+    return text if share == 1 or text == "0" else f"({text})*{share.numerator}//{share.denominator}"
