@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from secc.runtime.errors import UserError
+from secc.runtime.functions import Applied, Function
 from secc.runtime.randomness.draws import Draws
 
 Batch = Mapping[str, Any]
@@ -76,6 +77,10 @@ class Section(nn.Module):
     def value(self, path: str) -> torch.Tensor:
         """The parameter or buffer of the user's model by its name; read at each use, since weights may be replaced."""
         return operator.attrgetter(path)(self._model[0])
+
+    def function(self, name: str) -> Applied:
+        """A `torch.autograd.Function` of the user's that the glue applies."""
+        return Function.parse(name).on(self._model[0])
 
     def draw(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The result of a random op of the glue, under the name it has in the user's forward."""

@@ -31,6 +31,8 @@ NamedParams = list[tuple[str, nn.Parameter]]
 
 _VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 _counter = itertools.count()
+_PREFIX = "secc_user_model_"  # of the names under which model files are imported
+_FILE = "_secc_model_file"  # an attribute of a model: the name of the file's module
 
 
 class UserModel:
@@ -76,6 +78,7 @@ class UserModel:
         if self._parameters is None:
             self._parameters = inspect.signature(model.forward).parameters
             self._forward_place = self._source(model.forward)
+        setattr(model, _FILE, self.module.__name__)
         return model
 
     def _signature(self) -> Mapping[str, inspect.Parameter]:
@@ -233,7 +236,7 @@ def load(path: str | Path) -> UserModel:
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    name = f"secc_user_model_{next(_counter)}"
+    name = f"{_PREFIX}{next(_counter)}"
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     if spec is None or spec.loader is None:
         raise UserError("the model file is not a Python file", str(path), "give the path of a .py file")
@@ -248,6 +251,16 @@ def load(path: str | Path) -> UserModel:
         place = user_place(error, path) or str(path)
         raise UserError(f"importing the model file raises {_describe(error)}", place, "correct the model file") from error
     return UserModel(path, module, hashlib.sha256(text).hexdigest())
+
+
+def is_model_file(module: str) -> bool:
+    """Whether a module, by its name, is a user's model file."""
+    return module.startswith(_PREFIX)
+
+
+def file_of(model: nn.Module) -> str:
+    """The name of the module of the file that made a model."""
+    return getattr(model, _FILE)
 
 
 def loss_of(output: Any, where: str = "") -> torch.Tensor:

@@ -48,6 +48,8 @@ def _requires_grad(node: fx.Node) -> bool:
     """As autograd would decide: grad mode, an input that requires a gradient, an op and a dtype that pass it on."""
     if not node.meta["grad"] or is_read(node):
         return False
+    if "carries" in node.meta:
+        return node.meta["carries"]
     dtype = node.meta.get("dtype")
     if dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
         return False

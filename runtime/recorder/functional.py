@@ -16,6 +16,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_arg
 
+from secc.runtime.functions import Applied
 from secc.runtime.recorder.fakes import fresh
 from secc.runtime.recorder.glue import Executor, Fail, Glue
 from secc.runtime.recorder.modes import Ops
@@ -113,6 +114,8 @@ class _Functional:
             return self.tape.call(str(node.target), args, kwargs)
         if node.target is take:
             return self._take(node)
+        if isinstance(node.target, Applied):
+            return self._apply(node, args)
         if is_read(node):
             first = 1 if node.target is read_value else 0
             kind, value = node.meta["read"]
@@ -155,6 +158,15 @@ class _Functional:
             tensor = fresh(self._mode, node.meta["shape"], node.meta["stride"], node.meta["dtype"])
         self.tape.take(self._env[call], str(node.args[1]), tensor, node.meta["requires_grad"])
         return _torch._to_functional_tensor(tensor)
+
+    def _apply(self, node: fx.Node, args: Any) -> Any:
+        """The user's own autograd function: a call as it is."""
+        known = node.meta.get("results") or [node.meta]
+        with self._plain():
+            results = [fresh(self._mode, r["shape"], r["stride"], r["dtype"]) for r in known]
+        self.tape.apply(node.target, args, results, [r["carries"] for r in known])  # type: ignore[arg-type]
+        wrapped = tuple(_torch._to_functional_tensor(r) for r in results)
+        return wrapped if "results" in node.meta else wrapped[0]
 
     def _inner(self, value: Any) -> Any:
         """Nodes of the old graph as nodes of the new one."""

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointFunction
 
 from secc.runtime.errors import UserError
 from secc.runtime.recorder import structure
@@ -50,6 +50,9 @@ class Listener(Protocol):
 
     def silence(self) -> Any:
         """A context in which nothing is recorded."""
+
+    def function(self, cls: Any, args: Any, run: Callable[..., Any]) -> Any:
+        """A `torch.autograd.Function` is applied where a gradient may flow; `run(*args)` applies it."""
 
 
 class Ops(TorchDispatchMode):
@@ -109,23 +112,27 @@ class Calls(TorchFunctionMode):
 
 @contextmanager
 def autograd_functions(listener: Listener) -> Iterator[None]:
-    """Refuse a `torch.autograd.Function` between blocks: its own backward would be lost below autograd."""
-    original = torch.autograd.Function.__dict__["apply"]
+    """Tell of every `torch.autograd.Function` between blocks: its own backward would be lost below autograd.
 
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        differentiated = torch.is_grad_enabled() and any(t.requires_grad for _, t in structure.tensors((args, kwargs)))
-        if listener.paused or not differentiated:
-            return original.__func__(cls, *args, **kwargs)
-        if cls is CheckpointFunction:
-            return args[0](*args[2:])  # recomputation does not change what is computed
-        message = f"forward calls {cls.__name__}.apply between its modules; its backward would be lost in the recorded glue"
-        raise UserError(message, place(), f"call {cls.__name__}.apply inside an nn.Module of its own, which is called as it is")
+    `Function.apply` itself stays as it is, since users keep it under names of their own (`reverse = Reverse.apply`).
+    """
+    original = torch._C._FunctionBase.__dict__["apply"]
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+    def apply(cls: Any, *args: Any) -> Any:
+        def run(*args: Any) -> Any:
+            return original.__get__(None, cls)(*args)
+
+        differentiated = torch.is_grad_enabled() and any(t.requires_grad for _, t in structure.tensors(args))
+        if listener.paused or not differentiated or cls.__module__ == checkpoint.__name__:
+            return args[0](*args[2:]) if cls is checkpoint.CheckpointFunction and not listener.paused else run(*args)
+        return listener.function(cls, args, run)
+
+    base: Any = torch.autograd.function._SingleLevelFunction
+    base.apply = classmethod(apply)
     try:
         yield
     finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+        del base.apply
 
 
 def intercept(root: nn.Module, handle: Callable[[str, nn.Module, Any, Any], Any]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import traceback
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from secc.runtime.errors import UserError
 from secc.runtime.randomness.ops import is_random, supported
 from secc.runtime.recorder import structure
+from secc.runtime.recorder.applying import record_apply
 from secc.runtime.recorder.fakes import Run, Shapes, fake_copy
 from secc.runtime.recorder.finish import finish
 from secc.runtime.recorder.functional import functionalise, mutates
@@ -157,6 +158,20 @@ class Recorder:
         """Python looks at a tensor's values."""
         with self.silence():
             self._glue.read(kind, tensor)
+
+    def function(self, cls: Any, args: Any, run: Callable[..., Any]) -> Any:
+        """The user applies a `torch.autograd.Function`."""
+
+        def quietly() -> Any:
+            out = run(*(self._executor.fake(a) for a in args))
+            if self._watch.draws:
+                self.fail(
+                    f"{cls.__name__}.apply draws random numbers between the model's modules", "draw them outside, and pass them to it"
+                )
+            return out
+
+        with self.silence():
+            return record_apply(self._tape, self._mode, cls, args, quietly, self._fail)
 
     @contextmanager
     def silence(self) -> Iterator[None]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from secc.runtime.functions import Applied
 from secc.runtime.recorder.recording import is_read
 
 
@@ -32,7 +33,8 @@ class Replay(fx.Interpreter):
             return None
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(n.meta.get("grad", True)))
-            if n.op == "call_module" and n.meta["autocast"]:
+            whole = n.op == "call_module" or isinstance(n.target, Applied)
+            if whole and n.meta["autocast"]:
                 device, dtype = n.meta["autocast"].split()
                 stack.enter_context(torch.autocast(device, dtype=getattr(torch, dtype)))
             return super().run_node(n)

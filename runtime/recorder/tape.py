@@ -6,7 +6,7 @@ Tensors are known by identity. They are kept alive as long as the tape is, since
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -118,6 +118,14 @@ class Tape:
         """Put shape and dtype of `tensor` into the node's meta; the node stands for it from now on."""
         node.meta |= described(tensor)
         self.bind(tensor, node)
+
+    def apply(self, func: Callable[..., Any], args: Any, results: Sequence[torch.Tensor], grads: Sequence[bool]) -> None:
+        """A node for an autograd function whose results are these tensors; `grads` says which of them carry a gradient."""
+        node = self.emit(func, args, {}, results[0] if len(results) == 1 else tuple(results))
+        for i, (tensor, grad) in enumerate(zip(results, grads, strict=True)):
+            self.node(tensor).meta |= {"carries": grad, "stride": tensor.stride()}
+            if "results" in node.meta:
+                node.meta["results"][i] |= {"carries": grad, "stride": tensor.stride()}
 
     def read(self, kind: str, value: Any, tensors: list[fx.Node], target: Any = read_value, kwargs: Any = None) -> None:
         """A node that says: Python looked at these tensors and saw `value`."""

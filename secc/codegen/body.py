@@ -14,7 +14,7 @@ from itertools import groupby
 from xdsl.dialects.builtin import StringAttr
 from xdsl.ir import Operation, SSAValue
 
-from secc.codegen.names import Scope
+from secc.codegen.names import Scope, identifier
 from secc.ir import draws, expr, template
 from secc.ir.dialect import (
     CallOp,
@@ -34,6 +34,7 @@ from secc.ir.dialect import (
 )
 from secc.ir.template import Ref
 from secc.ir.verify import where
+from secc.runtime import functions
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,10 @@ class BodyPrinter:
     def _glue(self, op: GlueOp) -> Line:
         namespace, _, rest = op.target.data.partition(".")
         function = op.target.data if namespace == "aten" else f"torch.ops.{namespace}.{rest}"
-        names = [self._bind(r, rest.split(".")[0].strip("_")) for r in op.results]
+        wish = rest.split(".")[0].strip("_")
+        if op.target.data.startswith(functions.PREFIX):
+            function, wish = f"self.function({json.dumps(rest)})", identifier(rest.replace(":", ".").rpartition(".")[2])
+        names = [self._bind(r, wish) for r in op.results]
         called = f"{function}({self._arguments(op)})"
         if (name := op.attributes.get(draws.NAME)) is not None:
             called = f"self.draw({json.dumps(name.data)}, {function}, {self._arguments(op)})"  # pyright: ignore[reportAttributeAccessIssue]

@@ -36,6 +36,7 @@ from secc.ir.dialect import (
 )
 from secc.ir.types import TensorType
 from secc.runtime import plan
+from secc.runtime.functions import Applied
 from secc.runtime.recorder import Hazard, is_read, read_value, take
 
 _COUPLES = {"batch_norm": "batch norm in training mode"}
@@ -163,10 +164,7 @@ class _Case:
     def _call(self, node: fx.Node) -> None:
         outs = [u for u in node.users if u.target is take]
         operands, args = self._arguments(node)
-        properties: dict[str, Attribute | None] = {**_modes(node), "outs": texts(str(o.args[1]) for o in outs)}
-        if node.meta["autocast"]:
-            device, dtype = node.meta["autocast"].split()
-            properties["autocast"] = StringAttr(f'"{device}", dtype=torch.{dtype}')
+        properties = {**_modes(node), **_autocast(node), "outs": texts(str(o.args[1]) for o in outs)}
         self._add(CallOp.of(str(node.target), operands, args, [_type(o) for o in outs], **properties), *outs)
 
     def _glue(self, node: fx.Node) -> None:
@@ -179,7 +177,8 @@ class _Case:
             results = [items.get(i) for i in range(len(types))]
         if len(types) != len(results) or ("results" in node.meta and len(types) < 2):
             raise UserError(f"the glue's op {node.target} has results that a plan cannot name", node.meta["where"], "move it into a module")
-        op = GlueOp.of(str(node.target), operands, args, types, **_modes(node))
+        properties = _modes(node) | (_autocast(node) if isinstance(node.target, Applied) else {})
+        op = GlueOp.of(str(node.target), operands, args, types, **properties)
         if node.meta.get("draw"):
             op.attributes[draws.NAME] = StringAttr(node.meta["draw"])
         self._add(op, *results)
@@ -230,6 +229,14 @@ def _modes(node: fx.Node) -> dict[str, Attribute | None]:
     return {"no_grad": None if node.meta["grad"] else UnitAttr(), "where": StringAttr(where) if where else None}
 
 
+def _autocast(node: fx.Node) -> dict[str, Attribute | None]:
+    """The autocast region that a module or function runs in; casts of ops were recorded."""
+    if not node.meta["autocast"]:
+        return {}
+    device, dtype = node.meta["autocast"].split()
+    return {"autocast": StringAttr(f'"{device}", dtype=torch.{dtype}')}
+
+
 def _dtype(node: fx.Node) -> str:
     return str(node.meta["dtype"]).removeprefix("torch.")
 
@@ -241,7 +248,7 @@ def _type(node: fx.Node) -> TensorType:
 def _result(node: fx.Node, result: Mapping[str, Any]) -> TensorType:
     """One of several results of an op."""
     dtype: torch.dtype = result["dtype"]
-    grad = bool(node.meta.get("requires_grad")) and dtype.is_floating_point
+    grad = bool(result.get("carries", node.meta.get("requires_grad"))) and dtype.is_floating_point
     return TensorType.of(result["shape"], str(dtype).removeprefix("torch."), grad)
 
 

@@ -303,7 +303,7 @@ class CallOp(Computation):
 
 @irdl_op_definition
 class GlueOp(Computation):
-    """A recorded ATen op between blocks, such as `aten.add.Tensor`."""
+    """A recorded ATen op between blocks, such as `aten.add.Tensor`, or an autograd function of the user's, `function.Reverse`."""
 
     name = "sec.glue"
     target = prop_def(StringAttr)

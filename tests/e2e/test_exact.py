@@ -19,7 +19,7 @@ STEPS, GLOBAL_BATCH = 5, 12
 CASES = [
     ("llava_tiny", 2, "auto"), ("llava_tiny", 3, "apart"), ("two_modalities", 3, "auto"), ("two_modalities", 4, "colocate"),
     ("qwen_distil", 2, "apart"), ("qwen_distil", 4, "auto"), ("whisper_tiny", 2, "auto"), ("internvl_tiny", 3, "apart"),
-    ("padded_mean", 3, "colocate"), ("vlm_digits", 3, "apart"),
+    ("padded_mean", 3, "colocate"), ("vlm_digits", 3, "apart"), ("autograd_functions", 2, "apart"),
 ]  # fmt: skip
 SLOW = [
     ("vlm_digits", 2, "colocate"), ("vlm_digits", 4, "apart"), ("llava_tiny", 4, "apart"), ("two_modalities", 2, "colocate"),
