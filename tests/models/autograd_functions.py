@@ -1,5 +1,6 @@
-"""A frozen encoder, a student that quantises its states, and a domain head behind a gradient reversal: the user's autograd functions between
-modules, one kept under a name of its own, one with several results, one under autocast.
+"""A frozen encoder, a student that quantises its states, and a domain head behind a gradient reversal.
+
+The user's autograd functions stand between modules: one under a name of its own, one with several results, one under autocast.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Student(nn.Module):
     def forward(self, x: torch.Tensor, label: torch.Tensor, domain: torch.Tensor) -> torch.Tensor:
         seen = self.encoder(x)
         hidden = self.student(seen)
-        product, kind, signs, total = Gate.apply(Quantise.apply(hidden), hidden, "both")
+        product, _kind, signs, total = Gate.apply(Quantise.apply(hidden), hidden, "both")
         hidden = hidden + 0.1 * product + 0.1 * total * signs
         hidden[:, 0] = 0.0
         with torch.autocast("cpu", dtype=torch.bfloat16):
