@@ -1,6 +1,6 @@
 """`insert-transfers`: a `sec.transfer` for every value that crosses sections.
 
-An edge carries one value to one section, by rows per sample (`secc.ir.carry`). The micro-batches of two sections need not have the same
+An edge carries one value to one section, by rows per sample, or whole between stages of a pipeline (`secc.ir.carry`). The micro-batches of two sections need not have the same
 pattern, so an edge has one name in all cases (`secc.ir.edges`), and a case that does without it must have no rows for it.
 """
 
@@ -14,6 +14,7 @@ from xdsl.ir import Attribute
 from xdsl.passes import ModulePass
 
 from secc.errors import UserError
+from secc.ir.carry import WHOLE
 from secc.ir.dialect import TransferOp, graph_of, section_of, texts
 from secc.ir.edges import Crossing, Edge, edges_of, label
 
@@ -38,9 +39,9 @@ def _insert(edge: Edge, crossing: Crossing) -> None:
         "sym": StringAttr(edge.name),
         "src": SymbolRefAttr(edge.src),
         "dst": SymbolRefAttr(edge.dst),
-        "dim": IntAttr(edge.carry.dim),
-        "rows": StringAttr(edge.carry.rows),
     }
+    if edge.carry != WHOLE:
+        properties |= {"dim": IntAttr(edge.carry.dim), "rows": StringAttr(edge.carry.rows)}
     if edge.carry.extents:
         properties["extents"] = texts(edge.carry.extents)
     transfer = TransferOp.create(operands=[crossing.value], result_types=[edge.type], properties=properties)

@@ -44,14 +44,20 @@ class SinkBoundaries(ModulePass):
         names = [s.sym.data for s in graph.sections]
         for j, dst in enumerate(names):
             for src in names[:j]:
-                if not _crossings(graph, src, dst):
-                    continue
-                chosen = Boundary(graph, src, dst, Prices(self.flops_per_byte, self.growth)).computed_by_dst()
-                if chosen is None:
+                if not settle(graph, src, dst, Prices(self.flops_per_byte, self.growth)):
                     _merge(graph, src, dst, "no boundary between them can be carried by rows per sample")
                     return True
-                _Move(graph, src, dst, chosen).run()
         return False
+
+
+def settle(graph: GraphOp, src: str, dst: str, prices: Prices) -> bool:
+    """Move the boundary between two sections to where the fewest bytes cross; False if there is no possible boundary."""
+    if not _crossings(graph, src, dst):
+        return True
+    chosen = Boundary(graph, src, dst, prices).computed_by_dst()
+    if chosen is not None:
+        _Move(graph, src, dst, chosen).run()
+    return chosen is not None
 
 
 class _Move:

@@ -59,6 +59,7 @@ class _Run:
     def __init__(self, plan: Plan, schedule: Schedule) -> None:
         self.programs = schedule.programs
         self.replica = {s.name: {rank: r for r, rank in enumerate(replica_ranks(s))} for s in plan.sections}  # of each rank
+        self.stage = {s.name: s.stage for s in plan.sections}
         self.rank: dict[Job, int] = {}  # of every job that is not yet computed
         self.left: Counter[tuple[str, int]] = Counter()  # backwards on a rank that are not yet computed
         self.needs: defaultdict[Job, int] = defaultdict(int)  # inputs that are not yet on the job's rank
@@ -129,7 +130,9 @@ class _Run:
     def compute(self, rank: int, i: Instruction) -> bool:
         kind, section, replica, stage, micro = i[:5]
         job = (kind, section, micro)
-        if self.rank.pop(job, None) != rank or self.needs[job] or stage or replica != self.replica[section][rank] or i[5:] != _NO_MESSAGE:
+        if self.rank.pop(job, None) != rank or self.needs[job] or i[5:] != _NO_MESSAGE:
+            raise _Wrong
+        if replica != self.replica[section][rank] or stage != self.stage[section]:
             raise _Wrong
         for used in self.feeds.get(job, ()):
             self.needs[used] -= 1

@@ -134,7 +134,7 @@ class Checker:
         for name, micros in self.schedule.micro_batches.items():
             for m in micros:
                 for kind in ("F", "B") if owes_backward(self.sections[name]) else ("F",):
-                    yield _compute(kind, m), self.ranks[name][m.replica]
+                    yield self._compute(kind, m), self.ranks[name][m.replica]
             for replica, rank in enumerate(self.ranks[name]):
                 yield Instruction("REDUCE", name, replica), rank
         for link in self.links:
@@ -156,14 +156,14 @@ class Checker:
         """Pairs of instructions of one rank of which the first must stand first."""
         for name, micros in self.schedule.micro_batches.items():
             for m in micros if owes_backward(self.sections[name]) else ():
-                yield _compute("F", m), _compute("B", m)
-                yield _compute("B", m), Instruction("REDUCE", name, m.replica)
+                yield self._compute("F", m), self._compute("B", m)
+                yield self._compute("B", m), Instruction("REDUCE", name, m.replica)
         edges = {e.name: e for e in self.plan.edges}
         for link in self.links:
             name, direction, src, dst, sender, receiver = link
             source, target = self.schedule.micro_batches[edges[name].src][src], self.schedule.micro_batches[edges[name].dst][dst]
             ends = (("F", source), ("F", target)) if direction == "fwd" else (("B", target), ("B", source))
-            made, used = (_compute(kind, m) for kind, m in ends)
+            made, used = (self._compute(kind, m) for kind, m in ends)
             if sender == receiver:
                 yield made, used
             else:
@@ -230,13 +230,12 @@ class Checker:
         waits = [f"rank {r} at `{stuck[r]}` waits for `{missing[r]}` on rank {self.cell[missing[r]][0]}" for r in circle]
         self.fail("deadlock: " + "; ".join(waits), [(r, at[r]) for r in missing])
 
+    def _compute(self, kind: str, m: MicroBatch) -> Instruction:
+        return Instruction(kind, m.section, m.replica, self.sections[m.section].stage, m.index)
+
     def fail(self, message: str, marked: Iterable[Cell] = ()) -> None:
         """Raise a ScheduleError that shows the marked cells."""
         raise ScheduleError(f"the schedule is not valid: {message}\n{grid(self.schedule, marked)}")
-
-
-def _compute(kind: str, m: MicroBatch) -> Instruction:
-    return Instruction(kind, m.section, m.replica, micro=m.index)
 
 
 def _transfer(kind: str, link: Link) -> Instruction:

@@ -5,6 +5,8 @@ pattern, similar in size, so that little time goes into padding. Lots, or single
 first; sections on the same ranks are dealt together, so that a sample stays on its rank. The other sections cut what each replica
 got in the order in which the critical section will want it: its *turns*. A micro-batch holds samples of one pattern, because one that
 needs no encoder can start while the encoders fill.
+
+The stages of a pipeline are dealt together, too, and have the same micro-batches, as urgent at each stage as at the last one.
 """
 
 from __future__ import annotations
@@ -140,14 +142,16 @@ class Composer:
         return max([longest, *(-(-total // len(ranks)) for ranks, total in work.items())])
 
     def _waves(self, section: Section) -> list[int]:
-        """The wave of each kind of sample."""
-        awaited, needed = ([self._active[name] for name in names[section.name]] for names in (self.graph.creditors, self.graph.ancestors))
+        """The wave of each kind of sample; what the last stage of a pipeline needs and owes, the stages of it aside."""
+        last = self.graph.stages[section.name][-1].name
+        sources = (self.graph.outside(last, names[last]) for names in (self.graph.creditors, self.graph.ancestors))
+        awaited, needed = ([self._active[name] for name in names] for names in sources)
         kinds = range(len(self._active[section.name]))
         return [AWAITED if any(on[k] for on in awaited) else NEEDY if any(on[k] for on in needed) else FREE for k in kinds]
 
     def _urgency(self, section: Section, style: Style) -> Column:
         """Of samples of one wave the least goes first: what owes most upstream, what upstream has ready soonest, or the largest."""
-        name = section.name
+        name = self.graph.stages[section.name][-1].name
         size = self.size[name]
         second = self.head[name] if style.soonest else [-s for s in size]
         columns = zip(self.upstream[name], second, size, self.kind, strict=True)
@@ -156,24 +160,31 @@ class Composer:
     # -- dealing ------------------------------------------------------------------------------------------------------------------
 
     def deal(self) -> Dealt:
-        """Each replica's samples: largest first, each to the least loaded. Sections of the same ranks are dealt alike."""
-        groups: dict[Ranks, list[Section]] = defaultdict(list)
-        for s in self.plan.sections:
-            groups[replica_ranks(s)].append(s)
-        weights = {ranks: self._sum(self.size[s.name] for s in sections) for ranks, sections in groups.items()}
+        """Each replica's samples: largest first, each to the least loaded. Sections of the same ranks and stages are dealt alike.
+
+        Of a team that has several ranks a replica, the busiest decide.
+        """
         load: dict[int, int] = defaultdict(int)
         positions: dict[str, list[list[int]]] = {}
         critical: list[list[Lot]] = []
-        for ranks in sorted(groups, key=lambda ranks: (-sum(weights[ranks]) // len(ranks), ranks)):
-            if self.critical in groups[ranks] and self.critical.micro_batch > 1:
+        for weights, ranks, team in sorted(map(self._weighed, self.graph.teams()), key=lambda x: (-sum(x[0][x[1]]) // len(x[1]), x[1])):
+            if self.critical in team and self.critical.micro_batch > 1:
                 critical, owner = self._deal_lots(ranks, weights[ranks], load)
             else:
-                owner = self._deal_samples(ranks, groups[ranks], weights[ranks], load)
-            for s in groups[ranks]:
+                owner = self._deal_samples(ranks, team, weights[ranks], load)
+            for others, column in weights.items():
+                for p, weight in enumerate(column) if others != ranks else ():
+                    load[others[owner[p]]] += weight
+            for s in team:
                 positions[s.name] = dealt = [[] for _ in ranks]
                 for p in self.active[s.name]:
                     dealt[owner[p]].append(p)
         return Dealt(positions, critical or [[(p,) for p in dealt] for dealt in positions[self.critical.name]])
+
+    def _weighed(self, team: list[Section]) -> tuple[dict[Ranks, Column], Ranks, list[Section]]:
+        """The work of each sample by the ranks that do it, and the busiest of these; the team."""
+        weights = {ranks: self._sum(self.size[s.name] for s in team if replica_ranks(s) == ranks) for ranks in map(replica_ranks, team)}
+        return weights, max(weights, key=lambda ranks: sum(weights[ranks])), team
 
     def _deal_samples(self, ranks: Ranks, sections: Sequence[Section], weights: Column, load: dict[int, int]) -> Column:
         """The replica of each sample: first what needs upstream, so that replicas get even shares of it, then the rest to level them.
@@ -237,11 +248,11 @@ class Composer:
         dealt = self._dealt
         self.urgency = {s.name: self._urgency(s, style) for s in self.plan.sections}
         turn = self.turns(dealt, style.lead)
-        critical = [(r, t) for r, some in enumerate(dealt.critical) for t in some]
-        return {
-            s.name: self.table(s, critical if s is self.critical else self._cut(s, dealt.positions[s.name], turn), turn)
-            for s in self.plan.sections
-        }
+        cuts = {self.critical.whole: [(r, t) for r, some in enumerate(dealt.critical) for t in some]}
+        for name, stages in self.plan.pipelines.items():
+            if name not in cuts:
+                cuts[name] = self._cut(stages[-1], dealt.positions[stages[-1].name], turn)
+        return {s.name: self.table(s, cuts[s.whole], turn) for s in self.plan.sections}
 
     def turns(self, dealt: Dealt, lead: int) -> Column:
         """When the critical section wants each sample: how long its replica has work before it that is more urgent.
@@ -291,14 +302,15 @@ class Composer:
     def table(self, section: Section, cut: Cut, turn: Column) -> Table:
         """The columns of a section's micro-batches."""
         name, waves, urgency = section.name, self.waves[section.name], self.urgency[section.name]
+        owed = self.upstream[self.graph.stages[name][-1].name]
         micros = tuple(MicroBatch._make((i, name, r, t if len(t) == 1 else tuple(sorted(t)))) for i, (r, t) in enumerate(cut))
         lots = [t for _, t in cut]
         if all(len(t) == 1 for t in lots):
             at = [t[0] for t in lots]
-            columns = [[c[p] for p in at] for c in (*self.alone[name], self.upstream[name], urgency, turn)]
+            columns = [[c[p] for p in at] for c in (*self.alone[name], owed, urgency, turn)]
             forward, backward, upstream, urgencies, turns = columns
             return Table(micros, forward, backward, upstream, [waves[self.kind[p]] for p in at], urgencies, turns)
         forward, backward = self.costs.of(section, lots)
-        upstream, urgencies = ([sum(c[p] for p in t) for t in lots] for c in (self.upstream[name], urgency))
+        upstream, urgencies = ([sum(c[p] for p in t) for t in lots] for c in (owed, urgency))
         wave = [min(waves[self.kind[p]] for p in t) for t in lots]
         return Table(micros, forward, backward, upstream, wave, urgencies, [min(turn[p] for p in t) for t in lots])

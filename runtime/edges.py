@@ -3,6 +3,8 @@
 Both ends know every shape from the samples' sizes alone, so nothing but values is sent. A message holds, for the shared samples in
 ascending order, the rows of each sample, cut to the sample's own extents where a micro-batch is padded wider than the sample. The
 gradient of an edge travels through the same cuts in the other direction.
+
+Between stages of a pipeline, which have the same micro-batches, a tensor travels whole, whatever its dims.
 """
 
 from __future__ import annotations
@@ -64,8 +66,14 @@ class EdgeLayout:
         batch = self._micros[side][micro]
         sizes = combine([self._sizes[s] for s in batch.samples], self._plan.symbols)
         dims = [0 if d == self.edge.dim else evaluate(text, sizes) for d, text in enumerate(self.edge.dims)]
-        dims[self.edge.dim] = sum(self._rows(s) for s in self._members(side, batch))
+        if not self.whole:
+            dims[self.edge.dim] = sum(self._rows(s) for s in self._members(side, batch))
         return tuple(dims)
+
+    @property
+    def whole(self) -> bool:
+        """Whether a micro-batch's tensor is one message."""
+        return self.edge.dim < 0
 
     def numel(self, pair: Pair) -> int:
         """The number of entries in the message of `pair`."""
@@ -97,6 +105,8 @@ class EdgeLayout:
     def _make_cuts(self, side: str, pair: Pair) -> tuple[Cut, ...]:
         micro = pair[side == "dst"]
         shape = self.shape(side, micro)
+        if self.whole:
+            return (Cut(tuple((0, n) for n in shape)),)
         starts, at = {}, 0
         for s in self._members(side, self._micros[side][micro]):
             starts[s] = at

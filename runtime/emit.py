@@ -95,7 +95,7 @@ def _compute(tables: dict[str, Table], step: Step) -> list[tuple[Instruction, ..
     found: list[tuple[Instruction, ...]] = [()] * len(step.jobs.rank)
     for name, n in step.numbers.items():
         micros = tables[name].micro_batches
-        forwards = [Instruction._make(("F", name, m.replica, 0, m.index, "", "", -1, -1, -1)) for m in micros]
+        forwards = [Instruction._make(("F", name, m.replica, n.section.stage, m.index, "", "", -1, -1, -1)) for m in micros]
         backwards = [Instruction._make(("B", *i[1:])) for i in forwards] if n.backward >= 0 else []
         if n.backward == n.forward:
             found[n.forward : n.forward + len(micros)] = zip(forwards, backwards, strict=True)

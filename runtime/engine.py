@@ -86,6 +86,7 @@ class Engine:
         self.rank, self.device = transport.rank, transport.device
         planned = {s.name: s for s in plan.sections}
         self.backward_owed = {name: owes_backward(s) for name, s in planned.items()}
+        self.whole = {name: s.whole for name, s in planned.items()}
         self.ranks = {name: replica_ranks(s) for name, s in planned.items()}
         self.returns_grad = {e.name: returns_gradient(e, planned) for e in plan.edges}
         self.into = {name: [e for e in plan.edges if e.dst == name] for name in planned}
@@ -189,14 +190,22 @@ class _Execution:
             incoming = layout.of("dst", micro)
             if not incoming:
                 continue
-            tensor = torch.zeros(layout.shape("dst", micro), dtype=layout.dtype, device=self.engine.device)
-            for pair in incoming:
-                layout.unpack(self.forward_message(edge, pair), tensor, "dst", pair)
+            tensor = self.received(edge, layout, incoming, micro)
             if self.engine.returns_grad[edge.name]:
                 leaf = live.leaves[edge.name] = tensor.new_empty(()).expand(tensor.shape).requires_grad_()
                 tensor = _Arrive.apply(leaf, tensor)
             edges[edge.name] = tensor
         return edges
+
+    def received(self, edge: Edge, layout: EdgeLayout, incoming: list[Pair], micro: int) -> torch.Tensor:
+        """The tensor of an edge as the consumer takes it."""
+        shape = layout.shape("dst", micro)
+        if layout.whole:
+            return self.forward_message(edge, incoming[0]).view(shape)
+        tensor = torch.zeros(shape, dtype=layout.dtype, device=self.engine.device)
+        for pair in incoming:
+            layout.unpack(self.forward_message(edge, pair), tensor, "dst", pair)
+        return tensor
 
     def forward_message(self, edge: Edge, pair: Pair) -> torch.Tensor:
         """The values of the rows of `pair`, from another rank or from a section of this one."""
@@ -277,13 +286,14 @@ class _Execution:
     def check_shape(self, i: Instruction, edge: Edge, outs: Tensors) -> None:
         """A tensor of another shape than the consumer expects would be cut wrongly without an error.
 
-        A case leaves out an edge that it has no rows for; its messages are empty.
+        A case leaves out an edge that it has no rows for; its messages are empty. Where stages of a pipeline take a case that does without,
+        both do, and nobody reads what is sent.
         """
         layout = self.layouts[edge.name]
         if not layout.of("src", i.micro):
             return
         shape = layout.shape("src", i.micro)
-        if edge.name not in outs and shape[edge.dim] == 0:
+        if edge.name not in outs and (layout.whole or shape[edge.dim] == 0):
             outs[edge.name] = torch.zeros(shape, dtype=layout.dtype, device=self.engine.device)
         if edge.name not in outs:
             raise RuntimeError(f"`{i}`: the section's case does not compute edge {edge.name}")
@@ -296,7 +306,7 @@ class _Execution:
         return [self.step.samples[s].id for s in samples]
 
     def compute_event(self, i: Instruction, micro: MicroBatch) -> AbstractContextManager[None]:
-        args = {"kind": i.kind, "section": i.section, "replica": i.replica, "stage": i.stage, "microbatch": i.micro}
+        args = {"kind": i.kind, "section": self.engine.whole[i.section], "replica": i.replica, "stage": i.stage, "microbatch": i.micro}
         return self.engine.trace.event(f"{i.kind} {i.section} {i.micro}", **args, samples=self.ids(micro.samples))
 
     def transfer_event(self, kind: str, message: Message, src: int, dst: int) -> AbstractContextManager[None]:

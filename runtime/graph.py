@@ -1,11 +1,15 @@
-"""The sections of a plan as a graph: what is upstream of what, and along which edges gradients come back."""
+"""The sections of a plan as a graph: what is upstream of what, along which edges gradients come back, and what is dealt alike.
+
+A pipeline's stages are sections here as anywhere; a *team* is what must get the same samples on the same replica: the stages of a
+pipeline, and sections on the same ranks.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from secc.runtime.plan import Plan, Section
-from secc.runtime.program import returns_gradient
+from secc.runtime.program import replica_ranks, returns_gradient
 
 
 @dataclass
@@ -18,7 +22,10 @@ class Graph:
     ancestors: dict[str, set[str]] = field(init=False)  # over all edges
     creditors: dict[str, set[str]] = field(init=False)  # over edges that return a gradient: whose backward waits for this section's
 
+    stages: dict[str, tuple[Section, ...]] = field(init=False)  # of the pipeline that a section is a stage of; else itself alone
+
     def __post_init__(self) -> None:
+        self.stages = {s.name: stages for stages in self.plan.pipelines.values() for s in stages}
         sections = {s.name: s for s in self.plan.sections}
         self.ancestors = {name: set() for name in sections}
         self.creditors = {name: set() for name in sections}
@@ -41,3 +48,25 @@ class Graph:
         self.ancestors[dst] |= {src, *self.ancestors[src]}
         if gradient:
             self.creditors[dst] |= {src, *self.creditors[src]}
+
+    def outside(self, name: str, others: set[str]) -> set[str]:
+        """Those of `others` that are no stages of the same pipeline."""
+        return others.difference(s.name for s in self.stages[name])
+
+    def runs_ahead(self, section: Section) -> bool:
+        """Whether a section does all its forwards first: it, or its pipeline, feeds sections on other ranks."""
+        fed = (s for s in self.order if section.name in self.outside(s.name, self.ancestors[s.name]))
+        return any(self._ranks(s) != self._ranks(section) for s in fed)
+
+    def _ranks(self, section: Section) -> list[int]:
+        return [rank for s in self.stages[section.name] for rank in s.mesh.ranks]
+
+    def teams(self) -> list[list[Section]]:
+        """The sections that are dealt alike, in the plan's order."""
+        home = {s.name: i for i, s in enumerate(self.plan.sections)}
+        for a in self.plan.sections:
+            for b in self.plan.sections:
+                if a.whole == b.whole or replica_ranks(a) == replica_ranks(b):
+                    old, new = home[b.name], home[a.name]
+                    home = {name: new if team == old else team for name, team in home.items()}
+        return [[s for s in self.plan.sections if home[s.name] == team] for team in sorted(set(home.values()))]

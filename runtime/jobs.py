@@ -4,12 +4,16 @@ A section that nothing consumes runs a micro-batch's backward right after its fo
 long to compute. Which job is more urgent on a rank: backwards before forwards, since they free memory and are awaited upstream, and
 downstream sections before upstream ones; only sections that run *ahead*, because they feed sections on other ranks, do all forwards
 first.
+
+The stages of a pipeline pass micro-batches on in the order in which the first stage takes them, and a stage that holds as many as it may
+between forward and backward starts no other forward: with a room of one for itself and each stage behind it, that is 1F1B.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from secc.runtime.compose import Column, Table
 from secc.runtime.graph import Graph
@@ -56,7 +60,19 @@ def make(plan: Plan, graph: Graph, tables: dict[str, Table], messages: Messages,
     if in_turn:
         _in_turn(step, tables)
     step.jobs.priority = _priorities(graph, step, tables, in_turn)
+    for stages in plan.pipelines.values():
+        _pass_on(step, graph, stages)
     return step
+
+
+def _pass_on(step: Step, graph: Graph, stages: Sequence[Section]) -> None:
+    """What binds the stages of a pipeline: one order of micro-batches, and room for so many in flight."""
+    numbers = [step.numbers[s.name] for s in stages]
+    for before, then in pairwise(numbers):
+        step.jobs.follow(range(before.forward, before.forward + before.count), range(then.forward, then.forward + then.count))
+    for section, n in zip(stages, numbers, strict=True):
+        if section.in_flight and n.backward not in (-1, n.forward) and not graph.runs_ahead(section):
+            step.jobs.limit(section.in_flight, range(n.forward, n.forward + n.count), range(n.backward, n.backward + n.count))
 
 
 def _add(step: Step, section: Section, table: Table, fused: bool) -> None:
@@ -106,7 +122,7 @@ def _priorities(graph: Graph, step: Step, tables: dict[str, Table], in_turn: boo
     """Each job's place in the order of urgency, in four bands: backwards, forwards that run ahead, forwards, backwards of those ahead."""
     bands: list[list[tuple[int, ...]]] = [[], [], [], []]
     for name, n in step.numbers.items():
-        table, depth, ahead = tables[name], graph.depth[name], _runs_ahead(graph, n.section)
+        table, depth, ahead = tables[name], graph.depth[name], graph.runs_ahead(n.section)
         early, late = _forward_band(bands, ahead), bands[3 if ahead else 0]
         early += _forward_keys(n, table, depth, ahead, in_turn)
         if n.backward not in (-1, n.forward):
@@ -137,9 +153,3 @@ def _sizes(table: Table) -> list[int]:
 
 def _constant(value: int, table: Table) -> Sequence[int]:
     return [value] * len(table.turn)
-
-
-def _runs_ahead(graph: Graph, section: Section) -> bool:
-    """Whether a section does all its forwards first: it feeds sections on other ranks."""
-    fed = (s for s in graph.order if section.name in graph.ancestors[s.name])
-    return any(s.mesh.ranks != section.mesh.ranks for s in fed)

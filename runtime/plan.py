@@ -70,7 +70,12 @@ class Cost:
 
 @dataclass(frozen=True)
 class Section:
-    """One section. `when` is the set of optional keys of which a sample needs at least one to be active ([] = always active)."""
+    """One section, or one stage of a section that runs as a pipeline.
+
+    `when` is the set of optional keys of which a sample needs at least one to be active ([] = always active). A stage is a section of its
+    own with `pp` 1, whose `pipeline` names the section that the user knows; its samples pass through all stages in the same micro-batches.
+    `in_flight` is how many of them a stage may hold between forward and backward (0: any number).
+    """
 
     name: str
     module: str
@@ -85,15 +90,24 @@ class Section:
     memory_gib: float = 0.0
     label: str = "default"
     cost: Cost = Cost()
+    pipeline: str = ""
+    stage: int = 0
+    in_flight: int = 0
+
+    @property
+    def whole(self) -> str:
+        """The name of the section that the user knows: of the pipeline for a stage."""
+        return self.pipeline or self.name
 
 
 @dataclass(frozen=True)
 class Edge:
-    """A tensor that one section produces and another consumes, carried by rows per sample.
+    """A tensor that one section produces and another consumes, carried by rows per sample, or whole between stages of a pipeline.
 
     `dims` are its dims over the symbols of a micro-batch. `dim` is the sample dim; `rows` the number of its entries that belong
     to a sample with given symbols. `extents` maps other dims to (expression, side) where samples may be narrower than the
     micro-batch (only when widths are "own"). `grad` says whether a gradient flows back. `when` is the producer's predicate.
+    Stages of a pipeline have the same micro-batches, so between them a tensor travels as it is: `dim` is -1 and `rows` empty.
     """
 
     name: str
@@ -172,14 +186,61 @@ class Plan:
     labels_key: str = ""  # the input whose entries other than -100 are counted as tokens
 
     def section(self, name: str) -> Section:
+        """A section or stage by its name."""
         return next(s for s in self.sections if s.name == name)
+
+    @property
+    def pipelines(self) -> dict[str, tuple[Section, ...]]:
+        """The sections that the user knows, by name, each with its stages: itself alone where it is no pipeline."""
+        found: dict[str, tuple[Section, ...]] = {}
+        for s in self.sections:
+            found[s.whole] = (*found.get(s.whole, ()), s)
+        return found
+
+    @property
+    def whole_sections(self) -> tuple[Section, ...]:
+        """The sections that the user knows: the stages of a pipeline as one section, its ranks ordered (dp, pp, tp)."""
+        return tuple(_joined(stages) if stages[0].pipeline else stages[0] for stages in self.pipelines.values())
+
+
+def _joined(stages: tuple[Section, ...]) -> Section:
+    """The stages of a pipeline as one section; memory is that of its fullest rank."""
+    first, costs = stages[0], [s.cost for s in stages]
+    dp, tp = first.mesh.dp, first.mesh.tp
+    ranks = tuple(r for d in range(dp) for s in stages for r in s.mesh.ranks[d * tp : (d + 1) * tp])
+
+    def total(field: str) -> str:
+        return " + ".join(text for c in costs if (text := getattr(c, field)))
+
+    return dataclasses.replace(
+        first,
+        name=first.pipeline,
+        module="",
+        mode=max((s.mode for s in stages), key=("forward", "dgrad", "train").index),
+        blocks=tuple(dict.fromkeys(b for s in stages for b in s.blocks)),
+        params=tuple(dict.fromkeys(p for s in stages for p in s.params)),
+        mesh=Mesh(ranks, dp, len(stages), tp),
+        memory_gib=max(s.memory_gib for s in stages),
+        cost=dataclasses.replace(costs[0], **{f: total(f) for f in ("forward_ns", "backward_ns", "flops", "backward_flops", "saved")}),
+        pipeline="",
+        in_flight=0,
+    )
+
+
+def to_dict(plan: Plan) -> dict[str, Any]:
+    """What plan.json holds: the sections that the user knows, by name, pipelines with their stages beneath; the rest as it is."""
+    sections = {s.name: dataclasses.asdict(s) for s in plan.whole_sections}
+    for s in sections.values():
+        del s["pipeline"], s["stage"], s["in_flight"]
+    for name, stages in plan.pipelines.items():
+        if stages[0].pipeline:
+            sections[name]["stages"] = [dataclasses.asdict(s) for s in stages]
+    return dataclasses.asdict(plan) | {"sections": sections}
 
 
 def to_json(plan: Plan) -> str:
-    """The text of plan.json: sections by name, everything else as in the dataclasses."""
-    data = dataclasses.asdict(plan)
-    data["sections"] = {s["name"]: s for s in data["sections"]}
-    return json.dumps(data, indent=2) + "\n"
+    """The text of plan.json."""
+    return json.dumps(to_dict(plan), indent=2) + "\n"
 
 
 def load(directory: str | Path) -> Plan:
@@ -193,7 +254,7 @@ def load(directory: str | Path) -> Plan:
         raise UserError(f"not a plan: {error}", str(path), "compile the model again") from None
     if not isinstance(data, dict) or data.get("version") != VERSION:
         raise UserError("the plan is of another version of secc", str(path), "compile the model again")
-    data["sections"] = list(data["sections"].values())
+    data["sections"] = [part for section in data["sections"].values() for part in section.get("stages") or [section]]
     return _build(Plan, data)
 
 

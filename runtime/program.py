@@ -11,7 +11,8 @@ of them knows more about the others than these types. The text form is one instr
     REDUCE language_model
     STEP
 
-`A>B` are micro-batch indices in the direction in which the data flows; ` replica R` and ` stage S` follow where they are not 0.
+`A>B` are micro-batch indices in the direction in which the data flows; ` replica R` and ` stage S` follow where they are not 0. A stage
+of a pipeline is a section with a name of its own (`language_model_1`); `stage` says which one it is.
 """
 
 from __future__ import annotations

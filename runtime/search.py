@@ -13,7 +13,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from secc.runtime.balance import Ranks
 from secc.runtime.compose import Table
+from secc.runtime.graph import Graph
 from secc.runtime.jobs import Step
 from secc.runtime.program import replica_ranks
 from secc.runtime.timeline import run
@@ -31,13 +33,17 @@ Order = tuple[list[int], int]  # the jobs as they start, and how long they take
 
 @dataclass(frozen=True)
 class Block:
-    """Jobs that must be on one rank of `ranks`."""
+    """Jobs that must be on one replica: `ranks` has for each job its rank in each replica."""
 
     jobs: tuple[int, ...]
-    ranks: tuple[int, ...]
+    ranks: tuple[Ranks, ...]
+
+    @property
+    def replicas(self) -> range:
+        return range(len(self.ranks[0]))
 
 
-def improve(step: Step, tables: Mapping[str, Table], found: Order, least: int) -> tuple[dict[str, Table], Order]:
+def improve(step: Step, graph: Graph, tables: Mapping[str, Table], found: Order, least: int) -> tuple[dict[str, Table], Order]:
     """A step at least as short as `found`: its tables, with replicas as they are now, and its order. Changes the step's jobs.
 
     `least` is a time in ns that no order can beat.
@@ -45,7 +51,7 @@ def improve(step: Step, tables: Mapping[str, Table], found: Order, least: int) -
     count = tries(len(step.jobs.rank), found[1], least)
     if count == 0:
         return dict(tables), found
-    search = _Search(step, _blocks(step, tables), found)
+    search = _Search(step, _blocks(step, graph, tables), found)
     for _ in range(count):
         search.move()
         if search.failed > PATIENCE:
@@ -62,15 +68,13 @@ def tries(jobs: int, makespan: int, least: int) -> int:
     return min(MOST_TRIES, count) if count >= jobs // FEW else 0
 
 
-def _blocks(step: Step, tables: Mapping[str, Table]) -> list[list[Block]]:
-    """The blocks that can move, by the ranks they can move over."""
-    groups: dict[tuple[int, ...], list[str]] = defaultdict(list)
-    for name, n in step.numbers.items():
-        groups[replica_ranks(n.section)].append(name)
-    return [_group(step, tables, ranks, names) for ranks, names in groups.items() if len(ranks) > 1]
+def _blocks(step: Step, graph: Graph, tables: Mapping[str, Table]) -> list[list[Block]]:
+    """The blocks that can move, by the sections that they belong to."""
+    teams = [[s.name for s in team] for team in graph.teams() if team[0].mesh.dp > 1]
+    return [_group(step, tables, names) for names in teams]
 
 
-def _group(step: Step, tables: Mapping[str, Table], ranks: tuple[int, ...], names: Sequence[str]) -> list[Block]:
+def _group(step: Step, tables: Mapping[str, Table], names: Sequence[str]) -> list[Block]:
     """Micro-batches that share samples, over all of these sections, are one block."""
     parent: dict[int, int] = {}
 
@@ -83,11 +87,12 @@ def _group(step: Step, tables: Mapping[str, Table], ranks: tuple[int, ...], name
         for m in tables[name].micro_batches:
             for p in m.samples[1:]:
                 parent[root(p)] = root(m.samples[0])
-    jobs: dict[int, list[int]] = defaultdict(list)
+    jobs: dict[int, list[tuple[int, Ranks]]] = defaultdict(list)
     for name in names:
+        ranks = replica_ranks(step.numbers[name].section)
         for m in tables[name].micro_batches:
-            jobs[root(m.samples[0])] += step.numbers[name].jobs(m.index)
-    return [Block(tuple(b), ranks) for b in jobs.values()]
+            jobs[root(m.samples[0])] += [(job, ranks) for job in step.numbers[name].jobs(m.index)]
+    return [Block(tuple(job for job, _ in b), tuple(ranks for _, ranks in b)) for b in jobs.values()]
 
 
 def _moved(step: Step, tables: Mapping[str, Table]) -> dict[str, Table]:
@@ -121,10 +126,10 @@ class _Search:
             group = self.random.choice(self.blocks)
             if kind < 0.75 or len(group) < 2:
                 block = self.random.choice(group)
-                self.place([(block, self.random.choice(block.ranks))])
+                self.place([(block, self.random.choice(block.replicas))])
             else:
                 a, b = self.random.sample(group, 2)
-                self.place([(a, self.rank(b)), (b, self.rank(a))])
+                self.place([(a, self.replica(b)), (b, self.replica(a))])
 
     def swap_urgency(self, a: int, b: int) -> None:
         priority = self.jobs.priority
@@ -133,8 +138,8 @@ class _Search:
             priority[a], priority[b] = priority[b], priority[a]
 
     def place(self, placed: list[tuple[Block, int]]) -> None:
-        """Put each block on a rank."""
-        before = [(block, self.rank(block)) for block, _ in placed]
+        """Put each block on a replica."""
+        before = [(block, self.replica(block)) for block, _ in placed]
         if before == placed:
             return
         self.put(placed)
@@ -142,12 +147,12 @@ class _Search:
             self.put(before)
 
     def put(self, placed: list[tuple[Block, int]]) -> None:
-        for block, rank in placed:
-            for job in block.jobs:
-                self.jobs.rank[job] = rank
+        for block, replica in placed:
+            for job, ranks in zip(block.jobs, block.ranks, strict=True):
+                self.jobs.rank[job] = ranks[replica]
 
-    def rank(self, block: Block) -> int:
-        return self.jobs.rank[block.jobs[0]]
+    def replica(self, block: Block) -> int:
+        return block.ranks[0].index(self.jobs.rank[block.jobs[0]])
 
     def kept(self) -> bool:
         found = run(self.jobs)

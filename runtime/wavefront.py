@@ -74,7 +74,7 @@ def _timed_schedule(plan: Plan, samples: Sequence[SampleMeta], order: str) -> tu
         return _emitted(composer, found), found.makespan
     least = composer.least()
     best = _best(composer, least)
-    best.tables, (best.order, best.makespan) = improve(best.step, best.tables, (best.order, best.makespan), least)
+    best.tables, (best.order, best.makespan) = improve(best.step, composer.graph, best.tables, (best.order, best.makespan), least)
     return _emitted(composer, best), best.makespan
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 GIB = 1 << 30
 
@@ -74,6 +76,15 @@ class Cluster:
     def link(self, ranks: int) -> Link:
         """The slowest link among `ranks` ranks in a row."""
         return self.inside if ranks <= self.per_node else self.between
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Cluster | None:
+        """The cluster that plan.json holds, None where it holds none."""
+        if not {"device", "inside", "between", "nodes", "per_node"} <= data.keys():
+            return None
+        device = Device(**{**data["device"], "gflops": tuple((str(name), int(rate)) for name, rate in data["device"]["gflops"])})
+        links = Link(**data["inside"]), Link(**data["between"])
+        return Cluster(str(data.get("name", "")), int(data["nodes"]), int(data["per_node"]), device, *links)
 
     def to_json(self) -> str:
         """The cluster as JSON text, as plan.json holds it."""

@@ -93,6 +93,9 @@ def _section(graph: GraphOp, op: SectionOp, model: plan.ModelRef) -> plan.Sectio
         memory_gib=attribute(op, "memory_gib", 0.0),
         label=attribute(op, "label", "default"),
         cost=_cost(op),
+        pipeline=attribute(op, "pipeline", ""),
+        stage=attribute(op, "stage", 0),
+        in_flight=attribute(op, "in_flight", 0),
     )
 
 
@@ -126,8 +129,8 @@ def _edge(graph: GraphOp, op: EdgeOp) -> plan.Edge:
         dst=op.dst.root_reference.data,
         dtype=kind.torch_dtype,
         dims=tuple(expr.text(d) for d in kind.shape),
-        dim=op.dim.data,
-        rows=op.rows.data,
+        dim=op.dim.data if op.dim is not None else -1,
+        rows=op.rows.data if op.rows is not None else "",
         grad=kind.requires_grad,
         when=strings(src.when),
         extents=extents,

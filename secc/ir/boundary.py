@@ -38,10 +38,9 @@ class Boundary:
     def __init__(self, graph: GraphOp, src: str, dst: str, prices: Prices) -> None:
         self.graph, self.src, self.dst = graph, src, dst
         self.statistics, self.cut = Statistics(graph), Cut()
-        sections = {s.sym.data: s for s in graph.sections}
-        self.when = {name: strings(s.when) for name, s in sections.items()}
+        self.sections = {s.sym.data: s for s in graph.sections}
         self.prices = prices
-        self.room = prices.growth * sum(graph.blocks[b].params.data for b in strings(sections[dst].blocks))
+        self.room = prices.growth * sum(graph.blocks[b].params.data for b in strings(self.sections[dst].blocks))
 
     def computed_by_dst(self) -> set[Operation] | None:
         """The ops of the two sections that `dst` is to compute, in all cases; None if there is no possible boundary."""
@@ -99,11 +98,14 @@ class _Network:
             elsewhere = section not in {self.b.src, self.b.dst}
             if elsewhere and any(section_of(u.operation) == self.b.dst for u in result.uses):
                 price = 0.0
-            elif can_send(self.b.graph, tensor(result), self.b.when[section if elsewhere else self.b.src], self.b.when[self.b.dst]):
+            elif self._can_send(result, section if elsewhere else self.b.src):
                 price = self._bytes(result)
             else:
                 price = None
             self.cut.arc(self.at[op], self._value(result), price)
+
+    def _can_send(self, value: OpResult, src: str) -> bool:
+        return can_send(self.b.graph, tensor(value), self.b.sections[src], self.b.sections[self.b.dst])
 
     def _value(self, value: OpResult) -> tuple[object, int]:
         return self.at[value.owner], value.index

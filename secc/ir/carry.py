@@ -1,4 +1,7 @@
-"""Which tensors an edge can carry: by rows per sample, with every shape known on both sides from the samples' sizes alone."""
+"""Which tensors an edge can carry: by rows per sample, with every shape known on both sides from the samples' sizes alone.
+
+Stages of a pipeline have the same micro-batches, so between two of them a tensor travels whole, whatever its dims, if sizes tell them.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +9,67 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import sympy
+from xdsl.dialects.builtin import StringAttr
 
 from secc.ir import expr
-from secc.ir.dialect import GraphOp, KeyOp, SymbolOp, strings
+from secc.ir.dialect import GraphOp, KeyOp, SectionOp, SymbolOp, strings
 from secc.ir.expr import Expr
 from secc.ir.types import TensorType
 
 
 @dataclass(frozen=True)
 class Carry:
-    """How a tensor travels: its sample dim, the rows of one sample, and "dim expression side" for dims cut to the sample's own extent."""
+    """How a tensor travels: its sample dim, the rows of one sample, and "dim expression side" for dims cut to the sample's own extent.
+
+    Between stages of a pipeline it travels whole: `dim` is -1 and `rows` is empty.
+    """
 
     dim: int
     rows: str
     extents: tuple[str, ...] = ()
 
 
+WHOLE = Carry(-1, "")
+
+
 class NotCarriable(Exception):
     """Why an edge cannot carry a tensor, as a sentence for people."""
 
 
+def pipeline_of(section: SectionOp) -> str:
+    """The pipeline that a section is a stage of, "" for none."""
+    found = section.attributes.get("pipeline")
+    return found.data if isinstance(found, StringAttr) else ""
+
+
+def carry_between(graph: GraphOp, kind: TensorType, src: SectionOp, dst: SectionOp) -> Carry:
+    """How an edge carries a tensor of this type from one section to another. Raises NotCarriable."""
+    if pipeline_of(src) and pipeline_of(src) == pipeline_of(dst):
+        return carry_whole(graph, kind)
+    how = carry(graph, kind)
+    check_reach(graph, how, strings(src.when), strings(dst.when))
+    return how
+
+
+def can_send(graph: GraphOp, kind: TensorType, src: SectionOp, dst: SectionOp) -> bool:
+    """Whether an edge can carry a tensor of this type from one section to another."""
+    try:
+        carry_between(graph, kind, src, dst)
+    except NotCarriable:
+        return False
+    return True
+
+
+def carry_whole(graph: GraphOp, kind: TensorType) -> Carry:
+    """How a tensor of this type travels between stages of a pipeline. Raises NotCarriable."""
+    known = {name for name, s in graph.symbols.items() if s.kind.data != "data"}
+    if any(expr.symbols(d) - known for d in kind.shape):
+        raise NotCarriable(f"values of the inputs decide the shape {_shape(kind)}")
+    return WHOLE
+
+
 def carry(graph: GraphOp, kind: TensorType) -> Carry:
-    """How an edge carries a tensor of this type.
+    """How an edge carries a tensor of this type by rows.
 
     One dim adds up over samples (`B`, `576*n_pixel_values`); the others are constant or, where micro-batches have their own widths
     (`widths "own"`), plain width symbols that can be cut. Raises NotCarriable.
@@ -42,15 +84,6 @@ def carry(graph: GraphOp, kind: TensorType) -> Carry:
         raise NotCarriable(f"the rows {expr.text(shape[dim])} do not add up over samples{' of different widths' if own else ''}")
     extents = tuple(_extent(graph, i, d) for i, d in enumerate(shape) if i != dim and expr.symbols(d)) if own else ()
     return Carry(dim, expr.text(shape[dim]), extents)
-
-
-def can_send(graph: GraphOp, kind: TensorType, src_when: Sequence[str], dst_when: Sequence[str]) -> bool:
-    """Whether an edge can carry a tensor of this type from a section active `src_when` to one active `dst_when`."""
-    try:
-        check_reach(graph, carry(graph, kind), src_when, dst_when)
-    except NotCarriable:
-        return False
-    return True
 
 
 def check_reach(graph: GraphOp, how: Carry, src_when: Sequence[str], dst_when: Sequence[str]) -> None:

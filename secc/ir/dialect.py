@@ -356,12 +356,15 @@ class TermOp(LineOp):
 
 
 class _Edge(LineOp):
-    """A tensor that `src` produces and `dst` consumes, carried by rows: `rows` entries of `dim` belong to a sample."""
+    """A tensor that `src` produces and `dst` consumes, carried by rows: `rows` entries of `dim` belong to a sample.
+
+    Without `dim` and `rows` it travels whole, between stages of a pipeline.
+    """
 
     sym = prop_def(StringAttr)
     result = result_def(TensorType)
     src, dst = prop_def(SymbolRefAttr), prop_def(SymbolRefAttr)
-    dim, rows = prop_def(IntAttr), prop_def(StringAttr)
+    dim, rows = opt_prop_def(IntAttr), opt_prop_def(StringAttr)
     extents = opt_prop_def(ArrayAttr[StringAttr])
     HEADLINE: ClassVar[str | None] = "sym"
     KEYWORDS: ClassVar[Keywords] = (

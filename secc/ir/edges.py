@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from xdsl.ir import Operation, OpResult, SSAValue
 
 from secc.ir.analysis import active, producer, with_gradient
-from secc.ir.carry import Carry, NotCarriable, carry, check_reach, vanishes
+from secc.ir.carry import WHOLE, Carry, NotCarriable, carry_between, vanishes
 from secc.ir.dialect import CallOp, CaseOp, Computation, GraphOp, ParamOp, section_of, strings
 from secc.ir.naming import identifier, tail, unique
 from secc.ir.types import TensorType, tensor
@@ -105,7 +105,7 @@ def _missing_somewhere(graph: GraphOp, edge: Edge) -> Problem | None:
     for case in graph.cases:
         pattern = strings(case.when)
         absent = [key for key in strings(graph.optional) if key not in pattern]
-        both = all(active(sections[end], pattern) for end in (edge.src, edge.dst))
+        both = edge.carry != WHOLE and all(active(sections[end], pattern) for end in (edge.src, edge.dst))
         if both and id(case) not in having and not vanishes(graph, edge.carry.rows, absent):
             return edge.crossings[0], f"case {case.sym.data!r} computes without it, and a sample of that case would have rows of it"
     return None
@@ -116,7 +116,7 @@ class _Builder:
 
     def __init__(self, graph: GraphOp) -> None:
         self.graph = graph
-        self.when = {s.sym.data: strings(s.when) for s in graph.sections}
+        self.sections = {s.sym.data: s for s in graph.sections}
         self.edges: list[Edge] = []
         self.problems: list[Problem] = []
 
@@ -135,10 +135,9 @@ class _Builder:
         return False
 
     def _open(self, crossing: Crossing) -> None:
-        kind, ends = tensor(crossing.value), (self.when[crossing.src], self.when[crossing.dst])
+        kind = tensor(crossing.value)
         try:
-            how = carry(self.graph, kind)
-            check_reach(self.graph, how, *ends)
+            how = carry_between(self.graph, kind, self.sections[crossing.src], self.sections[crossing.dst])
         except NotCarriable as reason:
             self.problems.append((crossing, str(reason)))
         else:

@@ -70,9 +70,8 @@ class _Placement:
             repeat(op, name)
 
     def _can_send(self, op: GlueOp, src: str | None, dst: str) -> bool:
-        ends = [strings(self.sections[name].when) for name in (src, dst) if name is not None]
         used = [r for r in op.results if any(section_of(u.operation) == dst for u in r.uses)]
-        return all(can_send(self.graph, tensor(r), *ends) for r in used)
+        return src is not None and all(can_send(self.graph, tensor(r), self.sections[src], self.sections[dst]) for r in used)
 
 
 def repeat(op: Operation, section: str) -> None:

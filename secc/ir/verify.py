@@ -11,6 +11,7 @@ from xdsl.dialects.builtin import ModuleOp, StringAttr
 from xdsl.ir import Operation
 
 from secc.ir import expr, template
+from secc.ir.carry import pipeline_of
 from secc.ir.dialect import CallOp, CaseOp, Computation, EdgeOp, GlueOp, GraphOp, ReturnOp, TermOp, TransferOp, section_of, strings
 from secc.ir.types import TensorType, tensor
 
@@ -92,14 +93,18 @@ def term(graph: GraphOp, op: Operation) -> Iterator[Problem]:
 
 
 def transfer(graph: GraphOp, op: Operation) -> Iterator[Problem]:
-    """An edge joins two declared sections along a dim that the tensor has."""
+    """An edge joins two declared sections along a dim that the tensor has, or stages of one pipeline."""
     if not isinstance(op, (TransferOp, EdgeOp)):
         return
     names = {s.sym.data for s in graph.sections}
     for end in (op.src, op.dst):
         if end.root_reference.data not in names:
             yield op, f"section @{end.root_reference.data} is not declared"
-    if not 0 <= op.dim.data < len(tensor(op.result).dims):
+    if op.dim is None or op.rows is None:
+        ends = [pipeline_of(s) for s in graph.sections if s.sym.data in {op.src.root_reference.data, op.dst.root_reference.data}]
+        if op.dim is not op.rows or not ends[0] or len(set(ends)) > 1:
+            yield op, "an edge has a dim and rows, or neither of them between stages of a pipeline"
+    elif not 0 <= op.dim.data < len(tensor(op.result).dims):
         yield op, f"dim {op.dim.data} of a tensor with {len(tensor(op.result).dims)} dims"
 
 

@@ -11,27 +11,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any
 
 import torch
 
-from secc.cluster import Cluster, Device, Link
+from secc.cluster import Cluster, Link
 from secc.cost.time import OPTIMIZER_PASSES
 from secc.runtime.expr import evaluate
 from secc.runtime.gradients import Holders, holders
 from secc.runtime.plan import Edge, Plan
 
 FREE = Link(0, 10**18)
-
-
-def cluster_of(plan: Plan) -> Cluster | None:
-    """The plan's cluster, or None if the plan does not say."""
-    data: Mapping[str, Any] = plan.cluster
-    if not {"device", "inside", "between", "nodes", "per_node"} <= data.keys():
-        return None
-    device: dict[str, Any] = {**data["device"], "gflops": tuple((str(name), int(rate)) for name, rate in data["device"]["gflops"])}
-    inside, between = Link(**data["inside"]), Link(**data["between"])
-    return Cluster(str(data.get("name", "")), int(data["nodes"]), int(data["per_node"]), Device(**device), inside, between)
 
 
 @dataclass(frozen=True)
@@ -42,7 +31,7 @@ class Traffic:
 
     @cached_property
     def cluster(self) -> Cluster | None:
-        return cluster_of(self.plan)
+        return Cluster.from_dict(self.plan.cluster)
 
     def link(self, a: int, b: int) -> Link:
         """The link between two ranks: inside their node, or between nodes."""
@@ -99,9 +88,10 @@ def parameter_bytes(plan: Plan, name: str) -> int:
 
 
 def sample_bytes(edge: Edge, sizes: Mapping[str, int]) -> int:
-    """Bytes that a sample of these sizes sends over an edge: its rows, at its own extents."""
+    """Bytes that a sample of these sizes sends over an edge, alone in its micro-batch: its rows, at its own extents."""
     dims = {d: evaluate(text, sizes) for d, text in enumerate(edge.dims)}
-    dims |= {d: evaluate(text, sizes) for d, text, _ in edge.extents} | {edge.dim: evaluate(edge.rows, sizes)}
+    if edge.dim >= 0:
+        dims |= {d: evaluate(text, sizes) for d, text, _ in edge.extents} | {edge.dim: evaluate(edge.rows, sizes)}
     return prod(dims.values()) * getattr(torch, edge.dtype).itemsize
 
 

@@ -97,7 +97,10 @@ def _shares(step: Simulated) -> dict[str, Share]:
     busy: Counter[str] = Counter()
     for c in step.compute:
         busy[c.section] += c.end - c.start
-    ranks = {s.name: len(s.mesh.ranks) for s in step.plan.sections}
+    for s in step.plan.sections:
+        if s.pipeline:
+            busy[s.pipeline] += busy[s.name]
+    ranks = {s.name: len(s.mesh.ranks) for s in step.plan.whole_sections}
     return {name: Share(busy[name] / (n * step.end) if step.end else 0.0, n) for name, n in ranks.items()}
 
 
