@@ -1,7 +1,7 @@
 """Where a section can be cut into pipeline stages: its calls in a row, and between which of them everything that crosses can be had.
 
-A *unit* is a call of a block with the glue behind it, up to the next call. Cases share their units (a block's n-th call), which stand in one
-order that all cases agree with; where two cases call blocks in different orders there is no cut between these. A cut after a unit is
+A *unit* is a call of a block with the glue behind it, up to the next call. Cases share their units (a block's n-th call), which stand in
+one order that all cases agree with; where two cases call blocks in different orders there is no cut between these. A cut after a unit is
 possible if every value that crosses it can be sent, or is glue that later stages can compute again from what can be sent.
 """
 
