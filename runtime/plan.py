@@ -148,6 +148,19 @@ class Draw:
 
 
 @dataclass(frozen=True)
+class Fusion:
+    """Where a fused operator took the place of the user's ops (`why` is empty), or why a rule left them as they are.
+
+    `what` names the modules or ops concerned, `where` is their file:line in the user's code.
+    """
+
+    rule: str
+    what: str
+    where: str
+    why: str = ""
+
+
+@dataclass(frozen=True)
 class Tie:
     """One parameter under several names or in several sections; gradients are summed over the union of their ranks."""
 
@@ -183,6 +196,7 @@ class Plan:
     prediction: dict[str, Any]
     checks: dict[str, Any] = field(default_factory=dict)
     draws: tuple[Draw, ...] = ()
+    fusions: tuple[Fusion, ...] = ()
     labels_key: str = ""  # the input whose entries other than -100 are counted as tokens
 
     def section(self, name: str) -> Section:
@@ -269,6 +283,7 @@ def _build(cls: Any, data: Any) -> Any:
         "terms": Term,
         "ties": Tie,
         "draws": Draw,
+        "fusions": Fusion,
         "mesh": Mesh,
         "cost": Cost,
     }

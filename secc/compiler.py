@@ -29,6 +29,7 @@ from secc.frontend.capture import Capture, capture
 from secc.frontend.inputs import Inputs, describe
 from secc.frontend.meta import meta_model
 from secc.frontend.survey import Survey, survey
+from secc.ir import fusion
 from secc.ir.dialect import graph_of
 from secc.ir.text import print_module
 from secc.runtime import plan as plan_schema
@@ -39,7 +40,7 @@ from secc.runtime.weights import parameter_table
 
 FITS_BYTES = 2 << 30  # a model up to this size is built here to show its plan exact
 PASSES = (
-    "canonicalize,dce,normalize-loss,dce,annotate-patterns,infer-modes,coarsen{coarsen},annotate-costs,"
+    "canonicalize,dce,normalize-loss,dce,fuse-linear-loss{fuse-linear-loss},annotate-patterns,infer-modes,coarsen{coarsen},annotate-costs,"
     "sink-boundaries,allocate{allocate},insert-transfers,lower"
 )
 
@@ -57,6 +58,8 @@ class Options:
     stats_samples: int = 64
     widths: str = "auto"
     small: bool = False
+    fuse: bool = True
+    without: tuple[str, ...] = ()
 
 
 @dataclass
@@ -165,7 +168,17 @@ def pipeline_text(options: Options) -> str:
         "cluster": options.cluster, "global-batch": options.global_batch, "strategy": options.strategy,
         "set": options.set,
     }  # fmt: skip
-    return PASSES.replace("{coarsen}", _spec(coarsen)).replace("{allocate}", _spec(allocate))
+    return _fusing(options).replace("{coarsen}", _spec(coarsen)).replace("{allocate}", _spec(allocate))
+
+
+def _fusing(options: Options) -> str:
+    """The pipeline with the options of its fusing passes, or without these passes. Raises UserError for a rule that there is not."""
+    fusion.check(options.without)
+    text = PASSES
+    for name in dict.fromkeys(fusion.RULES.values()):
+        asked = _spec({"without": fusion.of_pass(options.without, name)})
+        text = text.replace(f"{name}{{{name}}}", f"{name}{asked}") if options.fuse else text.replace(f"{name}{{{name}}},", "")
+    return text
 
 
 def _spec(options: Mapping[str, object]) -> str:

@@ -24,6 +24,7 @@ PASSES = {
     "canonicalize": "canonicalize.Canonicalize",
     "dce": "dce.DeadCodeElimination",
     "normalize-loss": "normalize_loss.NormalizeLoss",
+    "fuse-linear-loss": "fuse_linear_loss.FuseLinearLoss",
     "annotate-patterns": "annotate_patterns.AnnotatePatterns",
     "infer-modes": "infer_modes.InferModes",
     "coarsen": "coarsen.Coarsen",

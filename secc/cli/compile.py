@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from secc.cli.console import out, print_json, progress
+from secc.cli.console import out, print_json, print_table, progress
+
+if TYPE_CHECKING:
+    from secc.runtime.plan import Plan
 
 MODEL = Annotated[Path, typer.Argument(help="the model file: plain PyTorch with model() and dataset()", metavar="MODEL.py")]
 JSON = Annotated[bool, typer.Option("--json", help="print the result as JSON, and no progress")]
@@ -25,6 +28,9 @@ def command(
     max_sections: Annotated[int | None, typer.Option(help="at most so many sections")] = None,
     stats_samples: Annotated[int, typer.Option(help="samples of dataset() to draw for statistics and patterns")] = 64,
     widths: Annotated[str, typer.Option(help="auto, own or global: the padded width of micro-batches")] = "auto",
+    fuse: Annotated[bool, typer.Option("--fuse/--no-fuse", help="put fused operators in place of your ops where rules match")] = True,
+    no_fuse_rule: Annotated[list[str] | None, typer.Option(help="leave this fusion rule out", metavar="RULE")] = None,
+    explain_fusion: Annotated[bool, typer.Option("--explain-fusion", help="say what was fused, and why other places were not")] = False,
     check: Annotated[bool, typer.Option(help="compare the plan with the eager model, if it fits here")] = True,
     json: JSON = False,
 ) -> None:
@@ -33,7 +39,10 @@ def command(
     from secc.compiler import Options, compile_model
 
     check_output(output)
-    options = Options(cluster, global_batch, strategy, tuple(set_ or ()), tuple(section or ()), max_sections, stats_samples, widths)
+    options = Options(
+        cluster, global_batch, strategy, tuple(set_ or ()), tuple(section or ()), max_sections, stats_samples, widths, fuse=fuse,
+        without=tuple(no_fuse_rule or ()),
+    )  # fmt: skip
     with progress(quiet=json) as show:
         compiled = compile_model(model, options, show)
         if check:
@@ -54,8 +63,20 @@ def command(
         out.print(
             f"  {plan.cluster['ranks'] - plan.world_size} of {plan.cluster['ranks']} ranks would not make a step shorter and stay free"
         )
+    if explain_fusion:
+        _explain_fusion(plan)
     steps = f"  report   {output / 'report.html'}\n  explain  secc explain {output}\n  run      secc run {output} --steps 100"
     out.print(steps, soft_wrap=True)
+
+
+def _explain_fusion(plan: Plan) -> None:
+    from secc.report.facts import fused, left_unfused
+
+    found = [t for t in (fused(plan), left_unfused(plan)) if t.rows]
+    for table in found:
+        print_table(table)
+    if not found:
+        out.print("  fusion rules found nothing to look at")
 
 
 def _checked_text(checks: dict[str, object]) -> str:

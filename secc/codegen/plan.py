@@ -18,7 +18,7 @@ from xdsl.ir import Attribute, Operation
 from secc.codegen.body import BodyPrinter
 from secc.codegen.names import identifier
 from secc.codegen.sections import TERMS, bodies, slice_of
-from secc.ir import draws, expr
+from secc.ir import draws, expr, fusion
 from secc.ir.dialect import BodyOp, EdgeOp, GraphOp, KeyOp, ParamOp, SectionOp, TermOp, TieOp, graph_of, section_of, strings
 from secc.ir.text import print_module
 from secc.ir.types import tensor
@@ -68,6 +68,7 @@ def build(module: ModuleOp, model: plan.ModelRef, versions: Mapping[str, str]) -
         prediction=json.loads(attribute(graph, "prediction", "{}")),
         labels_key=graph.labels.data if graph.labels else "",
         draws=draws.draws(graph.attributes.get(draws.ATTRIBUTE)),
+        fusions=fusion.fusions(graph),
     )
     return dataclasses.replace(made, hash=_hash(module, model, versions))
 

@@ -27,7 +27,7 @@ class Table:
 
 def tables(plan: Plan) -> list[Table]:
     """All that a plan decides and predicts, with the reason where there is one."""
-    found = [_sections(plan), _work(plan), _edges(plan), _terms(plan), _checks(plan), _notes(plan)]
+    found = [_sections(plan), _work(plan), _edges(plan), _terms(plan), fused(plan), _checks(plan), _notes(plan)]
     return [t for t in found if t.rows]
 
 
@@ -104,6 +104,18 @@ def _terms(plan: Plan) -> Table:
     rows = tuple((t.name, t.section, t.coefficient, t.where) for t in plan.terms)
     note = "The loss is the sum of coefficient × numerator; numerators add up over samples, coefficients belong to the whole global batch."
     return Table("Loss", ("term", "section", "coefficient", "at"), rows, note)
+
+
+def fused(plan: Plan) -> Table:
+    """What fused operators took the place of."""
+    rows = tuple((f.rule, f.what, f.where) for f in plan.fusions if not f.why)
+    return Table("Fused", ("rule", "in place of", "at"), rows, "One operator in place of several of yours; docs/fusion.md has the rules.")
+
+
+def left_unfused(plan: Plan) -> Table:
+    """What fusion rules looked at and left as it is."""
+    rows = tuple((f.rule, f.what, f.where, f.why) for f in plan.fusions if f.why)
+    return Table("Not fused", ("rule", "looked at", "at", "why not"), rows)
 
 
 def _checks(plan: Plan) -> Table:
