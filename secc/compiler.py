@@ -104,6 +104,7 @@ class _Clock:
 
 def compile_model(path: str | Path, options: Options, progress: Callable[[str], None] | None = None) -> Compiled:
     """Compile a model file. Raises UserError for everything that is wrong with the model or the options."""
+    passes = pipeline.parse(pipeline_text(options))  # first of all, since it reads the options
     clock = _Clock(progress)
     with clock.step("read the model file"):
         user = load(path)
@@ -126,7 +127,7 @@ def compile_model(path: str | Path, options: Options, progress: Callable[[str], 
         measure(module, meta)
     start = print_module(module)
     with clock.step("passes"):
-        run = pipeline.run(module, pipeline.parse(pipeline_text(options)), dump=True, progress=clock.progress)
+        run = pipeline.run(module, passes, dump=True, progress=clock.progress)
     made = plan_codegen.build(module, model_ref(user, meta), {"secc": __version__, "torch": torch.__version__.split("+")[0]})
     made = dataclasses.replace(made, checks=made.checks | _fallbacks(captured))
     return Compiled(made, module, [("capture", start), *run.dumps], captured.constants, user, drawn, inputs, model, clock.seconds)
