@@ -1,38 +1,50 @@
 """The data plane of a rank: what all ranks know of the next global batch, and this rank's own micro-batches.
 
-Every rank loads its share of the batch, a run of positions, and finds each sample's pattern, sizes and leaves; one all-gather of
-integers then gives all ranks the same `GlobalBatch`, from which they compute the same schedule. Only then is it clear which samples a
-rank needs: `batch` loads and collates them. With a worker, the next step's share loads while this step trains.
+Every rank loads a share of the batch and finds each sample's pattern, sizes and leaves; one all-gather of integers then gives all
+ranks the same `GlobalBatch`, from which they compute the same schedule. Only then is it clear which samples a rank needs: `batch`
+loads and collates them. With a worker, the next step's share loads while this step trains. A share is a run of positions; where the
+user's `sizes(i)` tells sizes ahead, it holds samples that the rank will train itself, so that few samples are loaded twice.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from secc.runtime.loader import Collated, Loader, Share
-from secc.runtime.metadata import Leaf, Records, leaves_of
+from secc.runtime.declared import Declared, users
+from secc.runtime.epochs import Epochs
+from secc.runtime.errors import UserError
+from secc.runtime.fetch import Fetchers
+from secc.runtime.loader import Collated, Loader, Rows, Share
+from secc.runtime.metadata import Leaf, Record, Records, Skipped, leaves_of
 from secc.runtime.plan import Plan
-from secc.runtime.program import SampleMeta
+from secc.runtime.program import SampleMeta, Schedule
 from secc.runtime.sizes import combine, pad_batch
 from secc.runtime.user_model import UserModel
 from secc.runtime.worker import Background, Inline
 
+Order = Callable[[Sequence[SampleMeta]], Schedule]
+
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """What every rank knows of a global batch: its samples in order, the sums of their leaves, its symbols and its labels that count."""
+    """What every rank knows of a global batch: its samples in order, the sums of their leaves, its symbols and its labels that count.
+
+    `skipped` are the dataset indices of samples that would be in it, but did not load.
+    """
 
     step: int
     samples: tuple[SampleMeta, ...]
     leaves: dict[str, float]
     sizes: dict[str, int]
     tokens: int
+    skipped: tuple[int, ...] = ()
 
     @property
     def pattern(self) -> frozenset[str]:
@@ -43,8 +55,10 @@ class GlobalBatch:
 class DataPlane:
     """Global batches in order, from step `start` on, for one rank.
 
-    `leaves` are the plan's leaf functions. With `workers=1` samples load in a background process, which is forked here: make the data
-    plane before process groups, threads and GPU contexts. `device` is where `batch` puts tensors.
+    `leaves` are the plan's leaf functions. `epochs` (None: no end), `shuffle` and `seed` say which samples make up a batch; with
+    `skip_bad` those that do not load are left out of it, and named on stderr. `order` makes the schedule of samples, where their
+    sizes are known ahead. With `workers=1` samples load in a background process, with more in so many and collate in one; they are
+    forked here: make the data plane before process groups, threads and GPU contexts. `device` is where `batch` puts tensors.
     """
 
     def __init__(
@@ -57,18 +71,23 @@ class DataPlane:
         *,
         leaves: Mapping[str, Leaf],
         shuffle: bool = False,
+        epochs: int | None = None,
+        skip_bad: bool = False,
         workers: int = 0,
+        order: Order | None = None,
         device: torch.device | str = "cpu",
         start: int = 0,
     ) -> None:
-        if workers not in (0, 1):
-            raise ValueError(f"a rank has at most one loading process, not {workers}")
         user.use_inputs(plan.inputs)
         self.plan, self.rank, self.world_size, self.device = plan, rank, world_size, torch.device(device)
+        self.epochs = Epochs(len(user.dataset()), plan.global_batch, seed, shuffle, epochs)
         self._records = Records(plan, leaves)
-        loader = Loader(user, self._records, plan.global_batch, seed, shuffle)
-        self._source = Background(loader) if workers else Inline(loader)
+        self._shares = _Shares(self.epochs, world_size, user, plan, order)
+        fetchers = Fetchers(user, seed, workers) if workers > 1 else None
+        loader = Loader(user, self._records, self.epochs, skip_bad, fetchers)
+        self._source = Background(loader, fetchers) if workers else Inline(loader)
         self._step, self._widths = start - 1, dict[str, int]()
+        self._kept: tuple[int, ...] = ()  # positions of the samples that were not skipped
         self._source.request([self._share(start)])
 
     def next(self, group: dist.ProcessGroup | None = None) -> GlobalBatch:
@@ -77,20 +96,31 @@ class DataPlane:
         Raises UserError, naming the dataset index and the cause, where a sample of this rank's share does not load.
         """
         self._step += 1
-        rows = self._source.result(self._share(self._step))
-        self._source.request([self._share(self._step + 1)])
-        records = self._records.unpack(self._gather(rows, group) if self.world_size > 1 else rows)
+        rows: Rows = self._source.result(self._share(self._step))
+        if self.epochs.count(self._step + 1):
+            self._source.request([self._share(self._step + 1)])
+        for line in rows.skipped:
+            sys.stderr.write(f"step {self._step + 1}: a sample is left out: {line}\n")
+        found = self._records.unpack(self._gather(rows.table, group) if self.world_size > 1 else self._in_order([rows.table]))
+        self._kept, records, skipped = _split(found)
+        if not records:
+            raise UserError(f"none of the {len(found)} samples of step {self._step + 1} loads", remedy="run without --skip-bad-samples")
+        self._shares.check(records)
+        return self._batch(records, skipped, group)
+
+    def _batch(self, records: Sequence[Record], skipped: tuple[int, ...], group: dist.ProcessGroup | None) -> GlobalBatch:
         sizes = combine([r.meta.sizes for r in records], self.plan.symbols)
         if self.plan.widths == "global":
             self._widths = {s.name: sizes[s.name] for s in self.plan.symbols if s.kind == "width"}
         columns = zip(*(self._padded_leaves(group) if self._widths else [r.leaves for r in records]), strict=True)
         # fsum rounds once, so the sums do not depend on how the samples are spread over ranks.
         leaves = {name: math.fsum(column) for name, column in zip(self._records.leaves, columns, strict=False)}
-        return GlobalBatch(self._step, tuple(r.meta for r in records), leaves, sizes, sum(r.tokens for r in records))
+        return GlobalBatch(self._step, tuple(r.meta for r in records), leaves, sizes, sum(r.tokens for r in records), skipped)
 
     def _padded_leaves(self, group: dist.ProcessGroup | None) -> list[tuple[float, ...]]:
         """The leaves of each rank's share at the global batch's widths, where padded positions may count."""
-        share = Collated(self._step, tuple(range(*self._bounds(self.rank))))
+        kept = set(self._kept)
+        share = Collated(self._step, tuple(p for p in self._share(self._step).positions if p in kept))
         if not self._records.leaves or not share.positions:
             mine: tuple[float, ...] = (0.0,) * len(self._records.leaves)
         else:
@@ -104,11 +134,11 @@ class DataPlane:
 
     def prepare(self, batches: Iterable[Sequence[int]]) -> None:
         """Announce the batches of this step in the order in which they will be asked for, so that a worker can run ahead."""
-        self._source.request([Collated(self._step, tuple(positions)) for positions in batches])
+        self._source.request([self._collated(positions) for positions in batches])
 
     def batch(self, positions: Sequence[int]) -> dict[str, Any]:
         """The samples at `positions` of the current global batch, collated in this order, on the device, padded as the plan wants."""
-        batch = self._source.result(Collated(self._step, tuple(positions)))
+        batch = self._source.result(self._collated(positions))
         if self._widths:
             batch = pad_batch(batch, self.plan.inputs, self._widths)
         return {key: v.to(self.device, non_blocking=True) if isinstance(v, torch.Tensor) else v for key, v in batch.items()}
@@ -124,20 +154,60 @@ class DataPlane:
         self.close()
 
     def _share(self, step: int) -> Share:
-        return Share(step, *self._bounds(self.rank))
+        return Share(step, self._shares.of(step)[self.rank])
 
-    def _bounds(self, rank: int) -> tuple[int, int]:
-        """The positions that a rank loads: from the first up to, not including, the last."""
-        n = self.plan.global_batch
-        return rank * n // self.world_size, (rank + 1) * n // self.world_size
+    def _collated(self, positions: Sequence[int]) -> Collated:
+        """What to ask for: positions among the samples that were kept are not those of the sequence."""
+        return Collated(self._step, tuple(self._kept[p] for p in positions))
 
-    def _gather(self, share: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    def _gather(self, mine: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
         """All ranks' rows in the order of the batch, from this rank's."""
-        bounds = [self._bounds(r) for r in range(self.world_size)]
+        shares = self._shares.of(self._step)
         device = self.device if dist.get_backend(group) == "nccl" else torch.device("cpu")
-        mine = share.new_zeros(max(last - first for first, last in bounds), share.shape[1])
-        mine[: len(share)] = share
-        parts = [torch.empty_like(mine, device=device) for _ in bounds]
-        dist.all_gather(parts, mine.to(device), group)
-        rows = [part[: last - first] for part, (first, last) in zip(parts, bounds, strict=True)]
-        return torch.cat(rows).cpu()
+        padded = mine.new_zeros(max(map(len, shares)), mine.shape[1])
+        padded[: len(mine)] = mine
+        parts = [torch.empty_like(padded, device=device) for _ in shares]
+        dist.all_gather(parts, padded.to(device), group)
+        return self._in_order([part[: len(share)].cpu() for part, share in zip(parts, shares, strict=True)])
+
+    def _in_order(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The rows of the ranks' shares by position."""
+        positions = [p for share in self._shares.of(self._step) for p in share]
+        rows = torch.cat(list(parts))
+        return rows[torch.tensor(positions).argsort()] if positions else rows
+
+
+class _Shares:
+    """Which positions each rank loads: known on all ranks without a message."""
+
+    def __init__(self, epochs: Epochs, world_size: int, user: UserModel, plan: Plan, order: Order | None) -> None:
+        self.epochs, self.world_size, self._order = epochs, world_size, order
+        self.declared = Declared(user, plan.symbols, plan.inputs) if user.has("sizes") and order is not None else None
+        self._of: dict[int, list[tuple[int, ...]]] = {}
+        self._said: dict[int, SampleMeta] = {}  # by dataset index
+
+    def of(self, step: int) -> list[tuple[int, ...]]:
+        """Each rank's positions of a step's batch. Raises UserError for what `sizes` says of a sample."""
+        if step not in self._of:
+            self._of = {s: shares for s, shares in self._of.items() if s >= step - 1} | {step: self._made(step)}
+        return self._of[step]
+
+    def check(self, records: Sequence[Record]) -> None:
+        """Raises UserError if a sample that was loaded is not as `sizes` said."""
+        if self.declared is not None:
+            for record in records:
+                self.declared.check(record.meta, self._said.pop(record.meta.id, record.meta))
+
+    def _made(self, step: int) -> list[tuple[int, ...]]:
+        count = self.epochs.count(step)
+        if self.declared is None or self._order is None or not count:
+            return [tuple(range(r * count // self.world_size, (r + 1) * count // self.world_size)) for r in range(self.world_size)]
+        said = [self.declared.meta(i) for i in self.epochs.indices(step)]
+        self._said |= {s.id: s for s in said}
+        return users(self._order(said), count)
+
+
+def _split(found: Sequence[Record | Skipped]) -> tuple[tuple[int, ...], list[Record], tuple[int, ...]]:
+    """The positions and records of the samples that are there, and the dataset indices of those that were skipped."""
+    kept = tuple(p for p, r in enumerate(found) if isinstance(r, Record))
+    return kept, [r for r in found if isinstance(r, Record)], tuple(r.index for r in found if isinstance(r, Skipped))

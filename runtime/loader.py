@@ -1,29 +1,28 @@
-"""Loading: which dataset samples make up a global batch, and their collated tensors.
+"""Loading: the samples of global batches, their collated tensors, and what all ranks must know of them.
 
-Global batch k holds the samples kN .. (k+1)N-1 of an endless sequence of epochs; every epoch runs through the dataset once, in its
-own order or in a permutation drawn from (seed, epoch). A sample is made with random numbers that belong to (seed, epoch, index), so
-any rank may load it, as often as needed, and gets the same. Items are kept as long as their step may ask for them.
+A sample is made with random numbers that belong to (seed, epoch, index), so any rank may load it, as often as needed, and gets the same.
+Items are kept as long as their step may ask for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from secc.runtime.epochs import Epochs
 from secc.runtime.errors import UserError
-from secc.runtime.metadata import Record, Records
-from secc.runtime.seeding import item_seed
+from secc.runtime.fetch import Fetchers, ItemKey
+from secc.runtime.metadata import Record, Records, Skipped
 from secc.runtime.user_model import UserModel
 
 
 class Share(NamedTuple):
-    """Asks for the rows of metadata of the samples at positions `first` .. `last`-1 of the step's global batch."""
+    """Asks for the rows of metadata of the samples at `positions` of the step's global batch."""
 
     step: int
-    first: int
-    last: int
+    positions: tuple[int, ...]
 
 
 class Collated(NamedTuple):
@@ -33,47 +32,67 @@ class Collated(NamedTuple):
     positions: tuple[int, ...]
 
 
+class Rows(NamedTuple):
+    """Answers a Share: `table` as `Records.pack` makes it, and one line for each sample that was skipped."""
+
+    table: torch.Tensor
+    skipped: tuple[str, ...]
+
+
 class Loader:
-    """Loads samples of one dataset in this process. Steps must not go back by more than one."""
+    """Loads samples of one dataset in this process, or from `fetchers`. Steps must not go back by more than one.
 
-    def __init__(self, user: UserModel, records: Records, global_batch: int, seed: int, shuffle: bool) -> None:
-        self.user, self.records, self.global_batch = user, records, global_batch
-        self.seed, self.shuffle = seed, shuffle
-        self.length = len(user.dataset())
-        self._items: dict[int, dict[str, Any]] = {}  # by number in the endless sequence
-        self._permutation: tuple[int, list[int]] = (-1, [])
+    With `skip_bad` a sample that does not load, or cannot be collated, is left out of its global batch instead of ending the run.
+    """
 
-    def share(self, ask: Share) -> Iterator[Record]:
+    def __init__(self, user: UserModel, records: Records, epochs: Epochs, skip_bad: bool = False, fetchers: Fetchers | None = None) -> None:
+        self.user, self.records, self.epochs, self.skip_bad = user, records, epochs, skip_bad
+        self._fetchers = fetchers
+        self._items: dict[int, dict[str, Any]] = {}  # by number in the sequence
+
+    def share(self, ask: Share) -> Iterator[Record | Skipped]:
         """The records asked for, one at a time, so that a caller can do other work in between."""
-        self._items = {n: item for n, item in self._items.items() if n >= (ask.step - 1) * self.global_batch}
-        for position in range(ask.first, ask.last):
-            index = self.sample(ask.step * self.global_batch + position)[1]
-            item = self.item(ask.step, position)
+        self._items = {n: item for n, item in self._items.items() if n >= (ask.step - 1) * self.epochs.global_batch}
+        if self._fetchers is not None:
+            self._fetchers.request([self._key(ask.step, p) for p in ask.positions if self._number(ask.step, p) not in self._items])
+        for position in ask.positions:
+            index = self.epochs.sample(ask.step, position)[1]
             try:
-                alone = self.user.collate([item])
+                alone = self._alone(ask.step, position)
             except UserError as error:
-                raise UserError(f"dataset()[{index}] cannot be collated: {error.message}", error.where, error.remedy) from error
+                if not self.skip_bad:
+                    raise
+                yield Skipped(index, f"{error.where}: {error.message}" if error.where else error.message)
+                continue
             yield self.records.of(index, alone)
+
+    def rows(self, records: Sequence[Record | Skipped]) -> Rows:
+        """The answer to a Share, from all its records."""
+        return Rows(self.records.pack(records), tuple(r.reason for r in records if isinstance(r, Skipped)))
 
     def collated(self, ask: Collated) -> dict[str, Any]:
         """The batch asked for, at its own widths."""
-        return self.user.collate([self.item(ask.step, p) for p in ask.positions])
+        return self.user.collate([self._item(ask.step, p) for p in ask.positions])
 
-    def item(self, step: int, position: int) -> dict[str, Any]:
-        """The sample at `position` of the step's global batch. Raises UserError, naming its dataset index, where it does not load."""
-        number = step * self.global_batch + position
+    def _alone(self, step: int, position: int) -> dict[str, Any]:
+        """`collate([sample])`. Raises UserError, naming the dataset index, where the sample does not load or cannot be collated."""
+        item = self._item(step, position)
+        try:
+            return self.user.collate([item])
+        except UserError as error:
+            index = self.epochs.sample(step, position)[1]
+            raise UserError(f"dataset()[{index}] cannot be collated: {error.message}", error.where, error.remedy) from error
+
+    def _item(self, step: int, position: int) -> dict[str, Any]:
+        """The sample at `position` of the step's global batch."""
+        number = self._number(step, position)
         if number not in self._items:
-            epoch, index = self.sample(number)
-            self._items[number] = self.user.sample(index, self.seed, epoch)
+            key = self._key(step, position)
+            self._items[number] = self._fetchers.result(key) if self._fetchers else self.user.sample(key.index, self.epochs.seed, key.epoch)
         return self._items[number]
 
-    def sample(self, number: int) -> tuple[int, int]:
-        """(epoch, dataset index) of a number in the endless sequence."""
-        epoch, index = divmod(number, self.length)
-        return epoch, self._order(epoch)[index] if self.shuffle else index
+    def _number(self, step: int, position: int) -> int:
+        return step * self.epochs.global_batch + position
 
-    def _order(self, epoch: int) -> list[int]:
-        if self._permutation[0] != epoch:
-            generator = torch.Generator().manual_seed(item_seed(self.seed, epoch, -1))
-            self._permutation = epoch, torch.randperm(self.length, generator=generator).tolist()
-        return self._permutation[1]
+    def _key(self, step: int, position: int) -> ItemKey:
+        return ItemKey(*self.epochs.sample(step, position))

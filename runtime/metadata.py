@@ -1,7 +1,8 @@
 """What all ranks must know of every sample before a step, as rows of integers that one all-gather carries.
 
 A row is the sample's dataset index, its tokens, its pattern as bits over the plan's optional inputs, its symbols and the bits of its
-float64 leaves: nothing is pickled, and every rank decodes the same numbers. The sample was collated alone, so its sizes are its own.
+float64 leaves: nothing is pickled, and every rank decodes the same numbers. The sample was collated alone, so its sizes are its own. A
+sample that is left out has a negative index.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,6 +35,13 @@ class Record:
     leaves: tuple[float, ...]
 
 
+class Skipped(NamedTuple):
+    """A sample that is left out of its global batch: its dataset index, and why ("" on ranks that did not try to load it)."""
+
+    index: int
+    reason: str = ""
+
+
 class Records:
     """Makes records of samples and packs them into rows of `width` integers."""
 
@@ -54,24 +62,28 @@ class Records:
             leaves = leaves_of(self.leaves, batch)
         return Record(SampleMeta(index, pattern, sizes), self._tokens(batch), leaves)
 
-    def pack(self, records: Sequence[Record]) -> torch.Tensor:
+    def pack(self, records: Sequence[Record | Skipped]) -> torch.Tensor:
         """Rows [len(records), width], int64."""
         rows = [self._row(record) for record in records]
         return torch.tensor(rows, dtype=torch.int64).reshape(len(rows), self.width)
 
-    def unpack(self, rows: torch.Tensor) -> list[Record]:
+    def unpack(self, rows: torch.Tensor) -> list[Record | Skipped]:
         """The records of the rows."""
         return [self._record(row) for row in rows.tolist()]
 
-    def _row(self, record: Record) -> list[int]:
+    def _row(self, record: Record | Skipped) -> list[int]:
+        if isinstance(record, Skipped):
+            return [-1 - record.index] + [0] * (self.width - 1)
         bits = sum(1 << i for i, key in enumerate(self._optional) if key in record.meta.pattern)
         words = [bits >> (BITS * w) & (1 << BITS) - 1 for w in range(self._words)]
         sizes = [record.meta.sizes[s.name] for s in self.plan.symbols]
         leaves = struct.unpack(f"<{len(record.leaves)}q", struct.pack(f"<{len(record.leaves)}d", *record.leaves))
         return [record.meta.id, record.tokens, *words, *sizes, *leaves]
 
-    def _record(self, row: list[int]) -> Record:
+    def _record(self, row: list[int]) -> Record | Skipped:
         index, tokens, *rest = row
+        if index < 0:
+            return Skipped(-1 - index)
         words, sizes, leaves = rest[: self._words], rest[self._words :], rest[self._words + len(self.plan.symbols) :]
         bits = sum(word << (BITS * w) for w, word in enumerate(words))
         pattern = frozenset(key for i, key in enumerate(self._optional) if bits >> i & 1)

@@ -14,9 +14,13 @@ from secc.runtime.wavefront import ORDERS
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asks of a run. `seed` and `init` are None where they are not given (0, or the checkpoint's; weights from the seed)."""
+    """What the user asks of a run; None stands for what is not given.
 
-    steps: int = 100
+    Without `steps` and `epochs` a run has 100 steps; without `seed` it has the checkpoint's or 0; without `init` weights from the seed.
+    """
+
+    steps: int | None = None
+    epochs: int | None = None
     log_dir: Path | None = None
     seed: int | None = None
     init: Path | None = None
@@ -27,6 +31,7 @@ class Options:
     trace: Path | None = None
     debug_comm: bool = False
     shuffle: bool = False
+    skip_bad_samples: bool = False
     workers: int = 1
     order: str = "wavefront"
 
@@ -39,7 +44,8 @@ class _Parser(argparse.ArgumentParser):
 def parser() -> argparse.ArgumentParser:
     """The parser of run.py; it raises UserError instead of printing its usage."""
     p = _Parser(prog="run.py", description="Train the plan's model; start it with torchrun, or by `secc run PLAN/`.", allow_abbrev=False)
-    p.add_argument("--steps", type=_at_least(1), default=100, help="the number of the last step (default 100)")
+    p.add_argument("--steps", type=_at_least(1), help="the number of the last step (default 100)")
+    p.add_argument("--epochs", type=_at_least(1), metavar="E", help="end after E epochs; the last step has the samples that are left")
     p.add_argument("--log-dir", type=Path, metavar="D", help="where metrics.jsonl is appended to (default: PLAN/logs)")
     p.add_argument("--seed", type=_at_least(0), metavar="S", help="seed of weights, data and random ops (default 0, or the checkpoint's)")
     p.add_argument("--init", default="seed", metavar="seed|DIR", help="weights: as model() makes them, or safetensors files in DIR")
@@ -50,7 +56,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace of all ranks")
     p.add_argument("--debug-comm", action="store_true", help="send and check a header with every message between sections")
     p.add_argument("--shuffle", action="store_true", help="shuffle the dataset in every epoch")
-    p.add_argument("--workers", type=int, choices=(0, 1), default=1, help="loader processes of a rank (default 1)")
+    p.add_argument("--skip-bad-samples", action="store_true", help="leave samples that do not load out of their step, and name them")
+    p.add_argument("--workers", type=_at_least(0), default=1, metavar="N", help="loader processes of a rank (default 1; 0: itself)")
     p.add_argument("--order", choices=ORDERS, default="wavefront", help="the order of a global batch's samples (default wavefront)")
     return p
 
@@ -60,6 +67,8 @@ def parse(arguments: Sequence[str]) -> Options:
     values = vars(parser().parse_args(list(arguments)))
     init = values.pop("init")
     options = Options(**values, init=None if init == "seed" else Path(init))
+    if options.steps is not None and options.epochs is not None:
+        raise UserError("--steps and --epochs both say where the run ends", remedy="give one of them")
     if options.save_every is not None and options.save is None:
         raise UserError("--save-every needs --save DIR", remedy="say where the checkpoints go")
     return options

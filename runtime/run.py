@@ -20,12 +20,16 @@ from torch import nn
 
 from secc.runtime import checkpoint, plan
 from secc.runtime.data import DataPlane
+from secc.runtime.epochs import Epochs
 from secc.runtime.errors import UserError
 from secc.runtime.options import Options
 from secc.runtime.plan import Plan
 from secc.runtime.program import replica_ranks
 from secc.runtime.trace import Trace
+from secc.runtime.wavefront import Orders
 from secc.runtime.weights import build_model, load_user_model
+
+DEFAULT_STEPS = 100
 
 
 class Terms(Protocol):
@@ -60,13 +64,16 @@ class Run(ExitStack):
         self.log_dir = options.log_dir or directory / "logs"
         self.resume = checkpoint.find(options.resume) if options.resume else None
         self.about = checkpoint.read_manifest(self.resume) if self.resume else None
+        epochs = Epochs(len(self.user.dataset()), self.plan.global_batch, epochs=options.epochs)
+        self.steps = options.steps or epochs.steps or DEFAULT_STEPS
         if self.about is not None:
-            _check_resume(self.plan, self.about, options)
+            _check_resume(self.plan, self.about, options, self.steps)
         self.seed = options.seed if options.seed is not None else self.about.seed if self.about else 0
         self.shuffle = options.shuffle or bool(self.about and self.about.shuffle)
         self.trace = Trace(options.trace, self.rank, self.device)
         if self.rank == 0:
             _check_outputs(self.log_dir, options)
+        self.order = Orders(self.plan, options.order)
         self.data = self._data()  # forks its loader, so before process groups and GPU contexts
 
     def __enter__(self) -> Run:
@@ -97,7 +104,10 @@ class Run(ExitStack):
             self.seed,
             leaves=self.terms.LEAVES,
             shuffle=self.shuffle,
+            epochs=self.options.epochs,
+            skip_bad=self.options.skip_bad_samples,
             workers=self.options.workers,
+            order=self.order,
             device=self.device,
             start=self.about.step if self.about else 0,
         )
@@ -131,13 +141,14 @@ def _device() -> torch.device:
     return torch.device("cuda", local) if torch.cuda.is_available() and torch.cuda.device_count() >= ranks else torch.device("cpu")
 
 
-def _check_resume(plan: Plan, about: checkpoint.Manifest, options: Options) -> None:
+def _check_resume(plan: Plan, about: checkpoint.Manifest, options: Options, steps: int) -> None:
     if about.global_batch != plan.global_batch:
         message = f"the checkpoint was made with global batches of {about.global_batch} samples, the plan has {plan.global_batch}"
         raise UserError(message, str(options.resume), f"compile with --global-batch {about.global_batch}")
-    if about.step >= options.steps:
-        message = f"the checkpoint is of step {about.step}, so --steps {options.steps} leaves nothing to do"
-        raise UserError(message, str(options.resume), "give the number of the last step, counted from the start of training")
+    if about.step >= steps:
+        given = f"--epochs {options.epochs}" if options.epochs else f"--steps {steps}"
+        message = f"the checkpoint is of step {about.step}, so {given} leaves nothing to do"
+        raise UserError(message, str(options.resume), "give the number of the last step or epoch, counted from the start of training")
 
 
 def _check_outputs(log_dir: Path, options: Options) -> None:

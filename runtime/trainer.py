@@ -27,7 +27,6 @@ from secc.runtime.run import Run
 from secc.runtime.section import Section
 from secc.runtime.seeding import item_seed
 from secc.runtime.sharding import shard_optimizer
-from secc.runtime.wavefront import schedule
 from secc.runtime.weights import canonical_names, owners
 
 
@@ -53,20 +52,20 @@ class Trainer:
         self.step_number = run.about.step if run.about else 0
         if run.resume is not None:
             checkpoint.load_optimizer(run.resume, self.optimizer, self.scheduler, self.reducer.pieces, run.rank)
-        self.metrics = Metrics(run.log_dir, self.options.steps) if run.rank == 0 else None
+        self.metrics = Metrics(run.log_dir, run.steps) if run.rank == 0 else None
         self._since = time.perf_counter()
 
     def batches(self) -> Iterator[GlobalBatch]:
         """The global batches that are left to train; the next one loads while one trains."""
         self._since = time.perf_counter()
-        while self.step_number < self.options.steps:
+        while self.step_number < self.run.steps:
             yield self.run.data.next()
         if self.metrics is not None:
             self.metrics.close()
 
     def step(self, batch: GlobalBatch) -> float:
         """One optimizer step on a global batch. Returns the loss over the whole of it, which every rank computes."""
-        order = schedule(self.plan, batch.samples, order=self.options.order)
+        order = self.run.order(batch.samples)
         check(self.plan, batch.samples, order)
         micros = [order.micro_batches[i.section][i.micro].samples for i in order.programs[self.run.rank] if i.kind == "F"]
         self.run.data.prepare(micros)
@@ -109,14 +108,15 @@ class Trainer:
         if self.metrics is not None:
             now = time.perf_counter()
             values = {"step": self.step_number, "loss": loss, "grad_norm": norm, "samples": len(batch.samples), "tokens": batch.tokens}
-            self.metrics.log(values | {"step_time_s": now - self._since})
+            skipped = {"skipped": len(batch.skipped)} if self.options.skip_bad_samples else {}
+            self.metrics.log(values | skipped | {"step_time_s": now - self._since})
         self._since = time.perf_counter()
         if self.options.save is not None and self._save_due():
             self.save()
 
     def _save_due(self) -> bool:
         every = self.options.save_every
-        return self.step_number == self.options.steps or (every is not None and self.step_number % every == 0)
+        return self.step_number == self.run.steps or (every is not None and self.step_number % every == 0)
 
     def save(self) -> None:
         """Write a checkpoint of all ranks. Collective."""

@@ -127,9 +127,14 @@ class UserModel:
         """Fix the default rules to those that a plan was made with, without drawing samples."""
         self._default_collate = DefaultCollate.from_inputs(inputs)
 
-    def sizes(self, i: int) -> dict[str, int] | None:
-        """Sample i's rows and lengths without loading it, or None if the file has no `sizes`."""
-        return dict(self.call("sizes", i)) if self.has("sizes") else None
+    def sizes(self, i: int) -> dict[str, Any] | None:
+        """Sample i's rows and lengths without loading it, or None if the file has no `sizes`. A key that is None is a missing one."""
+        if not self.has("sizes"):
+            return None
+        said = self.call("sizes", i)
+        if not isinstance(said, Mapping):
+            raise UserError(f"sizes({i}) is {_kind(said)}, not a dict", self.place("sizes"), "return the sizes of sample i's inputs")
+        return {key: value for key, value in said.items() if value is not None}
 
     def check_keys(self, keys: Iterable[str], required: Iterable[str]) -> None:
         """Refuse a key of a batch that forward does not take, and an argument that forward needs but is not in every (`required`) batch."""

@@ -22,6 +22,7 @@ each cannot be level; a job is never held back for a more urgent one that is abo
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -57,6 +58,23 @@ def schedule(plan: Plan, samples: Sequence[SampleMeta], *, order: str = "wavefro
     whose sections cannot be ordered or whose costs cannot be evaluated.
     """
     return timed_schedule(plan, samples, order=order)[0]
+
+
+class Orders:
+    """`schedule` for one plan. The last ones are kept, because a step may be ordered before its samples are loaded and again after."""
+
+    def __init__(self, plan: Plan, order: str) -> None:
+        self._plan, self._order = plan, order
+        self._known: deque[tuple[tuple[SampleMeta, ...], Schedule]] = deque(maxlen=2)
+
+    def __call__(self, samples: Sequence[SampleMeta]) -> Schedule:
+        """The schedule of a global batch."""
+        wanted = tuple(samples)
+        for known, found in self._known:
+            if known == wanted:
+                return found
+        self._known.append((wanted, schedule(self._plan, wanted, order=self._order)))
+        return self._known[-1][1]
 
 
 def timed_schedule(plan: Plan, samples: Sequence[SampleMeta], *, order: str = "wavefront") -> tuple[Schedule, int]:

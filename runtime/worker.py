@@ -7,27 +7,24 @@ shared memory is small in containers.
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from typing import Any
 
-import torch
-
 from secc.runtime.errors import UserError
-from secc.runtime.loader import Collated, Loader, Share
-from secc.runtime.metadata import Record
+from secc.runtime.fetch import REMEDY, Fetchers
+from secc.runtime.loader import Collated, Loader, Rows, Share
+from secc.runtime.metadata import Record, Skipped
+from secc.runtime.processes import serve
 
 Ask = Share | Collated
 AHEAD = 3  # requests that the background process holds: the next step's share, a batch in work and one that waits
-PR_SET_PDEATHSIG = 1
 
 
 class Inline:
@@ -40,17 +37,18 @@ class Inline:
         """Nothing runs ahead here."""
 
     def result(self, ask: Ask) -> Any:
-        """Rows of metadata for a Share, a batch for Collated. Raises UserError where a sample does not load."""
-        return self._loader.records.pack(list(self._loader.share(ask))) if isinstance(ask, Share) else self._loader.collated(ask)
+        """Rows for a Share, a batch for Collated. Raises UserError where a sample does not load."""
+        return self._loader.rows(list(self._loader.share(ask))) if isinstance(ask, Share) else self._loader.collated(ask)
 
     def close(self) -> None:
         """Nothing to end."""
 
 
 class Background:
-    """Loads in a process of its own. Make it before process groups, threads and GPU contexts: it forks."""
+    """Loads in a process of its own, with `fetchers` in several. Make it before process groups, threads and GPU contexts: it forks."""
 
-    def __init__(self, loader: Loader) -> None:
+    def __init__(self, loader: Loader, fetchers: Fetchers | None = None) -> None:
+        self._fetchers = fetchers
         context = multiprocessing.get_context("fork")
         self._pipe, far_end = context.Pipe()
         self._process = context.Process(target=_serve, args=(loader, far_end, self._pipe, os.getpid()), name="secc-loader", daemon=True)
@@ -103,26 +101,24 @@ class Background:
         self._answers[ask] = answer
 
     def close(self) -> None:
-        """End the process."""
+        """End the processes."""
         self._pipe.close()
         self._process.terminate()
         self._process.join()
+        if self._fetchers is not None:
+            self._fetchers.close()
 
     def _ended(self) -> UserError:
         self._process.join(timeout=5)
         code = self._process.exitcode or 0
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        remedy = "the host may be out of memory; with --workers 0 samples load in the training process, which shows what happens"
-        return UserError(f"the process that loads this rank's samples {how}", remedy=remedy)
+        return UserError(f"the process that loads this rank's samples {how}", remedy=REMEDY)
 
 
 def _serve(loader: Loader, pipe: Connection, other_end: Connection, parent: int) -> None:
     """The background process: read requests, answer batches at once, and work on shares sample by sample in between."""
     other_end.close()
-    _die_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the rank, which then ends this process
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    torch.set_num_threads(1)  # the rank's thread pool does not survive a fork
+    serve(parent)
     shares: deque[_Work] = deque()
     try:
         while True:
@@ -143,17 +139,17 @@ class _Work:
     """A share in the making."""
 
     def __init__(self, loader: Loader, ask: Share) -> None:
-        self.ask, self._pack, self._records = ask, loader.records.pack, loader.share(ask)
-        self._done: list[Record] = []
-        self.answer: torch.Tensor | Exception | None = None
+        self.ask, self._loader, self._records = ask, loader, loader.share(ask)
+        self._done: list[Record | Skipped] = []
+        self.answer: Rows | Exception | None = None
 
     def advance(self) -> bool:
         """Make one record more; whether `answer` is there now."""
         record = _attempt(lambda: next(self._records, None))
-        if isinstance(record, Record):
+        if isinstance(record, Record | Skipped):
             self._done.append(record)
             return False
-        self.answer = self._pack(self._done) if record is None else record
+        self.answer = self._loader.rows(self._done) if record is None else record
         return True
 
 
@@ -169,11 +165,3 @@ def _attempt(work: Callable[[], Any]) -> Any:
 
 def _send(pipe: Connection, ask: Ask, answer: Any) -> None:
     pipe.send_bytes(pickle.dumps((ask, answer)))
-
-
-def _die_with(parent: int) -> None:
-    """End this process when the rank ends, however that happens."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(0)

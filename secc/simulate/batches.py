@@ -5,20 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from secc.runtime.declared import Declared
+from secc.runtime.epochs import Epochs
 from secc.runtime.loader import Loader, Share
-from secc.runtime.metadata import Records
+from secc.runtime.metadata import Record, Records
 from secc.runtime.plan import Plan
 from secc.runtime.program import SampleMeta
 from secc.runtime.weights import load_user_model
 
 
 def global_batches(directory: Path, plan: Plan, seed: int = 0, shuffle: bool = False, steps: int = 1) -> Iterator[tuple[SampleMeta, ...]]:
-    """The samples of the first `steps` global batches, drawn from the plan's model file as the ranks draw them.
+    """The samples of the first `steps` global batches, as the ranks draw them from the plan's model file, or as its `sizes(i)` says.
 
     Raises UserError if the model file is missing or no longer the one that the plan was made from.
     """
     user = load_user_model(plan, directory)
     user.use_inputs(plan.inputs)
-    loader = Loader(user, Records(plan, {}), plan.global_batch, seed, shuffle)
+    epochs = Epochs(len(user.dataset()), plan.global_batch, seed, shuffle)
+    declared = Declared(user, plan.symbols, plan.inputs) if user.has("sizes") else None
+    loader = Loader(user, Records(plan, {}), epochs)
     for step in range(steps):
-        yield tuple(record.meta for record in loader.share(Share(step, 0, plan.global_batch)))
+        if declared is not None:
+            yield tuple(declared.meta(i) for i in epochs.indices(step))
+            continue
+        records = loader.share(Share(step, tuple(range(epochs.count(step)))))
+        yield tuple(record.meta for record in records if isinstance(record, Record))

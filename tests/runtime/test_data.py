@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 
 from secc.runtime.data import DataPlane, GlobalBatch
+from secc.runtime.declared import Declared
 from secc.runtime.errors import UserError
 from secc.runtime.plan import Input, ModelRef, Plan, Symbol
+from secc.runtime.program import Instruction, MicroBatch, SampleMeta, Schedule
 from secc.runtime.user_model import load
 
 MODEL = """
@@ -44,6 +46,10 @@ def model():
 def dataset():
     return Data()
 """
+SIZES = """
+def sizes(i):
+    return {"ids": 2 + i % 3} | ({"pixels": 1 + i % 3} if i % 2 else {})
+"""
 SYMBOLS = (Symbol("B", "rows", "ids", 0), Symbol("S", "width", "ids", 1), Symbol("n", "rows", "pixels", 0))
 INPUTS = (
     Input("ids", "int64", ("B", "S"), pads=((1, "right", 0),)),
@@ -60,9 +66,9 @@ def plan_of(global_batch=4, widths="own", inputs=INPUTS, labels_key="labels"):
 
 @pytest.fixture
 def model_file(tmp_path: Path):
-    def write(broken: str = "") -> Path:
+    def write(broken: str = "", sizes: str = "") -> Path:
         path = tmp_path / "model.py"
-        path.write_text(MODEL.replace("BREAK", broken))
+        path.write_text(MODEL.replace("BREAK", broken) + sizes)
         return path
 
     return write
@@ -73,8 +79,8 @@ def plane(model_file):
     """Makes data planes of one rank, and ends their workers."""
     made: list[DataPlane] = []
 
-    def make(plan=None, broken="", **options):
-        made.append(DataPlane(load(model_file(broken)), plan or plan_of(), 0, 1, leaves=LEAVES, **options))
+    def make(plan=None, broken="", sizes="", **options):
+        made.append(DataPlane(load(model_file(broken, sizes)), plan or plan_of(), 0, 1, leaves=LEAVES, **options))
         return made[-1]
 
     yield make
@@ -127,8 +133,17 @@ def test_a_resumed_run_sees_what_an_unbroken_one_sees(plane):
     assert equal(unbroken.batch([1, 3]), resumed.batch([1, 3]))
 
 
-def test_a_worker_loads_the_same_as_the_process_itself(plane):
-    inline, worker = plane(), plane(workers=1)
+def test_a_number_of_epochs_ends_with_what_is_left(plane):
+    p = plane(plan_of(global_batch=5), epochs=2)
+    assert p.epochs.steps == 3
+    batches = [p.next() for _ in range(3)]
+    assert [[s.id for s in b.samples] for b in batches] == [[0, 1, 2, 3, 4], [5, 6, 0, 1, 2], [3, 4, 5, 6]]
+    assert batches[2].sizes["B"] == 4 and batches[2].leaves["count"] == sum(1 + i % 3 for i in (3, 4, 5, 6))
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_worker_loads_the_same_as_the_process_itself(plane, workers):
+    inline, worker = plane(), plane(workers=workers)
     for _ in range(3):
         assert inline.next() == worker.next()
         worker.prepare([(0, 2), (1,), (0, 2)])
@@ -169,7 +184,31 @@ def test_tokens_without_labels_are_the_entries_of_the_first_input(plane):
     assert plane(plan_of(labels_key="")).next().tokens == 2 + 3 + 4 + 2
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_samples_that_do_not_load_can_be_left_out(plane, workers, capsys):
+    """Exactly as if the dataset's batch had not held them: sums, sizes and positions are those of the others."""
+    p = plane(broken="if i in (1, 2): raise OSError('no such image')", workers=workers, skip_bad=True)
+    batch = p.next()
+    assert [s.id for s in batch.samples] == [0, 3] and batch.skipped == (1, 2)
+    assert batch.sizes == {"B": 2, "S": 2, "n": 1} and batch.leaves["count"] == 2
+    p.prepare([(0, 1), (1,)])
+    assert p.batch([0, 1])["ids"].tolist() == [[0, 0], [3, 3]] and p.batch([1])["ids"].tolist() == [[3, 3]]
+    assert [s.id for s in p.next().samples] == [4, 5, 6, 0]
+    said = capsys.readouterr().err
+    assert "step 1: a sample is left out: " in said and "dataset()[2] raises OSError: no such image" in said
+
+
+def test_a_batch_of_which_no_sample_loads_ends_the_run(plane):
+    with pytest.raises(UserError, match="none of the 4 samples of step 1 loads"):
+        plane(broken="raise OSError('no disk')", skip_bad=True).next()
+
+
+def test_bad_samples_do_not_hide_samples_unlike_the_plans(plane):
+    with pytest.raises(UserError, match="lacks the input 'noise'"):
+        plane(broken="del item['noise']", skip_bad=True).next()
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
 def test_a_sample_that_does_not_load_is_named(plane, workers):
     p = plane(broken="if i == 2: raise OSError('no such image')", workers=workers)
     with pytest.raises(UserError, match=r"dataset\(\)\[2\].*no such image") as caught:
@@ -198,9 +237,22 @@ def test_a_worker_that_dies_is_reported(plane):
         p.next()
 
 
+def _backwards(samples) -> Schedule:
+    """Every sample is trained by rank 2, and the odd ones by rank 0 as well."""
+    everything = MicroBatch(0, "a", 0, tuple(range(len(samples))))
+    odd = MicroBatch(0, "b", 0, tuple(range(1, len(samples), 2)))
+    programs = ((Instruction("F", "b", micro=0),), (), (Instruction("F", "a", micro=0),))
+    return Schedule({"a": (everything,), "b": (odd,)}, programs)
+
+
+def _alone(samples) -> Schedule:
+    """One rank trains all samples."""
+    return Schedule({"a": (MicroBatch(0, "a", 0, tuple(range(len(samples)))),)}, ((Instruction("F", "a", micro=0),),))
+
+
 def _rank(rank: int, world: int, path: Path, plan: Plan, workers: int, results) -> None:
     torch.set_num_threads(1)
-    with DataPlane(load(path), plan, rank, world, leaves=LEAVES, workers=workers) as p:
+    with DataPlane(load(path), plan, rank, world, leaves=LEAVES, workers=workers, order=_backwards) as p:
         dist.init_process_group("gloo", init_method=f"file://{path.parent}/store{workers}", rank=rank, world_size=world)
         for _ in range(2):
             batch = p.next()
@@ -210,12 +262,12 @@ def _rank(rank: int, world: int, path: Path, plan: Plan, workers: int, results) 
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("workers", [0, 1])
-def test_all_ranks_know_what_one_rank_would(plane, model_file, workers):
+@pytest.mark.parametrize(("workers", "sizes"), [(0, ""), (1, ""), (0, SIZES), (1, SIZES)])
+def test_all_ranks_know_what_one_rank_would(plane, model_file, workers, sizes):
     """Three ranks load uneven shares; the sums of leaves are equal to the last bit."""
     context = multiprocessing.get_context("fork")
     results = context.SimpleQueue()
-    path, plan, single = model_file(), plan_of(global_batch=5), plane(plan_of(global_batch=5))
+    path, plan, single = model_file(sizes=sizes), plan_of(global_batch=5), plane(plan_of(global_batch=5), sizes=sizes)
     ranks = [context.Process(target=_rank, args=(r, 3, path, plan, workers, results)) for r in range(3)]
     for process in ranks:
         process.start()
@@ -227,6 +279,38 @@ def test_all_ranks_know_what_one_rank_would(plane, model_file, workers):
         expected: GlobalBatch = single.next()
         values = {k: v.tolist() for k, v in single.batch([0, 3]).items()}
         assert sorted(rank for rank, batch, tensors in found if batch == expected and tensors == values) == [0, 1, 2]
+
+
+def test_with_sizes_ahead_a_rank_loads_what_it_trains(model_file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    user = load(model_file("open('loaded', 'a').write(f'{i} ')", SIZES))
+    plane = DataPlane(user, plan_of(), 2, 3, leaves=LEAVES, order=_backwards)
+    assert plane._source.result(plane._share(0)).table[:, 0].tolist() == [0, 2]
+    assert Path("loaded").read_text().split() == ["0", "2"]
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ("{'ids': 9}", r"sizes\(0\) says that 'ids' is 9 large, but it is 2"),
+        ("{'ids': 2, 'pixels': 1}", r"sizes\(0\) says that the sample has \['pixels'\], but it has no optional inputs"),
+        ("{'ids': 2, 'labels': 3}", r"sizes\(0\) gives 'labels' 3 where another input has 2"),
+        ("{'ids': [2, 2, 2]}", r"sizes\(0\) gives the shape \[2, 2, 2\] for 'ids', which has the dims \[B, S\]"),
+        ("{'idx': 2}", r"sizes\(0\) has the key 'idx', which is no input"),
+        ("{}", r"sizes\(0\) does not say how large 'ids' is"),
+        ("None", r"sizes\(0\) is None, not a dict"),
+    ],
+)
+def test_sizes_that_are_wrong_are_refused(plane, said, message):
+    with pytest.raises(UserError, match=message) as caught:
+        plane(sizes=f"\ndef sizes(i):\n    return {said}\n", order=_alone).next()
+    assert "model.py:" in caught.value.where
+
+
+def test_sizes_may_be_shapes_with_or_without_the_samples_dim(model_file):
+    said = "\ndef sizes(i):\n    return {'ids': [2], 'labels': (1, 2), 'noise': 1, 'pixels': [4, 2, 2, 2]}\n"
+    declared = Declared(load(model_file(sizes=said)), SYMBOLS, INPUTS)
+    assert declared.meta(3) == SampleMeta(3, frozenset({"pixels"}), {"B": 1, "S": 2, "n": 4})
 
 
 def _abandon(path: Path, pids) -> None:

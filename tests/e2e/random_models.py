@@ -1,0 +1,226 @@
+"""Random small compound models, written as model files that a person can read and run.
+
+python -m tests.e2e.random_models 17 > model.py
+
+A seed decides everything: which encoders there are and which samples have their inputs, how features join the text (in the places of
+placeholders, before the tokens, added to every state), what is frozen, tied, shared or called twice, which teachers speak, how padding
+is kept away, and how each loss is spelt. `random_plans` draws a way to distribute the model.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tests.e2e.random_parts import CLASSES, DATASET, DISTILLING, FEATURES, JUDGING, LANGUAGE, PATCHES, STEERING
+
+ENCODERS = ("camera", "sonar", "radar")
+TEACHERS = ("sage", "mentor")
+FREEZING = ("", ".requires_grad_(False)")
+
+
+@dataclass
+class Model:
+    """A model file in the making: lines of `__init__` and `forward`, terms of the loss, lines that make a sample."""
+
+    rng: random.Random
+    arguments: list[str] = field(default_factory=lambda: ["input_ids", "labels"])
+    optional: list[str] = field(default_factory=list[str])
+    init: list[str] = field(default_factory=list[str])
+    forward: list[str] = field(default_factory=list[str])
+    terms: list[str] = field(default_factory=list[str])
+    sample: list[str] = field(default_factory=list[str])
+    width: int = 8
+    dropout: float = 0.0
+    attention: str = "causal"
+    shared: list[str] = field(default_factory=list[str])  # [B, width] expressions that any component may be steered by
+    trains: bool = False
+
+    def chance(self, share: float) -> bool:
+        return self.rng.random() < share
+
+    def add(self, term: str) -> None:
+        factor = self.rng.choice(("", "", "0.5 * ", "2 / 3 * "))
+        self.terms.append(f"{factor}{term}" if factor == "" or term.startswith("F.") else f"{factor}({term})")
+
+
+def random_model(seed: int) -> str:
+    """The text of the model file of a seed."""
+    m = Model(random.Random(seed))
+    m.width = m.rng.choice((8, 12, 16))
+    m.dropout = 0.1 if m.chance(0.2) else 0.0
+    m.attention = m.rng.choice(("causal", "causal", "causal", "masked", "open"))
+    m.forward.append("keep = (labels[:, 1:] != -100).float()")
+    features = _encoders(m)
+    _language(m, features)
+    _branches(m, features)
+    _teachers(m)
+    if m.chance(0.15):
+        m.terms.append("1e-3 * self.text.head.weight.square().sum()")
+    return _written(m, seed)
+
+
+def _encoders(m: Model) -> list[tuple[str, str]]:
+    """Components that see other inputs than text, each (name, how its features join the text)."""
+    found: list[tuple[str, str]] = []
+    for i, name in enumerate(ENCODERS[: m.rng.choice((0, 1, 1, 2, 2, 3))]):
+        join = m.rng.choice(("places", "places", "before", "added"))
+        same = next((other for other, how in found if how == join), "")
+        encoder = same if same and m.chance(0.25) else name
+        if encoder == name:
+            frozen = m.rng.choice(("", "", *FREEZING))
+            m.trains |= not frozen
+            m.init.append(f"self.{name} = Encoder({FEATURES}, {m.width}, {m.rng.choice((1, 2, 3))}, {m.dropout}){frozen}")
+        line = f"{name}_seen = self.{encoder}({name})"
+        if m.chance(0.3):
+            m.init.append(
+                f"self.{name}_adapter = nn.Sequential(nn.Linear({m.width}, {m.width}), nn.GELU(), nn.Linear({m.width}, {m.width}))"
+            )
+            line = f"{name}_seen = self.{name}_adapter(self.{encoder}({name}))"
+            m.trains = True
+        _input(m, name, i, join, line)
+        found.append((name, join))
+    return found
+
+
+def _input(m: Model, name: str, i: int, join: str, line: str) -> None:
+    """The key of an encoder: rows in the places of placeholders, which samples may lack, or one entry for each sample."""
+    if join != "places":
+        m.arguments.append(name)
+        m.sample.append(f'sample["{name}"] = torch.randn({PATCHES}, {FEATURES}, generator=g)')
+        m.forward.append(line)
+        if join == "added":
+            m.shared.append(f"{name}_seen.mean(1)")
+        return
+    m.optional.append(name)
+    m.forward += [f"if {name} is not None:", f"    {line}"]
+    most, share = m.rng.choice(((1, 0.5), (3, 0.5), (3, 0.8)))
+    m.sample.append(f'place(sample, "{name}", {i + 1}, most={most}, share={share}, g=g)')
+
+
+def _language(m: Model, features: Sequence[tuple[str, str]]) -> None:
+    """The text component: embedding, features, layers, head, and its losses."""
+    frozen = m.chance(0.2) and m.trains
+    m.trains |= not frozen
+    m.init.append(
+        f"self.text = Text({m.width}, {m.rng.choice((1, 2, 3))}, {m.attention!r}, {m.dropout}){'.requires_grad_(False)' if frozen else ''}"
+    )
+    tie = m.chance(0.3)
+    if tie:
+        m.init.append("self.text.head.weight = self.text.embed.weight")
+    elif frozen or m.chance(0.2):
+        m.init.append("self.text.head.requires_grad_(True)")
+    m.forward.append("x = self.text.embed(input_ids)")
+    for i, (name, join) in enumerate(features):
+        if join == "places":
+            scatter = f"x = x.masked_scatter((input_ids == {i + 1})[..., None], {name}_seen.flatten(0, 1))"
+            m.forward += [f"if {name} is not None:", f"    {scatter}"]
+        elif join == "added" and m.chance(0.8):
+            m.forward.append(f"x = x + {name}_seen.mean(1)[:, None]")
+    before = [name for name, join in features if join == "before"]
+    m.forward.append("mask = input_ids > 0")
+    if before:
+        m.forward.append(f"x = torch.cat([{', '.join(f'{n}_seen' for n in before)}, x], dim=1)")
+        m.forward.append(f"mask = torch.cat([mask.new_ones(len(mask), {PATCHES * len(before)}), mask], dim=1)")
+    cut = f"[:, {PATCHES * len(before)}:]" if before else ""
+    m.forward += [f"h = self.text.states(x, mask){cut}", "logits = self.text.head(h)"]
+    for loss in m.rng.sample(LANGUAGE, m.rng.choice((1, 1, 2))):
+        m.add(loss)
+    if any("weight" in t.replace(".weight", "") for t in m.terms):
+        _require(m, "weight", "torch.rand((), generator=g) + 0.5")
+
+
+def _branches(m: Model, features: Sequence[tuple[str, str]]) -> None:
+    """A second consumer of an encoder's features or of the text's states, with a loss of its own."""
+    if m.chance(0.35):
+        source = m.rng.choice(["pooled", *m.shared])
+        if source == "pooled":
+            m.forward.append("pooled = (h * mask[:, -h.shape[1]:, None]).sum(1) / mask[:, -h.shape[1]:].sum(1, keepdim=True)")
+        m.init.append(f"self.judge = nn.Sequential(nn.Linear({m.width}, 12), nn.GELU(), nn.Linear(12, 3))")
+        m.forward.append(f"judged = self.judge({source})")
+        loss = m.rng.choice(JUDGING)
+        m.add(loss)
+        if "kind" in loss:
+            _require(m, "kind", "torch.randint(0, 3, (), generator=g)")
+        if "target" in loss:
+            _require(m, "target", "torch.rand(3, generator=g)")
+    rows = [name for name, join in features if join == "places"]
+    if rows and m.chance(0.35):
+        name = m.rng.choice(rows)
+        m.init.append(f"self.{name}_back = nn.Linear({m.width}, {FEATURES})")
+        m.forward += ["loss = 0.0", f"if {name} is not None:", f"    loss = {m.rng.choice(STEERING).format(name=name)}"]
+        m.terms.append("loss")
+
+
+def _teachers(m: Model) -> None:
+    """Frozen models whose logits or states the text component follows."""
+    for name in TEACHERS[: m.rng.choice((0, 0, 1, 1, 2))]:
+        width = m.rng.choice((m.width, 20))
+        m.init.append(f"self.{name} = Text({width}, {m.rng.choice((1, 2))}, {m.attention!r}).requires_grad_(False)")
+        text_mask = "mask[:, -input_ids.shape[1]:]"
+        steer = m.rng.choice(m.shared) if m.shared and width == m.width and m.chance(0.4) else ""
+        put = f" + {steer}[:, None]" if steer else ""
+        m.forward.append("with torch.no_grad():")
+        m.forward.append(f"    {name}_h = self.{name}.states(self.{name}.embed(input_ids){put}, {text_mask})")
+        m.forward.append(f"    {name}_logits = self.{name}.head({name}_h)")
+        loss = m.rng.choice(DISTILLING)
+        if "project" in loss:
+            m.init.append(f"self.{name}_project = nn.Linear({m.width}, {width})")
+        m.add(loss.format(name=name))
+
+
+def _require(m: Model, key: str, value: str) -> None:
+    m.arguments.append(key)
+    m.sample.append(f'sample["{key}"] = {value}')
+
+
+def _written(m: Model, seed: int) -> str:
+    signature = ", ".join(["self", *m.arguments, *(f"{name}=None" for name in m.optional)])
+    lines = [
+        f'"""The random model of seed {seed}."""',
+        CLASSES,
+        "class Model(nn.Module):",
+        "    def __init__(self):",
+        "        super().__init__()",
+    ]
+    lines += [f"        {line}" for line in m.init]
+    lines += ["", f"    def forward({signature}):"]
+    lines += [f"        {line}" for line in m.forward]
+    lines += [f"        {'total = total +' if i else 'total ='} {term}" for i, term in enumerate(m.terms)]
+    lines += ["        return total"]
+    return "\n".join(lines) + DATASET.replace("# inputs", "\n        ".join(m.sample or ["pass"]))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A way to distribute a model: processes, samples of a step, the strategy, pins by section, the order of samples."""
+
+    ranks: int
+    global_batch: int
+    strategy: str
+    pins: tuple[str, ...]
+    order: str
+
+
+def random_plan(seed: int, sections: Sequence[str]) -> Plan:
+    """A plan of two to four ranks for a model with these sections. Pins that cannot be had together may be refused."""
+    rng = random.Random(f"plan {seed}")
+    ranks = rng.choice((2, 3, 4))
+    pins: list[str] = []
+    for name in sections:
+        if rng.random() < 0.6:
+            pins.append(f"{name}.micro_batch={rng.choice((1, 2, 3))}")
+        if rng.random() < 0.35:
+            pins.append(f"{name}.dp={rng.randint(1, max(1, ranks - len(sections) + 1))}")
+        if rng.random() < 0.35:
+            pins.append(f"{name}.sharding={rng.choice(('zero1', 'zero2'))}")
+        if rng.random() < 0.35:
+            pins.append(f"{name}.recompute={rng.choice(('selective', 'full'))}")
+    strategy = rng.choice(("auto", "apart", "apart", "colocate"))
+    return Plan(ranks, rng.randint(5, 13), strategy, tuple(pins), rng.choice(("wavefront", "wavefront", "dataset")))
+
+
+if __name__ == "__main__":
+    print(random_model(int(sys.argv[1])))

@@ -1,0 +1,102 @@
+"""Trains random models under random plans and compares with plain PyTorch.
+
+python -m tests.e2e.random_runs 0 300 -o failures      seeds 0 … 299; the model files of those that fail are kept
+
+A model with dropout is compared with its plan for one rank, which is compared with the eager model when it is made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from secc import pipeline
+from secc.check import checked
+from secc.codegen import plan as plan_codegen
+from secc.compiler import Compiled, Options, compile_model, pipeline_text
+from secc.errors import UserError
+from secc.ir import text
+from secc.report.page import page
+from tests.e2e.random_models import Plan, random_model, random_plan
+from tools.ranks import Trained, differences, distributed, plain, recording_model
+
+STEPS = 2
+
+
+def trial(seed: int, folder: Path) -> str:
+    """What went wrong with the model and plan of a seed, "" if the run is exact. `folder` keeps the files."""
+    (folder / f"seed{seed}.py").write_text(random_model(seed))
+    model = recording_model(f"seed{seed}", folder, folder)
+    try:
+        first = checked(compile_model(model, Options(cluster="local:1")), required=True)
+    except UserError as error:
+        return f"compile: {error}"
+    wanted = random_plan(seed, [s.name for s in first.plan.sections])
+    planned = _planned(first, wanted)
+    planned.write(folder / "plan", page)
+    world = planned.plan.world_size
+    try:
+        reference = _reference(first, model, wanted, folder)
+        found = distributed(folder / "plan", world, STEPS, folder / "run", "--order", wanted.order)
+    except AssertionError as error:
+        return f"run of {wanted}: {error}"
+    return next((f"{wanted}: {d}" for d in differences(found, reference)), "")
+
+
+def _reference(first: Compiled, model: Path, wanted: Plan, folder: Path) -> Trained:
+    if not first.plan.draws:
+        return plain(model, wanted.global_batch, STEPS, folder / "plain")
+    alone = _planned(first, dataclasses.replace(wanted, ranks=1, pins=()))
+    alone.write(folder / "plan_of_one", page)
+    return distributed(folder / "plan_of_one", 1, STEPS, folder / "run_of_one")
+
+
+def _planned(compiled: Compiled, wanted: Plan) -> Compiled:
+    """The captured model under another plan: with as many of the wanted pins as can be had together."""
+    try:
+        return _replanned(compiled, wanted)
+    except UserError:
+        if not wanted.pins and wanted.strategy == "auto":
+            raise
+        return _planned(compiled, dataclasses.replace(wanted, pins=wanted.pins[:-1], strategy=wanted.strategy if wanted.pins else "auto"))
+
+
+def _replanned(compiled: Compiled, wanted: Plan) -> Compiled:
+    module = text.parse(compiled.dumps[0][1])
+    options = Options(cluster=f"local:{wanted.ranks}", global_batch=wanted.global_batch, strategy=wanted.strategy, set=wanted.pins)
+    run = pipeline.run(module, pipeline.parse(pipeline_text(options)))
+    made = plan_codegen.build(module, compiled.plan.model, {})
+    made = dataclasses.replace(made, checks=compiled.plan.checks)
+    return dataclasses.replace(compiled, plan=made, module=module, dumps=run.dumps)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("first", type=int)
+    parser.add_argument("last", type=int)
+    parser.add_argument("-o", "--output", type=Path, help="keep the model files of failures here")
+    arguments = parser.parse_args()
+    failures = 0
+    for seed in range(arguments.first, arguments.last):
+        start = time.perf_counter()
+        with tempfile.TemporaryDirectory() as name:
+            try:
+                error = trial(seed, Path(name))
+            except Exception as unexpected:
+                error = f"defect: {type(unexpected).__name__}: {unexpected}"
+            failures += bool(error)
+            if error and arguments.output:
+                arguments.output.mkdir(parents=True, exist_ok=True)
+                shutil.copy(Path(name) / f"seed{seed}.py", arguments.output)
+        print(f"seed {seed}: {error or 'exact'} ({time.perf_counter() - start:.1f} s)", flush=True)
+    print(f"{arguments.last - arguments.first - failures} of {arguments.last - arguments.first} exact")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

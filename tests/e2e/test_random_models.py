@@ -1,0 +1,18 @@
+"""Random small compound models under random plans train as plain PyTorch does. `random_runs` tries any range of seeds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.random_runs import trial
+
+QUICK = (0, 2, 5)
+MANY = tuple(range(1000, 1030))
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("seed", [*QUICK, *(pytest.param(s, marks=pytest.mark.slow) for s in MANY)])
+def test_a_random_model_under_a_random_plan_is_exact(seed: int, tmp_path: Path) -> None:
+    assert trial(seed, tmp_path) == ""
