@@ -1,30 +1,20 @@
-"""Global batches and plans for benchmarks of schedules: sample mixes with fixed seeds, and sections with linear costs.
-
-No joint distribution of images, tokens and text in training data is published, so these are assumptions: a sample has images with a given
-probability, one and a geometric number more (2.5 in the mean); tokens of an image are lognormal (mean 800, coefficient of variation 1,
-64 to 4,096, four patches each); text beside images is lognormal with mean 500, text alone with mean 1,500 and at most 8,192 tokens, and
-with mean 3,000 in distillation.
+"""Global batches and plans for benchmarks of schedules: the reference workloads' sample mixes (`tools/workloads/parts/mix.py`) with fixed
+seeds, and sections with linear costs.
 """
 
 from __future__ import annotations
 
-import math
 import random
 
 from secc.runtime.plan import Cost, Edge, Mesh, ModelRef, Plan, Section, Symbol
 from secc.runtime.program import SampleMeta
+from tools.workloads.parts import mix
 
 IMAGES, AUDIO = frozenset(["images"]), frozenset(["audio"])
 SYMBOLS = (Symbol("B", "rows", "ids", 0), Symbol("T", "rows", "ids", 1), Symbol("I", "rows", "images", 0), Symbol("A", "rows", "audio", 0))
 TOKEN_NS = 30_000  # of the language model's forward on one replica, so that 32 samples take seconds
 
 Samples = list[SampleMeta]
-
-
-def lognormal(r: random.Random, mean: float, least: int = 1, most: int = 10**6) -> int:
-    """A number with this mean and a coefficient of variation of 1, cut to a range."""
-    sigma = math.sqrt(math.log(2))
-    return min(most, max(least, round(r.lognormvariate(math.log(mean) - sigma * sigma / 2, sigma))))
 
 
 def multimodal(count: int, images: float, seed: int, audio: float = 0.0) -> Samples:
@@ -34,18 +24,16 @@ def multimodal(count: int, images: float, seed: int, audio: float = 0.0) -> Samp
 
 
 def _multimodal(i: int, r: random.Random, image: bool, audio: bool) -> SampleMeta:
-    number = 1 + int(math.log(1 - r.random()) / math.log(0.6)) if image else 0
-    tokens = sum(lognormal(r, 800, 64, 4096) for _ in range(number))
-    frames = round(50 * r.uniform(5, 30)) if audio else 0
-    text = lognormal(r, 500) if image else lognormal(r, 1500, 1, 8192)
+    held = mix.multimodal(r, image, audio)
+    tokens = sum(held.images)
     pattern = (IMAGES if image else frozenset()) | (AUDIO if audio else frozenset())
-    return SampleMeta(i, pattern, {"B": 1, "T": text + tokens + frames // 2, "I": 4 * tokens, "A": frames})
+    return SampleMeta(i, pattern, {"B": 1, "T": held.text + tokens + held.frames // 2, "I": 4 * tokens, "A": held.frames})
 
 
 def distillation(count: int, seed: int) -> Samples:
     """Samples of text for a teacher and a student."""
     r = random.Random(f"distillation {count} {seed}")
-    return [SampleMeta(i, frozenset(), {"B": 1, "T": lognormal(r, 3000, 1, 8192), "I": 0, "A": 0}) for i in range(count)]
+    return [SampleMeta(i, frozenset(), {"B": 1, "T": mix.distillation(r).text, "I": 0, "A": 0}) for i in range(count)]
 
 
 def section(name: str, ranks: range, symbol: str, ns: int, mode: str = "train", when: frozenset[str] = frozenset()) -> Section:

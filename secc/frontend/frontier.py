@@ -156,7 +156,11 @@ class _Tree:
         stacks = self.stacks(path)
         if seen[path].loss or seen[path].labels or len(stacks) > 1:
             return True
-        return bool(stacks) and self._whole(path, stacks[0], seen) and self._head(path, stacks[0], seen)
+        if not stacks or not self._whole(path, stacks[0], seen):
+            return False
+        # A wrapper around a module with a head has that head, too.
+        inner = (child for child, _ in self.children(path) if child in seen and child != stacks[0] and self.stacks(child))
+        return self._head(path, stacks[0], seen) or any(self._opened(child, seen) for child in inner)
 
     def _whole(self, path: str, stack: str, seen: Mapping[str, Seen]) -> bool:
         """Whether the stack is inside a child that is called: without the head, that child would be the block."""

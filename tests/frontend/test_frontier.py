@@ -90,6 +90,21 @@ def test_the_climb_ends_below_a_head() -> None:
     assert chosen(Pair(Wrapped(), Language().eval())) == ["first", "second.decoder", "second.head"]
 
 
+class Around(nn.Module):
+    """Hands its tokens on to a model with a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Language().eval()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.model(tokens)
+
+
+def test_a_wrapper_around_a_head_is_opened_too() -> None:
+    assert chosen(Pair(Stack(), Around())) == ["first", "second.model.decoder", "second.model.head"]
+
+
 def test_a_module_that_computes_the_loss_is_opened() -> None:
     assert chosen(Pair(Stack(), Language())) == ["first", "second.decoder", "second.head"]
 

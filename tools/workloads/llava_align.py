@@ -1,0 +1,28 @@
+"""Workload llava-align: llava-frozen with only the projector trained; 256 samples a step on 2x8 H100."""
+
+from __future__ import annotations
+
+import torch
+from parts.configs import clip_l_336, llama3_8b, small_clip, small_text
+from parts.data import Mix, clip_images
+from parts.models import frozen, llava
+from parts.packing import collate as collate
+from torch import nn
+
+MIX = Mix(clip_images)
+
+
+def model() -> nn.Module:
+    return frozen(llava(clip_l_336(), llama3_8b()), "vision_tower", "language_model", "lm_head").to(torch.bfloat16)
+
+
+def small_model() -> nn.Module:
+    return frozen(llava(small_clip(), small_text("Llama")), "vision_tower", "language_model", "lm_head")
+
+
+def dataset() -> Mix:
+    return MIX
+
+
+def sizes(i: int) -> dict[str, int]:
+    return MIX.sizes(i)
