@@ -17,10 +17,11 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from secc.frontend.counts import Counts, Source
 from secc.frontend.fit import Fitter
 from secc.frontend.ways import Diagnostic, Observed, difference, signature, way
 from secc.ir import template
-from secc.ir.expr import Expr, symbols
+from secc.ir.expr import Expr, symbol, symbols
 from secc.ir.naming import DATA
 from secc.runtime.recorder import Read, is_read
 from secc.runtime.recorder.finish import needed
@@ -140,6 +141,8 @@ class _Merge:
         self._recordings = [o.recording for o in group]
         self._fitter = Fitter([o.sizes for o in group], free)
         self._data: list[str] = []
+        self._counts, self._reals = Counts(), dict[tuple[float, ...], Expr]()
+        self._unused: dict[str, Unexplained] = {}  # symbols for values that Python read, which no number has been explained by
 
     def doubt(self) -> tuple[str, int] | None:
         """A symbol and a size of it at which an explanation might fail. Nothing is changed."""
@@ -153,6 +156,8 @@ class _Merge:
             if "target" in meta:
                 node.op, node.target = "call_function", meta.pop("target")
             node.meta |= meta
+        for node in list(self._first.graph.nodes):
+            self._counts.put(node)
         for node in dropped:
             self._first.graph.erase_node(node)
         self._first.graph.eliminate_dead_code(needed)
@@ -169,6 +174,8 @@ class _Merge:
                 dropped.append(nodes[0])
             else:
                 explained[nodes[0]] = self._node(nodes)
+        for problem in self._unused.values():
+            raise problem
         return explained, dropped
 
     def _generic(self) -> Generic:
@@ -196,12 +203,18 @@ class _Merge:
     def _check_numbers(self, node: fx.Node, *arguments: Any) -> None:
         """Numbers in arguments must be known before the op runs, from sizes alone."""
         found = [leaf for a in arguments for leaf in template.Arguments([a]).leaves() if isinstance(leaf, sympy.Expr)]
-        if any(symbols(e) & set(self._data) for e in found):
+        decided = set[str]().union(*(symbols(e) for e in found)) & set(self._data)
+        if decided and self._counts.takes(node, arguments[0]) and not arguments[1]:
+            for name in decided:
+                self._unused.pop(name, None)
+        elif decided:
+            if unused := decided & self._unused.keys():
+                raise self._unused[min(unused)]
             message = f"an argument of {node.target} is a number of rows that values of the inputs decide"
             raise _unexplained(node, message, ())
 
     def _shape(self, node: fx.Node, shapes: list[tuple[int, ...]]) -> tuple[Expr, ...]:
-        return tuple(self._dim(node, dims) for dims in zip(*shapes, strict=True))
+        return tuple(self._dim(node, i, dims) for i, dims in enumerate(zip(*shapes, strict=True)))
 
     def _value(self, node: fx.Node, values: list[Any]) -> Any:
         """One argument of all captures as one structure."""
@@ -223,24 +236,34 @@ class _Merge:
                 return first
 
     def _found(self, node: fx.Node, values: list[Any], expr: Expr | float | None) -> Any:
+        expr = self._reals.get(tuple(values)) if expr is None else expr
         if expr is None:
             message = f"a number in {node.target} moves with the batch, and no expression over its sizes explains it"
             raise _unexplained(node, message, values)
         return int(expr) if isinstance(expr, sympy.Integer) else expr
 
-    def _dim(self, node: fx.Node, values: Sequence[int]) -> Expr:
+    def _dim(self, node: fx.Node, dim: int, values: Sequence[int]) -> Expr:
         expr = self._fitter.integer(values)
         if expr is not None:
             return expr
         if not _dynamic(node):
             message = f"a dim of the result of {node.target} moves with the batch, and no expression over its sizes explains it"
             raise _unexplained(node, message, values)
-        name = f"{DATA}{len(self._data)}"
-        self._data.append(name)
-        self._fitter = self._fitter.with_symbol(name, values)
+        self._decided(Source(node, dim), values)
         found = self._fitter.integer(values)
         assert found is not None
         return found
+
+    def _decided(self, source: Source, values: Sequence[float]) -> str:
+        """A new symbol for a number that the inputs' values decide; its name."""
+        name = f"{DATA}{len(self._data)}"
+        self._data.append(name)
+        self._counts.sources[name] = source
+        if all(float(v).is_integer() for v in values):
+            self._fitter = self._fitter.with_symbol(name, [int(v) for v in values])
+        else:
+            self._reals[tuple(values)] = symbol(name)
+        return name
 
     def _explained(self, nodes: Sequence[fx.Node]) -> bool:
         """Whether a read may be forgotten: sizes explain it, or it was seen both true and false and changed nothing.
@@ -256,8 +279,10 @@ class _Merge:
             self._value(nodes[0], values)
         except (Unexplained, ValueError):
             kind = nodes[0].meta["read"][0]
-            message = f"Python reads a value ({kind}) of the inputs that sizes do not explain"
-            raise _unexplained(nodes[0], message, values) from None
+            problem = _unexplained(nodes[0], f"Python reads a value ({kind}) of the inputs that sizes do not explain", values)
+            if kind != "item":
+                raise problem from None
+            self._unused[self._decided(Source(nodes[0].args[0], None), values)] = problem
         return True
 
     def _constant(self, nodes: Sequence[fx.Node]) -> dict[str, Any]:

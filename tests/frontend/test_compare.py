@@ -229,5 +229,7 @@ def test_ops_that_move_with_the_batch_are_refused_by_place() -> None:
 def test_counts_that_values_decide_are_left_to_torch_or_refused() -> None:
     case, model = generic(lambda m, h, mask: m.head(h[mask].reshape(-1, 2, 3)[:, 0].repeat(1, 2)).mean())
     assert_exact(model, case, batch(6, 15, 3))
+    case, model = generic(lambda m, h, mask: h[mask].sum() / (h[mask].shape[0] * h.shape[1] + 1))
+    assert_exact(model, case, batch(6, 15, 3))
     with pytest.raises(UserError, match="rows that values of the inputs decide"):
-        generalise(observe(Model(lambda m, h, mask: h[mask].sum() / h[mask].shape[0]), SIZES))
+        generalise(observe(Model(lambda m, h, mask: h[mask].mean() * torch.ones(h[mask].shape[0]).sum()), SIZES))

@@ -103,6 +103,16 @@ GROUPS = {
         "-y.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1).mul(known).sum() / known.sum()",
         "torch.where(targets != -100, F.cross_entropy(rows, targets, reduction='none'), 0.0).sum() / known.sum()",
     ],
+    "numbers that values decide": [
+        "y[known].sum() / y[known].shape[0]",
+        "y[known].pow(2).sum() / max(len(y[known]), 1)",
+        "y[known].pow(2).sum() / (known.nonzero().shape[0] * 6)",
+        "(y.pow(2).sum(-1) * mask).sum() / (2 * mask.sum().item() + 1)",
+        "(y.pow(2).sum(-1) * mask).sum() * (1 / int(mask.sum()))",
+        "(y.pow(2).sum((1, 2)) * share).sum() / share.sum().item()",
+        "y[known].pow(2).sum() / len(x) / known.sum().item() * mask.sum().item()",
+        "F.kl_div((y[known] / 2).log_softmax(-1), (t[known] / 2).softmax(-1), reduction='batchmean') * 4",
+    ],
     "weights": [
         "(F.mse_loss(y, t, reduction='none').mean((1, 2)) * share).mean()",
         "(F.mse_loss(y, t, reduction='none').mean((1, 2)) * (share / share.sum())).sum()",
@@ -150,5 +160,7 @@ REFUSED = {
     "(y.mean(1).T @ y.mean(1) / len(y) - torch.eye(6)).pow(2).sum()": "aten.pow.Tensor_Scalar is applied to a sum over samples",
     "y.std()": "aten.std.correction is taken over samples",
     "y.mean((1, 2)).topk(2).values.mean()": "aten.topk.default works along a dim that carries samples",
+    "F.mse_loss(y, t) if known.sum().item() > 3 else F.l1_loss(y, t)": "Python reads a value (item) of the inputs",
+    "y[known][: known.sum().item() // 2].sum()": "Python reads a value (item) of the inputs",
     "F.cross_entropy(rows, targets, weight=self.weight)": "weights, which are a buffer or parameter of the model",
 }

@@ -73,8 +73,8 @@ def same(loss: torch.Tensor, wanted: torch.Tensor, parameters: list[torch.nn.Par
 
 @pytest.mark.parametrize("loss", REFUSED)
 def test_a_loss_that_mixes_samples_is_refused_with_op_and_line(loss: str, tmp_path: Path) -> None:
-    _, _, module = captured(tmp_path, [loss])
     with pytest.raises(UserError) as refused:
+        _, _, module = captured(tmp_path, [loss])
         pipeline.run(module, pipeline.parse(PASSES))
     assert REFUSED[loss] in refused.value.message
     assert refused.value.where.startswith("model.py:21")
