@@ -50,7 +50,7 @@ class _Live:
     leaves: Tensors = field(default_factory=dict)  # of the edges whose gradient goes back
     outs: Tensors = field(default_factory=dict)
     terms: Tensors = field(default_factory=dict)
-    waiting: int = 0  # messages and same-rank consumers that have not taken their part of `outs` (before B) or of the gradients (after)
+    waiting: int = 0  # messages and same-rank consumers that have not taken their part of `outs`, or, after B, of the gradients
 
 
 class _Arrive(torch.autograd.Function):
@@ -171,8 +171,11 @@ class _Execution:
         with self.compute_event(i, self.micro(i.section, i.micro)), backward_of(live.draws):
             if roots:
                 torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
-        live.outs, live.terms, live.backward_owed = {}, {}, False
-        live.waiting = sum(len(self.layouts[name].of("dst", i.micro)) for name in live.leaves)
+        # A consumer that sends no gradient back may come to its part of the tensors after this backward.
+        constant = (e.name for e in self.engine.out_of[i.section] if not self.engine.returns_grad[e.name])
+        live.outs = {name: live.outs[name].detach() for name in constant if name in live.outs}
+        live.terms, live.backward_owed = {}, False
+        live.waiting += sum(len(self.layouts[name].of("dst", i.micro)) for name in live.leaves)
         if live.waiting == 0:
             del self.live[i.section, i.micro]
 
