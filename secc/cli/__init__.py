@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-COMMANDS = ("compile", "run", "check", "explain", "simulate", "export", "opt")
+COMMANDS = ("compile", "run", "check", "explain", "simulate", "cluster", "export", "opt")
 
 
 class Commands(TyperGroup):

@@ -1,20 +1,22 @@
-"""Reading a cluster's description: `local`, `local:N`, `4x8xH100`, or a TOML file. Everything wrong with it is a UserError."""
+"""Reading a cluster's description: `local`, `local:N`, `4x8xH100`, `4x8xH100+4x8xA800`, or a YAML file (`secc.cluster.files`).
+
+Everything wrong with it is a UserError.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import re
-import tomllib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from secc.cluster.presets import DEVICES, LINKS
-from secc.cluster.types import GIB, Cluster, Device, Link
+from secc.cluster.types import Cluster, Group, Link, mixed
 from secc.errors import UserError
 
 MAX_LOCAL_CPUS = 8  # processes that plain `local` starts on a machine without GPUs, at most
-_FORMS = "use `local`, `local:N`, NODESxDEVICESxKIND such as 4x8xH100, or the path of a .toml file"
+FORMS = "use `local`, `local:N`, NODESxDEVICESxKIND such as 4x8xH100 (several with `+`), or the path of a .yaml file"
 
 
 def parse(text: str) -> Cluster:
@@ -22,21 +24,42 @@ def parse(text: str) -> Cluster:
     text = text.strip()
     if text == "local" or text.startswith("local:"):
         return _local(text)
-    if text.endswith(".toml"):
-        return _file(Path(text))
-    found = re.fullmatch(r"(?:(\d+)x)?(\d+)x([A-Za-z]\w*)", text)
+    if text.endswith((".yaml", ".yml")):
+        from secc.cluster.files import read  # only here: the other forms need no YAML
+
+        return read(Path(text))
+    parts = [_part(text, part) for part in text.split("+")]
+    return joined(text, parts, min((p.between for p in parts), key=lambda link: link.bytes_per_s))
+
+
+def _part(text: str, part: str) -> Cluster:
+    found = re.fullmatch(r"(?:(\d+)x)?(\d+)x([A-Za-z]\w*)", part.strip())
     if found is None:
-        raise UserError(f"cannot read the cluster {text!r}", remedy=_FORMS)
+        raise UserError(f"cannot read the cluster {text!r}", remedy=FORMS)
     nodes, per_node, kind = int(found[1] or 1), int(found[2]), found[3]
-    return _cluster(text, nodes, per_node, kind)
+    return preset(part.strip(), nodes, per_node, kind)
 
 
-def _cluster(name: str, nodes: int, per_node: int, kind: str) -> Cluster:
+def joined(name: str, parts: Sequence[Cluster], between: Link) -> Cluster:
+    """The cluster of several parts. Raises UserError where their nodes differ in more than the kind of device."""
+    if len(parts) == 1:
+        return dataclasses.replace(parts[0], name=name, between=between)
+    if len({p.per_node for p in parts}) > 1:
+        counts = " and ".join(str(p.per_node) for p in parts)
+        raise UserError(
+            f"the cluster {name!r} has nodes of {counts} devices", remedy="all nodes need equally many devices; use part of the larger"
+        )
+    if len({p.device.backend for p in parts}) > 1:
+        raise UserError(f"the cluster {name!r} mixes CPUs and GPUs", remedy="describe the GPUs alone")
+    return mixed(name, [Group(p.nodes, p.device, p.inside) for p in parts], parts[0].per_node, between)
+
+
+def preset(name: str, nodes: int, per_node: int, kind: str) -> Cluster:
     if nodes < 1 or per_node < 1:
-        raise UserError(f"the cluster {name!r} has no devices", remedy=_FORMS)
+        raise UserError(f"the cluster {name!r} has no devices", remedy=FORMS)
     if kind.lower() not in DEVICES:
         known = ", ".join(d.kind for d in DEVICES.values())
-        remedy = f"known kinds are {known}; describe others in a .toml file"
+        remedy = f"known kinds are {known}; describe others in a .yaml file"
         raise UserError(f"the cluster {name!r} names an unknown device kind {kind!r}", remedy=remedy)
     inside, between = LINKS[kind.lower()]
     return Cluster(name, nodes, per_node, DEVICES[kind.lower()], inside, between)
@@ -52,7 +75,7 @@ def _local(text: str) -> Cluster:
     gpus = local_gpus()
     count = int(wanted or 0)
     if not gpus:
-        return _cluster(text, 1, count or max(2, min(MAX_LOCAL_CPUS, _cores())), "cpu")
+        return preset(text, 1, count or max(2, min(MAX_LOCAL_CPUS, _cores())), "cpu")
     if count > len(gpus):
         raise UserError(
             f"{text} asks for {count} processes, but this machine has {len(gpus)} GPUs",
@@ -81,68 +104,3 @@ def local_gpus() -> list[tuple[str, int]]:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-# -- files ----------------------------------------------------------------------------------------------------------------------------
-
-_KEYS = {"nodes", "devices", "kind", "memory_gib", "bf16_tflops", "f32_tflops", "memory_gb_s", "efficiency_percent", "inside", "between"}
-
-
-def _file(path: Path) -> Cluster:
-    """A TOML file: nodes, devices, kind of a preset, and figures that replace the preset's."""
-    try:
-        data = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise UserError(f"cannot read the cluster file: {error.strerror}", str(path), _FORMS) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"the cluster file is not TOML: {error}", str(path)) from None
-    unknown = sorted(data.keys() - _KEYS)
-    if unknown:
-        raise UserError(f"the cluster file has an unknown key {unknown[0]!r}", str(path), f"keys are {', '.join(sorted(_KEYS))}")
-    devices = _number(path, data, "devices", None)
-    cluster = _cluster(path.stem, _number(path, data, "nodes", 1), devices, _text(path, data, "kind"))
-    return dataclasses.replace(
-        cluster,
-        device=_device(path, data, cluster.device),
-        inside=_link(path, data, "inside", cluster.inside),
-        between=_link(path, data, "between", cluster.between),
-    )
-
-
-def _device(path: Path, data: dict[str, Any], preset: Device) -> Device:
-    rates = dict(preset.gflops)
-    if "bf16_tflops" in data:
-        rates["bf16"] = rates["f16"] = _number(path, data, "bf16_tflops", None) * 1000
-    if "f32_tflops" in data:
-        rates["f32"] = _number(path, data, "f32_tflops", None) * 1000
-    return dataclasses.replace(
-        preset,
-        gflops=tuple(rates.items()),
-        memory=_number(path, data, "memory_gib", preset.memory // GIB) * GIB if "memory_gib" in data else preset.memory,
-        memory_bytes_per_s=_number(path, data, "memory_gb_s", preset.memory_bytes_per_s // 10**9) * 10**9,
-        efficiency_percent=_number(path, data, "efficiency_percent", preset.efficiency_percent),
-    )
-
-
-def _link(path: Path, data: dict[str, Any], name: str, preset: Link) -> Link:
-    """`inside` and `between` are tables {gb_s = 450, latency_us = 3}."""
-    table = data.get(name, {})
-    if not isinstance(table, dict) or table.keys() - {"gb_s", "latency_us"}:
-        raise UserError(f"{name!r} is not a link", str(path), f"write {name} = {{gb_s = 50, latency_us = 8}}")
-    gb_s = _number(path, table, "gb_s", preset.bytes_per_s // 10**9)
-    return Link(_number(path, table, "latency_us", preset.latency_ns // 1000) * 1000, gb_s * 10**9)
-
-
-def _number(path: Path, data: dict[str, Any], key: str, default: int | None) -> int:
-    value = data.get(key, default)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        cause = f"the cluster file lacks {key!r}" if value is None else f"{key!r} is {value!r}"
-        raise UserError(cause, str(path), f"{key} is a whole number of at least 1")
-    return value
-
-
-def _text(path: Path, data: dict[str, Any], key: str) -> str:
-    value = data.get(key)
-    if not isinstance(value, str):
-        raise UserError(f"the cluster file lacks {key!r}", str(path), f"kinds are {', '.join(d.kind for d in DEVICES.values())}")
-    return value

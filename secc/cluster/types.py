@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,8 +58,21 @@ class Device:
 
 
 @dataclass(frozen=True)
+class Group:
+    """`nodes` nodes of one kind of device and the link inside each."""
+
+    nodes: int
+    device: Device
+    inside: Link
+
+
+@dataclass(frozen=True)
 class Cluster:
-    """`nodes` nodes of `per_node` devices; ranks are numbered node by node."""
+    """`nodes` nodes of `per_node` devices; ranks are numbered node by node.
+
+    Where kinds are mixed, `groups` holds the nodes of each kind in order, and `device` and `inside` the worst figures among them, which
+    every rank can count on.
+    """
 
     name: str
     nodes: int
@@ -67,6 +80,7 @@ class Cluster:
     device: Device
     inside: Link
     between: Link
+    groups: tuple[Group, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -82,10 +96,53 @@ class Cluster:
         """The cluster that plan.json holds, None where it holds none."""
         if not {"device", "inside", "between", "nodes", "per_node"} <= data.keys():
             return None
-        device = Device(**{**data["device"], "gflops": tuple((str(name), int(rate)) for name, rate in data["device"]["gflops"])})
+        groups = tuple(Group(int(g["nodes"]), _device(g["device"]), Link(**g["inside"])) for g in data.get("groups", ()))
         links = Link(**data["inside"]), Link(**data["between"])
-        return Cluster(str(data.get("name", "")), int(data["nodes"]), int(data["per_node"]), device, *links)
+        return Cluster(str(data.get("name", "")), int(data["nodes"]), int(data["per_node"]), _device(data["device"]), *links, groups)
+
+    @property
+    def kinds(self) -> tuple[Group, ...]:
+        """The nodes of each kind, one group where all are alike."""
+        return self.groups or (Group(self.nodes, self.device, self.inside),)
+
+    def device_of(self, rank: int) -> Device:
+        """The device of a rank."""
+        node = rank // self.per_node
+        for group in self.kinds:
+            if node < group.nodes:
+                return group.device
+            node -= group.nodes
+        raise IndexError(f"the cluster {self.name} has no rank {rank}")
 
     def to_json(self) -> str:
-        """The cluster as JSON text, as plan.json holds it."""
-        return json.dumps(dataclasses.asdict(self) | {"ranks": self.ranks})
+        """The cluster as JSON text, as plan.json holds it; `groups` only where kinds are mixed."""
+        data = dataclasses.asdict(self) | {"ranks": self.ranks}
+        return json.dumps(data if self.groups else {key: value for key, value in data.items() if key != "groups"})
+
+
+def _device(data: Mapping[str, Any]) -> Device:
+    figures: dict[str, Any] = {**data, "gflops": tuple((str(name), int(rate)) for name, rate in data["gflops"])}
+    return Device(**figures)
+
+
+def mixed(name: str, groups: Sequence[Group], per_node: int, between: Link) -> Cluster:
+    """A cluster of several kinds of nodes, all of `per_node` devices."""
+    devices = [g.device for g in groups]
+    inside = Link(max(g.inside.latency_ns for g in groups), min(g.inside.bytes_per_s for g in groups))
+    return Cluster(name, sum(g.nodes for g in groups), per_node, _worst(devices), inside, between, tuple(groups))
+
+
+def _worst(devices: Sequence[Device]) -> Device:
+    rates = [dict(d.gflops) for d in devices]
+    common = [name for name in rates[0] if all(name in r for r in rates)]
+    return Device(
+        kind="+".join(dict.fromkeys(d.kind for d in devices)),
+        backend=devices[0].backend,
+        gflops=tuple((name, min(r[name] for r in rates)) for name in common),
+        memory=min(d.memory for d in devices),
+        memory_bytes_per_s=min(d.memory_bytes_per_s for d in devices),
+        efficiency_percent=min(d.efficiency_percent for d in devices),
+        op_ns=max(d.op_ns for d in devices),
+        reserved=max(d.reserved for d in devices),
+        label="default" if any(d.label == "default" for d in devices) else devices[0].label,
+    )

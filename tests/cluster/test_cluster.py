@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from secc.cluster import GIB, parse
-from secc.cluster.presets import DEVICES, LINKS
+from secc.cluster import GIB, Cluster, parse
+from secc.cluster.presets import DEVICES, LINKS, SOURCES
 from secc.errors import UserError
 
 
@@ -25,7 +25,8 @@ def test_shorthand() -> None:
 
 
 def test_every_preset_has_links_and_sane_figures() -> None:
-    assert DEVICES.keys() == LINKS.keys()
+    assert DEVICES.keys() == LINKS.keys() == SOURCES.keys()
+    assert all(set(s) == {"rates", "memory", "inside", "between"} for s in SOURCES.values())
     for device in DEVICES.values():
         assert device.rate("bf16") > 0 and device.rate("c64") == device.rate("f32")
         assert 0 < device.usable < device.memory
@@ -52,13 +53,36 @@ def test_local_labels_a_gpu_it_does_not_know(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_file(tmp_path: Path) -> None:
-    path = tmp_path / "lab.toml"
-    path.write_text('nodes = 2\ndevices = 4\nkind = "A100"\nmemory_gib = 40\nbf16_tflops = 300\nbetween = {gb_s = 12, latency_us = 20}\n')
+    path = tmp_path / "lab.yaml"
+    path.write_text("nodes: 2\ndevices: 4\nkind: A100\nmemory_gib: 40\nbf16_tflops: 300\nbetween: {gb_s: 12.5, latency_us: 20}\n")
     cluster = parse(str(path))
     assert (cluster.name, cluster.ranks, cluster.device.memory) == ("lab", 8, 40 * GIB)
     assert dict(cluster.device.gflops)["bf16"] == 300_000
-    assert (cluster.between.bytes_per_s, cluster.between.latency_ns) == (12 * 10**9, 20_000)
+    assert (cluster.between.bytes_per_s, cluster.between.latency_ns) == (125 * 10**8, 20_000)
     assert cluster.inside == parse("8xA100").inside
+
+
+def test_mixed_kinds(tmp_path: Path) -> None:
+    cluster = parse("4x8xH100+4x8xA800")
+    assert (cluster.ranks, cluster.nodes, [g.device.kind for g in cluster.groups]) == (64, 8, ["H100", "A800"])
+    assert (cluster.device_of(31).kind, cluster.device_of(32).kind) == ("H100", "A800")
+    assert dict(cluster.device.gflops)["bf16"] == 312_000 and cluster.between.bytes_per_s == 25 * 10**9
+    path = tmp_path / "mixed.yaml"
+    path.write_text("groups:\n- {nodes: 4, devices: 8, kind: H100}\n- {nodes: 4, devices: 8, kind: A800}\n")
+    assert parse(str(path)).groups == cluster.groups
+
+
+def test_a_kind_of_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text("devices: 8\nkind: X1\nlike: H100\nbf16_tflops: 500.5\n")
+    device = parse(str(path)).device
+    assert (device.kind, dict(device.gflops)["bf16"], device.memory) == ("X1", 500_500, 80 * GIB)
+
+
+@pytest.mark.parametrize("text", ["2x8xH100", "1x8xH100+1x8xA800"])
+def test_a_plan_holds_the_whole_cluster(text: str) -> None:
+    cluster = parse(text)
+    assert Cluster.from_dict(json.loads(cluster.to_json())) == cluster
 
 
 def test_json_has_what_a_launcher_needs() -> None:
@@ -75,7 +99,7 @@ def test_json_has_what_a_launcher_needs() -> None:
         ("0x8xH100", "no devices"),
         ("local:0", "cannot read the cluster"),
         ("local:many", "cannot read the cluster"),
-        ("nowhere.toml", "cannot read the cluster file"),
+        ("nowhere.yaml", "cannot read the cluster file"),
     ],
 )
 def test_bad_descriptions(text: str, message: str) -> None:
@@ -87,16 +111,22 @@ def test_bad_descriptions(text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("devices = ", "not TOML"),
-        ("devices = 8", "lacks 'kind'"),
-        ('kind = "H100"', "lacks 'devices'"),
-        ('kind = "H100"\ndevices = 0', "'devices' is 0"),
-        ('kind = "H100"\ndevices = 8\ncolour = 1', "unknown key 'colour'"),
-        ('kind = "H100"\ndevices = 8\ninside = 3', "'inside' is not a link"),
+        ("devices: [", "not YAML"),
+        ("8", "not a mapping"),
+        ("devices: 8", "lacks 'kind'"),
+        ("kind: H100", "lacks 'devices'"),
+        ("kind: H100\ndevices: 0", "'devices' is 0"),
+        ("kind: H100\ndevices: 8\ncolour: 1", "unknown key 'colour'"),
+        ("kind: H100\ndevices: 8\ninside: 3", "'inside' is not a link"),
+        ("kind: H100\ndevices: 8\nmemory_gib: -1", "'memory_gib' is -1"),
+        ("kind: TPU\ndevices: 8", "no preset has the figures of 'TPU'"),
+        ("groups: 3", "'groups' is not a list"),
+        ("groups: [{kind: H100, devices: 8}, {kind: A800, devices: 4}]", "nodes of 8 and 4 devices"),
+        ("groups: [{kind: H100, devices: 2}, {kind: cpu, devices: 2}]", "mixes CPUs and GPUs"),
     ],
 )
 def test_bad_files(text: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "c.toml"
+    path = tmp_path / "c.yaml"
     path.write_text(text)
     with pytest.raises(UserError, match=message):
         parse(str(path))

@@ -1,0 +1,126 @@
+"""Cluster files: YAML with nodes, devices and kind of a preset, and figures that replace the preset's.
+
+    nodes: 4
+    devices: 8                            # of each node
+    kind: H100
+    memory_gib: 80
+    inside: {gb_s: 450, latency_us: 3}    # a link, one direction for each device
+    between: {gb_s: 50, latency_us: 8}
+
+Nodes of several kinds stand under `groups`, each with these keys but `between`. A kind that is no preset needs `like: KIND`, whose figures
+hold where the file has none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+
+from secc.cluster.description import FORMS, joined, preset
+from secc.cluster.presets import DEVICES
+from secc.cluster.types import GIB, Cluster, Device, Link
+from secc.errors import UserError
+
+Data = Mapping[str, Any]
+
+_GROUP = frozenset({
+    "nodes", "devices", "kind", "like", "memory_gib", "bf16_tflops", "f32_tflops", "memory_gb_s", "efficiency_percent", "inside",
+})  # fmt: skip
+_TOP = _GROUP | {"groups", "between", "name"}
+
+
+def read(path: Path) -> Cluster:
+    """The cluster that a file describes. Raises UserError for what is wrong with it."""
+    data = _mapping(path, _load(path), _TOP)
+    name = str(data.get("name", path.stem))
+    if "groups" not in data:
+        part = _part(path, data)
+        return joined(name, [part], _link(path, data, "between", part.between))
+    groups = data["groups"]
+    if not isinstance(groups, list) or not groups or data.keys() - {"groups", "between", "name"}:
+        raise UserError(
+            "'groups' is not a list of nodes of several kinds", str(path), "give each kind's keys under its own entry, and only there"
+        )
+    parts = [_part(path, _mapping(path, g, _GROUP)) for g in cast("list[Any]", groups)]
+    slowest = min((p.between for p in parts), key=lambda link: link.bytes_per_s)
+    return joined(name, parts, _link(path, data, "between", slowest))
+
+
+def _load(path: Path) -> Any:
+    try:
+        return yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise UserError(f"cannot read the cluster file: {error.strerror}", str(path), FORMS) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"the cluster file is not YAML: {' '.join(str(error).split())}", str(path)) from None
+
+
+def _mapping(path: Path, data: Any, keys: frozenset[str]) -> Data:
+    if not isinstance(data, dict):
+        raise UserError("the cluster file is not a mapping of keys to figures", str(path), f"keys are {', '.join(sorted(keys))}")
+    found = cast("dict[Any, Any]", data)
+    unknown = sorted(str(k) for k in found if k not in keys)
+    if unknown:
+        raise UserError(f"the cluster file has an unknown key {unknown[0]!r}", str(path), f"keys are {', '.join(sorted(keys))}")
+    return found
+
+
+def _part(path: Path, data: Data) -> Cluster:
+    kind = _kind(path, data)
+    found = preset(path.stem, _whole(path, data, "nodes", 1), _whole(path, data, "devices", None), str(data.get("like", kind)))
+    return dataclasses.replace(found, device=_device(path, data, found.device, kind), inside=_link(path, data, "inside", found.inside))
+
+
+def _kind(path: Path, data: Data) -> str:
+    kind = data.get("kind")
+    if not isinstance(kind, str):
+        raise UserError("the cluster file lacks 'kind'", str(path), f"kinds are {', '.join(d.kind for d in DEVICES.values())}")
+    if kind.lower() not in DEVICES and "like" not in data:
+        remedy = "add `like: KIND`, a preset whose figures hold where the file has none"
+        raise UserError(f"no preset has the figures of {kind!r}", str(path), remedy)
+    return kind
+
+
+def _device(path: Path, data: Data, device: Device, kind: str) -> Device:
+    rates = dict(device.gflops)
+    if "bf16_tflops" in data:
+        rates["bf16"] = rates["f16"] = round(_number(path, data, "bf16_tflops", 0) * 1000)
+    if "f32_tflops" in data:
+        rates["f32"] = round(_number(path, data, "f32_tflops", 0) * 1000)
+    return dataclasses.replace(
+        device,
+        kind=device.kind if kind.lower() in DEVICES else kind,
+        gflops=tuple(rates.items()),
+        memory=round(_number(path, data, "memory_gib", device.memory / GIB) * GIB),
+        memory_bytes_per_s=round(_number(path, data, "memory_gb_s", device.memory_bytes_per_s / 10**9) * 10**9),
+        efficiency_percent=_whole(path, data, "efficiency_percent", device.efficiency_percent),
+    )
+
+
+def _link(path: Path, data: Data, name: str, default: Link) -> Link:
+    """`inside` and `between` are mappings {gb_s: 450, latency_us: 3}."""
+    table = data.get(name, {})
+    if not isinstance(table, dict) or cast("dict[Any, Any]", table).keys() - {"gb_s", "latency_us"}:
+        raise UserError(f"{name!r} is not a link", str(path), f"write {name}: {{gb_s: 50, latency_us: 8}}")
+    figures = cast("dict[str, Any]", table)
+    gb_s = _number(path, figures, "gb_s", default.bytes_per_s / 10**9)
+    return Link(round(_number(path, figures, "latency_us", default.latency_ns / 1000) * 1000), round(gb_s * 10**9))
+
+
+def _number(path: Path, data: Data, key: str, default: float) -> float:
+    value = data.get(key, default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+        raise UserError(f"{key!r} is {value!r}", str(path), f"{key} is a number above 0")
+    return value
+
+
+def _whole(path: Path, data: Data, key: str, default: int | None) -> int:
+    value = data.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        cause = f"the cluster file lacks {key!r}" if value is None else f"{key!r} is {value!r}"
+        raise UserError(cause, str(path), f"{key} is a whole number of at least 1")
+    return value
