@@ -14,8 +14,16 @@ from secc.cli.console import out, print_json, print_table
 PLAN = Annotated[Path, typer.Argument(help="a plan directory made by secc compile", metavar="PLAN/")]
 
 
-def command(plan: PLAN, json: JSON = False) -> None:
+WHAT_IF = Annotated[
+    list[str] | None, typer.Option(help="compare with another choice: SECTION.KEY=VALUE, cluster=SPEC, strategy=…", metavar="CHOICE")
+]
+
+
+def command(plan: PLAN, what_if: WHAT_IF = None, json: JSON = False) -> None:
     """Explain a plan: its sections, what travels between them, how the loss is put together."""
+    if what_if:
+        _compare(plan, what_if, json)
+        return
     from secc.report.facts import summary, tables
     from secc.runtime.plan import load
 
@@ -27,3 +35,18 @@ def command(plan: PLAN, json: JSON = False) -> None:
         out.print(f"{name:>16}  {value}")
     for table in tables(loaded):
         print_table(table)
+
+
+def _compare(plan: Path, changes: list[str], json: bool) -> None:
+    """What other choices would change, and the change in time."""
+    from secc import whatif
+    from secc.report.differences import differences
+
+    found = differences(*whatif.what_if(plan, changes))
+    if json:
+        print_json({"equal": not found, "tables": [dataclasses.asdict(t) for t in found]})
+        return
+    for table in found:
+        print_table(table)
+    if not found:
+        out.print("the plan would be the same")

@@ -60,7 +60,7 @@ def _sections(plan: Plan) -> Table:
     def row(s: Section) -> tuple[str, ...]:
         active = "samples with " + " or ".join(s.when) if s.when else "every sample"
         layout = f"dp {s.mesh.dp}, pp {s.mesh.pp}, tp {s.mesh.tp}"
-        return (s.name, s.mode, active, _ranks(s.mesh.ranks), layout, str(s.micro_batch), s.recompute, s.sharding, ", ".join(s.blocks))
+        return (s.name, s.mode, active, ranks_text(s.mesh.ranks), layout, str(s.micro_batch), s.recompute, s.sharding, ", ".join(s.blocks))
 
     columns = ("section", "mode", "active for", "ranks", "layout", "micro-batch", "recompute", "sharding", "blocks")
     return Table("Sections", columns, tuple(row(s) for s in plan.sections), "Sections on the same ranks share their time and memory.")
@@ -90,7 +90,7 @@ def _edges(plan: Plan) -> Table:
             f"{e.src} → {e.dst}",
             shape,
             f"{e.rows} rows a sample",
-            _bytes(e.bytes_per_sample),
+            bytes_text(e.bytes_per_sample),
             "both ways" if e.grad else "forward",
         )
 
@@ -135,7 +135,7 @@ def _notes(plan: Plan) -> Table:
     return Table("Notes", ("why",), tuple((n,) for n in notes))
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def ranks_text(ranks: Sequence[int]) -> str:
     """`0-2, 5` for (0, 1, 2, 5)."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
@@ -146,7 +146,8 @@ def _ranks(ranks: Sequence[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
 
 
-def _bytes(count: float) -> str:
+def bytes_text(count: float) -> str:
+    """`3.5 MiB` for a number of bytes."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":
             return f"{count:.3g} {unit}"

@@ -1,0 +1,73 @@
+"""What a plan would be under other choices: its allocation run again from the IR that the plan directory keeps.
+
+The model is not needed: `ir/` holds the text before `allocate`, and the header of the last dump the passes and options from there on. So
+the answer takes seconds, and differs from a fresh compilation only where choices change what is captured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from xdsl.passes import ModulePass
+
+from secc import pipeline
+from secc.codegen import plan as plan_codegen
+from secc.errors import UserError
+from secc.ir import text
+from secc.runtime.plan import Plan, load
+
+ALLOCATE = "allocate"
+OPTIONS = {"cluster": str, "ranks": int, "global_batch": int, "strategy": str}  # of `allocate`; everything else is a section's choice
+
+
+def what_if(directory: Path, changes: Sequence[str]) -> tuple[Plan, Plan]:
+    """The plan in `directory`, and what it would be with `changes`: `SECTION.KEY=VALUE` or `cluster=4x8xH100`.
+
+    Raises UserError for a directory without the IR of a plan, and for changes that cannot be read or done.
+    """
+    plan = load(directory)
+    steps, before = _dumps(directory)
+    module = text.parse(before.read_text(), str(before))
+    asked = dataclasses.replace(steps[0], **_options(steps[0], changes))
+    pipeline.run(module, [asked, *steps[1:]])
+    return plan, plan_codegen.build(module, plan.model, {})
+
+
+def _dumps(directory: Path) -> tuple[list[ModulePass], Path]:
+    """`allocate` and the passes after it, and the dump before them."""
+    dumps = sorted((directory / "ir").glob("*.mlir"))
+    at = next((i for i, path in enumerate(dumps) if path.stem.partition("-")[2] == ALLOCATE), 0)
+    if not at:
+        raise UserError("the plan has no IR to allocate again", str(directory / "ir"), "compile the model again")
+    steps = list(pipeline.parse(",".join(pipeline.made_by(dumps[-1].read_text()))))
+    first = next(i for i, step in enumerate(steps) if step.name == ALLOCATE)
+    return steps[first:], dumps[at - 1]
+
+
+def _options(allocate: Any, changes: Sequence[str]) -> dict[str, Any]:
+    """The fields of `allocate` that the changes replace. A section's choice takes the place of an earlier one of the same key."""
+    found: dict[str, Any] = {}
+    pins = {pin.partition("=")[0]: pin for pin in allocate.set}
+    for change in changes:
+        name, equals, value = change.partition("=")
+        if not equals or not value:
+            raise UserError(f"cannot read the change {change!r}", remedy="write SECTION.KEY=VALUE, or cluster=4x8xH100")
+        key = name.replace("-", "_")
+        if key in OPTIONS:
+            found[key] = _value(change, value, OPTIONS[key])
+        elif "." in name:
+            pins[name] = change
+        else:
+            known = ", ".join(OPTIONS)
+            raise UserError(f"there is no choice {name!r}", remedy=f"choices are {known}, and SECTION.KEY such as language_model.dp")
+    return found | {"set": tuple(pins.values())}
+
+
+def _value(change: str, value: str, kind: type) -> Any:
+    try:
+        return kind(value)
+    except ValueError:
+        raise UserError(f"{change}: {value!r} is not a whole number", remedy="correct the number") from None

@@ -1,0 +1,73 @@
+"""`secc diff` and `explain --what-if`: what differs is said, what does not is left out, and what cannot be is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from secc import whatif
+from secc.cli import main
+from secc.compiler import Options, compile_model
+from secc.errors import UserError
+from secc.report.differences import differences
+from secc.runtime.plan import Plan, load
+
+MODEL = Path(__file__).parent.parent / "models" / "llava_tiny.py"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan with the sections apart on three ranks."""
+    path = tmp_path_factory.mktemp("plan") / "plan"
+    compile_model(MODEL, Options(cluster="local:3", strategy="apart")).write(path, lambda plan: "")
+    return path
+
+
+def rows(a: Plan, b: Plan) -> dict[tuple[str, ...], tuple[str, ...]]:
+    """(title, first two columns) -> the rest of each row."""
+    return {(t.title, *row[:2]) if t.title != "Plan" else (t.title, row[0]): row[-2:] for t in differences(a, b) for row in t.rows}
+
+
+def test_a_plan_does_not_differ_from_itself(directory: Path) -> None:
+    assert differences(load(directory), load(directory)) == []
+
+
+def test_what_a_pin_changes(directory: Path) -> None:
+    changed = rows(*whatif.what_if(directory, ["language_model.dp=1"]))
+    assert changed["Sections", "language_model", "dp"] == ("2", "1")
+    assert ("Plan", "predicted step, s") in changed
+    assert not any(key[0] in {"Edges", "Loss", "Parameters"} for key in changed)
+
+
+def test_what_another_cluster_changes(directory: Path) -> None:
+    _, other = whatif.what_if(directory, ["cluster=local:2"])
+    assert (other.world_size, other.cluster["name"]) == (2, "local:2")
+
+
+def test_the_same_choice_again_changes_nothing(directory: Path) -> None:
+    assert differences(*whatif.what_if(directory, ["cluster=local:3"])) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ("dp", "cannot read the change"),
+        ("depth=2", "no choice 'depth'"),
+        ("ranks=two", "not a whole number"),
+        ("vision_tower.dp=9", "impossible"),
+        ("nothing.dp=1", "no section 'nothing'"),
+    ],
+)
+def test_a_change_that_cannot_be(directory: Path, change: str, part: str) -> None:
+    with pytest.raises(UserError, match=part):
+        whatif.what_if(directory, [change])
+
+
+def test_the_commands_print_json(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["diff", str(directory), str(directory)], ["explain", str(directory), "--what-if", "cluster=local:3"]):
+        with pytest.raises(SystemExit) as end:
+            main([*arguments, "--json"])
+        assert end.value.code in (None, 0)
+        assert json.loads(capsys.readouterr().out) == {"equal": True, "tables": []}
