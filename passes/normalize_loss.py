@@ -20,6 +20,7 @@ from secc.ir import expr
 from secc.ir.dialect import CaseOp, GlueOp, LeafOp, ReturnOp, TermOp, graph_of, strings
 from secc.ir.types import TensorType, tensor
 from secc.ir.verify import where
+from secc.passes.loss.buffers import with_constants
 from secc.passes.loss.coefficient import ONE, SCALAR, Coefficient, Emitter
 from secc.passes.loss.context import Context
 from secc.passes.loss.identity import Names, Structure, keys, label
@@ -84,7 +85,7 @@ def _rewrite(found: CaseTerms, names: Names, structure: Structure, only: str | N
     def leaf(value: SSAValue) -> SSAValue:
         if value not in leaves:
             name = StringAttr(names.leaf(structure.value(value), current))
-            scalar = _scalar(found.context, value)
+            scalar = with_constants(shop, _scalar(found.context, value))
             leaves[value] = shop.add(LeafOp.create(operands=[scalar], result_types=[SCALAR], properties={"sym": name})).results[0]
         return leaves[value]
 

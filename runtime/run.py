@@ -41,6 +41,15 @@ class Terms(Protocol):
         ...
 
     @property
+    def BUFFERS(self) -> tuple[str, ...]:
+        """The constants that were buffers of the model when the plan was made, as `buffer:name`."""
+        ...
+
+    def constants(self, name: str, device: torch.device) -> torch.Tensor:
+        """A constant of the plan."""
+        ...
+
+    @property
     def CONSTANT(self) -> float:
         """What the loss has beside its terms; counted once."""
         ...
@@ -117,7 +126,18 @@ class Run(ExitStack):
         model = build_model(self.plan, self.user, self.rank, self.device, self.seed, self.options.init)
         if self.resume is not None:
             checkpoint.load_model(self.resume, model)
+        check_buffers(self.terms, model)
         return model
+
+
+def check_buffers(terms: Terms, model: nn.Module) -> None:
+    """Refuse a model with other values in the buffers that the loss's coefficients are made of than the plan has."""
+    buffers = dict(model.named_buffers())
+    for constant in terms.BUFFERS:
+        name = constant.partition(":")[2]
+        if not torch.equal(buffers[name].detach().cpu(), terms.constants(constant, torch.device("cpu"))):
+            message = f"the buffer {name}, by which the loss is weighted, has other values than when the plan was made"
+            raise UserError(message, remedy="compile again; let model() always fill it alike, not from weights that it loads")
 
 
 def check_world(plan: Plan, world_size: int) -> None:

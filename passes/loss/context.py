@@ -11,10 +11,11 @@ from xdsl.ir import Operation, SSAValue
 
 from secc.errors import UserError
 from secc.ir.analysis import is_random
-from secc.ir.dialect import CaseOp, Computation, ConstOp, GlueOp, GraphOp, InputOp
+from secc.ir.dialect import CaseOp, Computation, ConstOp, GlueOp, GraphOp, InputOp, ParamOp
 from secc.ir.expr import Expr
 from secc.ir.types import TensorType, tensor
 from secc.ir.verify import where
+from secc.passes.loss.buffers import is_known
 from secc.passes.loss.coefficient import ONE, Applied, Coefficient, Given, Leaf, of_factor, total
 from secc.passes.loss.states import Bad, Local, Part, Stack, State, Sum
 from secc.passes.loss.workshop import Workshop, argument
@@ -41,10 +42,10 @@ class Context:
 
     def _classify(self, op: Operation) -> None:
         """Record whether results depend on inputs and constants alone, and whether they depend on no input at all."""
-        pure = isinstance(op, InputOp | ConstOp) or (isinstance(op, GlueOp) and not is_random(op))
+        pure = isinstance(op, InputOp | ConstOp) or is_known(op) or (isinstance(op, GlueOp) and not is_random(op))
         if pure and all(o in self.inputs_alone for o in op.operands):
             self.inputs_alone.update(op.results)
-            if not isinstance(op, InputOp) and all(o in self.given for o in op.operands):
+            if not isinstance(op, InputOp | ParamOp) and all(o in self.given for o in op.operands):
                 self.given.update(op.results)
 
     def input_only(self, value: SSAValue) -> bool:

@@ -115,9 +115,9 @@ def label_loss(ctx: Context, op: Computation) -> State | Sequence[State] | None:
 
 
 def _unknown_count(ctx: Context, op: Computation) -> Bad:
-    if len(op.operands) > 2 and isinstance(op.operands[2].owner, ParamOp):
-        why = "divides by the sum of the labels' weights, which are a buffer or parameter of the model"
-        return ctx.bad(op, why, "make the weights in forward, from Python numbers: weight=torch.tensor([...], device=...)")
+    if len(op.operands) > 2 and isinstance(op.operands[2].owner, ParamOp) and not ctx.input_only(op.operands[2]):
+        why = "divides by the sum of the labels' weights, which are a parameter of the model, or a buffer that a module may change"
+        return ctx.bad(op, why, "register the weights as a buffer of a module without parameters, or make them in forward")
     remedy = "make the labels from inputs alone, or use reduction='sum' and divide by a number that inputs decide"
     return ctx.bad(op, "divides by the number of labels that are not ignored, which depends on a block's result", remedy)
 

@@ -10,7 +10,7 @@ from xdsl.dialects.builtin import ModuleOp
 
 from secc.codegen.names import class_name, identifier
 from secc.codegen.render import render
-from secc.codegen.sections import section_module, terms_module
+from secc.codegen.sections import TERMS, constants_of, section_module, terms_module
 from secc.ir.dialect import graph_of
 from secc.runtime.plan import Plan, Section, to_json
 
@@ -35,9 +35,10 @@ def section_files(plan: Plan, module: ModuleOp, constants: Mapping[str, torch.Te
     files: Files = {"sections/__init__.py": '"""The sections of this plan: the user\'s blocks in order, glue spelt out."""\n'}
     files |= {plan.section(s.sym.data).module: section_module(graph, s) for s in graph.sections}
     files["sections/terms.py"] = terms_module(graph)
-    if constants:
+    read = sorted({key for s in [*(s.sym.data for s in graph.sections), TERMS] for key in constants_of(graph, s)})
+    if read:
         buffer = io.BytesIO()
-        torch.save(dict(constants), buffer)
+        torch.save({key: constants[key] for key in read}, buffer)
         files["sections/constants.pt"] = buffer.getvalue()
     return files
 

@@ -11,7 +11,8 @@ from xdsl.ir import Operation, OpResult, SSAValue
 from secc.codegen.body import BodyPrinter
 from secc.codegen.names import Scope, attribute_names, class_name, identifier
 from secc.codegen.render import render
-from secc.ir.dialect import BodyOp, CallOp, GraphOp, GuardOp, LeafOp, ReceiveOp, SectionOp, SendOp, TermOp, section_of, strings
+from secc.ir.dialect import BodyOp, CallOp, ConstOp, GraphOp, GuardOp, LeafOp, ReceiveOp, SectionOp, SendOp, TermOp, section_of, strings
+from secc.ir.naming import BUFFER
 from secc.runtime.section import Section
 
 TERMS = "terms"
@@ -144,8 +145,14 @@ def terms_module(graph: GraphOp) -> str:
         coefficients=coefficients,
         methods=methods,
         constant=_constant(graph),
+        buffers=[key for key in constants_of(graph, TERMS) if key.startswith(BUFFER)],
         optional=sorted({key for when, _ in coefficients for key in when}),
     )
+
+
+def constants_of(graph: GraphOp, section: str) -> list[str]:
+    """The names of the constants that a section (or `terms`) reads."""
+    return sorted({op.key.data for body in bodies(graph, section) for op in body.walk() if isinstance(op, ConstOp)})
 
 
 def _leaf(graph: GraphOp, ops: Sequence[Operation], leaf: LeafOp) -> Method:

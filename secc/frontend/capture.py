@@ -22,6 +22,7 @@ from secc.frontend.frontier import Frontier, Note, choose, coarsen, component, l
 from secc.frontend.inputs import Inputs
 from secc.frontend.survey import Pattern, Survey
 from secc.frontend.ways import Diagnostic, GlueError, Observed, way
+from secc.ir.naming import BUFFER
 from secc.runtime.plan import Draw
 from secc.runtime.recorder import BlockError, Hazard, Recorder
 from secc.runtime.recorder.places import class_place
@@ -67,7 +68,8 @@ class Case:
 class Capture:
     """Everything the compiler knows of the user's forward.
 
-    `hazards` are ops in blocks that couple the samples of a batch, `draws` the random ops.
+    `hazards` are ops in blocks that couple the samples of a batch, `draws` the random ops, `buffers` those outside of blocks that glue
+    reads and whose values are known here.
     """
 
     inputs: Inputs
@@ -79,11 +81,13 @@ class Capture:
     hazards: list[Hazard]
     draws: list[Draw]
     notes: list[Note]
+    buffers: dict[str, torch.Tensor]
 
     @property
     def constants(self) -> dict[str, torch.Tensor]:
-        """The tensors that forward makes of Python data, of all cases."""
-        return {name: tensor for case in self.cases for name, tensor in case.generic.constants.items()}
+        """The tensors that forward makes of Python data, of all cases, and what buffers hold that glue reads."""
+        made = {name: tensor for case in self.cases for name, tensor in case.generic.constants.items()}
+        return made | {BUFFER + name: tensor for name, tensor in self.buffers.items()}
 
 
 def capture(
@@ -102,7 +106,8 @@ def capture(
     draws = find(observed, inputs)
     called = {str(n.target): n for case in reversed(cases) for n in case.generic.graph.nodes if n.op == "call_module"}
     blocks_called = {path: _block(model, path, call) for path, call in called.items()}
-    return Capture(inputs, survey.optional, cases, blocks_called, _parameters(model), ties(model), hazards, draws, frontier.notes)
+    buffers = _buffers(model, cases, blocks_called)
+    return Capture(inputs, survey.optional, cases, blocks_called, _parameters(model), ties(model), hazards, draws, frontier.notes, buffers)
 
 
 @dataclass(frozen=True)
@@ -230,6 +235,13 @@ def _block(model: nn.Module, path: str, call: fx.Node) -> Block:
 
 def _parameters(model: nn.Module) -> dict[str, Parameter]:
     return {n: Parameter(tuple(p.shape), p.dtype, p.requires_grad) for n, p in model.named_parameters(remove_duplicate=False)}
+
+
+def _buffers(model: nn.Module, cases: Iterable[Case], blocks: Collection[str]) -> dict[str, torch.Tensor]:
+    """The buffers that glue reads and that no block can change, as far as they have values."""
+    read = {str(n.target) for case in cases for n in case.generic.graph.nodes if n.op == "get_attr"}
+    inside = lambda name: any(name.startswith(f"{path}.") for path in blocks)  # noqa: E731
+    return {name: b.detach() for name, b in model.named_buffers() if name in read and not b.is_meta and not inside(name)}
 
 
 def ties(model: nn.Module) -> list[tuple[str, ...]]:

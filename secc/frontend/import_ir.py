@@ -34,6 +34,7 @@ from secc.ir.dialect import (
     new_block,
     texts,
 )
+from secc.ir.naming import KNOWN_BUFFER
 from secc.ir.types import TensorType
 from secc.runtime import plan
 from secc.runtime.functions import Applied
@@ -112,7 +113,7 @@ class _Case:
     """Imports one case."""
 
     def __init__(self, case: Case, capture: Capture) -> None:
-        self._case, self._parameters = case, capture.parameters
+        self._case, self._parameters, self._buffers = case, capture.parameters, capture.buffers
         self._dims = {i.key: i.dims for i in capture.inputs.inputs}
         self._values: dict[fx.Node, SSAValue] = {}
         self._ops: list[Operation] = []
@@ -152,7 +153,10 @@ class _Case:
         elif name in self._case.generic.constants:
             self._constant(node, self._case.generic.constants[name])
         else:
-            self._add(ParamOp.of(name, _type(node)), node)
+            op = ParamOp.of(name, _type(node))
+            if name in self._buffers:
+                op.attributes[KNOWN_BUFFER] = UnitAttr()
+            self._add(op, node)
 
     def _constant(self, node: fx.Node, tensor: torch.Tensor) -> None:
         """A constant; a real number is written down, so that passes can reckon with it."""

@@ -65,6 +65,13 @@ GROUPS = {
         "F.cross_entropy(rows, targets, label_smoothing=0.1)",
         "F.cross_entropy(rows, targets, reduction='sum') / torch.where(known.sum() > 0, known.sum(), 1)",
     ],
+    "weights of classes in a buffer": [
+        "F.cross_entropy(rows, targets, weight=self.weight, label_smoothing=0.1)",
+        "F.cross_entropy(y.transpose(1, 2), labels, weight=self.weight / self.weight.sum())",
+        "F.cross_entropy(rows, targets, weight=self.weight, reduction='sum') / (self.weight[targets.clamp(min=0)] * known.flatten()).sum()",
+        "F.mse_loss(y, t) * self.weight.sum() / self.weight.mean()",
+        "F.binary_cross_entropy_with_logits(y, t.sigmoid(), pos_weight=self.weight)",
+    ],
     "soft targets": [
         "F.cross_entropy(rows, t.softmax(-1).flatten(0, 1), label_smoothing=0.1)",
         "F.kl_div(y.log_softmax(-1), t.softmax(-1), reduction='batchmean')",
@@ -162,5 +169,5 @@ REFUSED = {
     "y.mean((1, 2)).topk(2).values.mean()": "aten.topk.default works along a dim that carries samples",
     "F.mse_loss(y, t) if known.sum().item() > 3 else F.l1_loss(y, t)": "Python reads a value (item) of the inputs",
     "y[known][: known.sum().item() // 2].sum()": "is a number of rows that values of the inputs decide",
-    "F.cross_entropy(rows, targets, weight=self.weight)": "weights, which are a buffer or parameter of the model",
+    "F.cross_entropy(rows, targets, weight=self.teacher.bias)": "weights, which are a parameter of the model",
 }

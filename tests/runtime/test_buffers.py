@@ -1,0 +1,54 @@
+"""Weights of classes in a buffer: a plan has their values, and a run refuses a model that has others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from secc.runtime.errors import UserError
+from secc.runtime.run import check_buffers
+from secc.runtime.user_model import load
+from tests.e2e.harness import compile_to
+
+MODEL = """
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+        self.criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 5.0]))
+
+    def forward(self, x, label):
+        return self.criterion(self.head(x), label)
+
+
+def model():
+    return Model()
+
+
+def dataset():
+    return [dict(x=torch.randn(4), label=torch.tensor(i % 3)) for i in range(12)]
+"""
+
+
+def test_a_criterion_with_weights_of_classes_is_exact_and_its_weights_are_the_plans(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(MODEL)
+    compiled = compile_to(path, tmp_path / "plan")  # raises where the plan is not exact
+    assert [p["exact"] for p in compiled.plan.checks["patterns"]] == [True]
+    text = (tmp_path / "plan/sections/terms.py").read_text()
+    assert 'BUFFERS = ("buffer:criterion.weight",)' in text
+
+    kept = torch.load(tmp_path / "plan/sections/constants.pt")
+    terms = SimpleNamespace(BUFFERS=tuple(kept), constants=lambda name, device: kept[name])
+    model = load(path).model()
+    check_buffers(terms, model)  # type: ignore[arg-type]
+    model.criterion.weight *= 2  # type: ignore[union-attr, operator]
+    with pytest.raises(UserError, match=r"the buffer criterion\.weight, by which the loss is weighted, has other values"):
+        check_buffers(terms, model)  # type: ignore[arg-type]
