@@ -28,8 +28,8 @@ class SinkBoundaries(ModulePass):
     """`flops_per_byte`: the FLOPs that cost as much time as sending a byte. `growth`: of its parameters, by which a section may grow."""
 
     name = "sink-boundaries"
-    flops_per_byte: int = 20000
-    growth: float = 0.25
+    flops_per_byte: int = Prices.flops_per_byte
+    growth: float = Prices.growth
 
     def apply(self, ctx: Context, op: ModuleOp) -> None:
         graph = graph_of(op)

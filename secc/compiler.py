@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from xdsl.dialects.builtin import ModuleOp, StringAttr
 
-from secc import __version__, pipeline
+from secc import __version__, pipeline, staging
 from secc.codegen import plan as plan_codegen
 from secc.codegen.directory import plan_files, section_files
 from secc.codegen.write import write
@@ -41,7 +41,7 @@ from secc.runtime.weights import parameter_table
 FITS_BYTES = 2 << 30  # a model up to this size is built here to show its plan exact
 PASSES = (
     "canonicalize,dce,normalize-loss,dce,fuse-linear-loss{fuse-linear-loss},annotate-patterns,infer-modes,coarsen{coarsen},annotate-costs,"
-    "sink-boundaries,allocate{allocate},insert-transfers,lower"
+    "sink-boundaries,allocate{allocate},split-stages,insert-transfers,lower"
 )
 
 
@@ -119,18 +119,32 @@ def compile_model(path: str | Path, options: Options, progress: Callable[[str], 
         model = _real_model(user, meta, options.small)
     with clock.step("compare widths"):
         width = options.widths if options.widths != "auto" else widths.choose(user, drawn, inputs, model, captured.draws)
-        module = import_ir.to_ir(captured)
-        graph_of(module).properties["widths"] = StringAttr(width)
-        if reason := unshardable(user, meta):
-            graph_of(module).attributes["unshardable"] = StringAttr(reason)
+        module = _module(user, meta, captured, width)
     with clock.step("measure blocks"):
         measure(module, meta)
+    if names := staging.wanted(options.set):
+        with clock.step("capture layers"):
+            found = staging.find(module, meta, passes, names)
+            captured = capture(user, meta, drawn, inputs, found.cut) if found.cut else captured
+            staging.check(found, captured)
+            module = _module(user, meta, captured, width)
+            measure(module, meta)
+            passes = pipeline.parse(pipeline_text(dataclasses.replace(options, sections=options.sections + found.sections)))
     start = print_module(module)
     with clock.step("passes"):
         run = pipeline.run(module, passes, dump=True, progress=clock.progress)
     made = plan_codegen.build(module, model_ref(user, meta), {"secc": __version__, "torch": torch.__version__.split("+")[0]})
     made = dataclasses.replace(made, checks=made.checks | _fallbacks(captured))
     return Compiled(made, module, [("capture", start), *run.dumps], captured.constants, user, drawn, inputs, model, clock.seconds)
+
+
+def _module(user: UserModel, meta: nn.Module, captured: Capture, width: str) -> ModuleOp:
+    """The IR of a capture, with what else passes need to know."""
+    module = import_ir.to_ir(captured)
+    graph_of(module).properties["widths"] = StringAttr(width)
+    if reason := unshardable(user, meta):
+        graph_of(module).attributes["unshardable"] = StringAttr(reason)
+    return module
 
 
 def unshardable(user: UserModel, meta: nn.Module) -> str:

@@ -31,6 +31,7 @@ PASSES = {
     "annotate-costs": "annotate_costs.AnnotateCosts",
     "sink-boundaries": "sink_boundaries.SinkBoundaries",
     "allocate": "allocate.Allocate",
+    "split-stages": "split_stages.SplitStages",
     "insert-transfers": "insert_transfers.InsertTransfers",
     "lower": "lower.Lower",
 }

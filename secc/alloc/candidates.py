@@ -199,8 +199,8 @@ def candidate(work: Workload, load: Load, dp: int, size: int, sharding: str = "n
         fill, drain = max(fill, forward), max(drain, backward)
     micro_batches = max(1, ceil(count))
     total += (load.pp - 1) * (fill + drain)  # until the last stage has work, and after the first one has none
-    room = _room(work, load, dp, size, sharding, recompute, micro_batches)
-    in_turn = min(micro_batches, IN_TURN if any(c.src == load.name for c in work.crossings) else 1)
+    rank = room(work, load, dp, size, sharding, recompute, micro_batches)
+    in_turn = min(micro_batches, max(load.pp, IN_TURN if any(c.src == load.name for c in work.crossings) else 1))
     return Candidate(
         dp=dp,
         micro_batch=size,
@@ -208,8 +208,8 @@ def candidate(work: Workload, load: Load, dp: int, size: int, sharding: str = "n
         fill_ns=load.pp * fill,
         drain_ns=load.pp * drain,
         micro_batches=micro_batches,
-        memory=room.total(in_turn),
-        memory_ahead=room.total(in_turn if load.mode == "forward" else micro_batches),
+        memory=rank.total(in_turn),
+        memory_ahead=rank.total(in_turn if load.mode == "forward" else micro_batches),
         recompute=recompute,
         tp=load.tp,
         pp=load.pp,
@@ -232,7 +232,7 @@ def _times(work: Workload, load: Load, pattern: Pattern, samples: int, recompute
     return evaluate(load.forward_ns, sizes), evaluate(load.backward_ns[recompute], sizes)
 
 
-def _room(work: Workload, load: Load, dp: int, size: int, sharding: str, recompute: str, micro_batches: int) -> Memory:
+def room(work: Workload, load: Load, dp: int, size: int, sharding: str, recompute: str, micro_batches: int) -> Memory:
     """Bytes on a rank; a micro-batch keeps what backward needs, and the tensors that come in and go out. The largest pattern counts."""
     activation = working = 0
     again = load.cost.again.get(recompute)

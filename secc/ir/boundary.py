@@ -28,8 +28,8 @@ _GLUE = 0.02  # price of glue computed elsewhere, in bytes sent for each byte of
 class Prices:
     """What a FLOP is worth in bytes sent (their quotient), and the share of its parameters by which a section may grow."""
 
-    flops_per_byte: int
-    growth: float
+    flops_per_byte: int = 20000
+    growth: float = 0.25
 
 
 class Boundary:

@@ -1,0 +1,209 @@
+"""`split-stages`: a section with `pp` above 1 becomes that many sections, its stages, which the rest of the compiler treats as any other.
+
+The section's calls in a row (`secc.ir.stages`) are cut so that the longest stage is as short as can be by the cost model, and among such
+cuts few bytes cross: with a heavy head the last stage has fewer layers. Glue that several stages need is then sent or computed again,
+whichever is cheaper, by the minimum cut that also settles boundaries of sections. Ranks of a section are ordered (dp, pp, tp).
+
+A stage may hold `in_flight` micro-batches between forward and backward: twice as many as there are stages, which keeps ragged micro-batches
+from waiting for each other, or what memory allows, but no fewer than 1F1B has.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from xdsl.context import Context
+from xdsl.dialects.builtin import ModuleOp, StringAttr
+from xdsl.ir import Operation
+from xdsl.passes import ModulePass
+
+from secc.alloc.candidates import Load, Workload, candidate, on_rank, room, workload
+from secc.cluster import GIB, Cluster, Device, parse
+from secc.cost import time
+from secc.cost.load import is_active, micro_batch, patterns
+from secc.cost.section import section_cost
+from secc.errors import UserError
+from secc.ir.analysis import number_of, text_of
+from secc.ir.attributes import integer, integers, number
+from secc.ir.boundary import Prices
+from secc.ir.dialect import CallOp, GraphOp, SectionOp, graph_of, section_of, set_section, strings, texts
+from secc.ir.naming import unique
+from secc.ir.placement import settle_mode
+from secc.ir.stages import Units, cut
+from secc.passes.annotate_costs import annotate
+from secc.passes.sink_boundaries import settle
+from secc.runtime.expr import evaluate
+
+AHEAD = 2  # times as many micro-batches in flight as there are stages, where memory allows
+ANY_CLUSTER = "1x8xH100"  # for IR that no allocation has been made for: only the ratios of times matter
+
+
+@dataclass(frozen=True)
+class SplitStages(ModulePass):
+    name = "split-stages"
+
+    def apply(self, ctx: Context, op: ModuleOp) -> None:
+        graph = graph_of(op)
+        wanted = [s for s in graph.sections if (number_of(s, "pp") or 1) > 1]
+        cluster = _cluster(graph)
+        stages = [stage for section in wanted for stage in _split(graph, section, cluster.device)]
+        if stages:
+            _note_costs(graph, stages, cluster)
+
+
+def _cluster(graph: GraphOp) -> Cluster:
+    return Cluster.from_dict(json.loads(text_of(graph, "cluster") or "{}")) or parse(ANY_CLUSTER)
+
+
+def _split(graph: GraphOp, section: SectionOp, device: Device) -> list[SectionOp]:
+    """Put the stages of a section in its place. Raises UserError if it cannot be cut into so many."""
+    parts, units = int(number_of(section, "pp") or 1), Units(graph, section.sym.data)
+    if parts > len(units.layers):
+        raise _refused(section, parts, _whole(units))
+    ends = cut(_times(graph, section, units, device), units.cuts, parts)
+    if ends is None:
+        reason, where = next(iter(units.impossible.values()), ("it has too few places to cut", ""))
+        raise _refused(section, parts, reason, where)
+    stages = _declare(graph, section, parts)
+    for op, unit in units.of.items():
+        set_section(op, stages[bisect_left(ends, unit)].sym.data)
+    _own(graph, section, stages)
+    for j, dst in enumerate(stages):
+        for src in stages[:j]:
+            settle(graph, src.sym.data, dst.sym.data, Prices(growth=0.0))
+    for stage in stages:
+        settle_mode(graph, stage)
+    section.detach()
+    section.erase()
+    return stages
+
+
+def _whole(units: Units) -> str:
+    blocks = list(dict.fromkeys(path for path, _ in units.calls))
+    if len(units.layers) == len(units.calls) and len(blocks) < 4:
+        return f"it calls {' and '.join(blocks)} whole, and there is nothing to cut between" if blocks else "it has no blocks"
+    return f"it has {len(units.layers)} layers"
+
+
+def _refused(section: SectionOp, parts: int, reason: str, where: str = "") -> UserError:
+    name = section.sym.data
+    return UserError(f"section {name!r} cannot be cut into {parts} stages: {reason}", where, f"set {name}.pp to a smaller number, or leave it out")
+
+
+def _times(graph: GraphOp, section: SectionOp, units: Units, device: Device) -> list[int]:
+    """Forward and backward ns of each unit for a micro-batch, in the mean over the dataset's patterns."""
+    name, samples, recompute = section.sym.data, int(number_of(section, "micro_batch") or 1), text_of(section, "recompute") or "none"
+    seen = [p for p in patterns(graph) if is_active(section, p)]
+    members: dict[int, list[Operation]] = {}
+    for op, unit in units.of.items():
+        members.setdefault(unit, []).append(op)
+    found: list[int] = []
+    for unit, (path, _) in enumerate(units.calls):
+        part = SectionOp.create(properties={"sym": StringAttr(f"{name} {unit}"), "blocks": texts([path])})
+        for op in members[unit]:
+            set_section(op, part.sym.data)
+        settle_mode(graph, part)
+        cost, mode = section_cost(graph, part), part.mode.data if part.mode is not None else "train"
+        text = f"{time.forward_ns(cost, device)} + {time.backward_ns(cost, mode, device, recompute)}"
+        found.append(sum(round(p.share * evaluate(text, micro_batch(graph, p.sizes, samples))) for p in seen))
+    return found
+
+
+def _declare(graph: GraphOp, section: SectionOp, parts: int) -> list[SectionOp]:
+    """The stages before their section, each with its ranks."""
+    name, taken = section.sym.data, [s.sym.data for s in graph.sections]
+    ranks = [int(r.value.data) for r in section.attributes["ranks"]] if "ranks" in section.attributes else []  # pyright: ignore
+    tp = int(number_of(section, "tp") or 1)
+    stages: list[SectionOp] = []
+    for i in range(parts):
+        taken.append(unique(f"{name}_{i}", taken))
+        properties = {**section.properties, "sym": StringAttr(taken[-1])}
+        own = [r for k, r in enumerate(ranks) if k // tp % parts == i]
+        attributes = section.attributes | {"pipeline": StringAttr(name), "stage": integer(i), "pp": integer(1), "ranks": integers(own)}
+        stages.append(SectionOp.create(properties=properties, attributes=attributes))
+        graph.body.block.insert_op_before(stages[-1], section)
+    return stages
+
+
+def _own(graph: GraphOp, section: SectionOp, stages: Sequence[SectionOp]) -> None:
+    """Give each stage the blocks that it calls, in the section's order; the first one keeps those that nothing calls."""
+    calls: dict[str, set[str]] = {}
+    for case in graph.cases:
+        for op in case.ops:
+            if isinstance(op, CallOp):
+                calls.setdefault(section_of(op) or "", set()).add(op.target.data)
+    idle = set(strings(section.blocks)).difference(*calls.values())
+    for i, stage in enumerate(stages):
+        held = calls.get(stage.sym.data, set()) | (idle if i == 0 else set[str]())
+        stage.blocks = texts(b for b in strings(section.blocks) if b in held)
+
+
+# -- what a stage costs ----------------------------------------------------------------------------------------------------------------
+
+
+def _note_costs(graph: GraphOp, stages: Sequence[SectionOp], cluster: Cluster) -> None:
+    """Write each stage's cost, times, room in flight and memory, as `allocate` writes a section's."""
+    work = workload(graph, cluster, int(number_of(graph, "global_batch") or 1))
+    counts: dict[str, int] = {}
+    for stage in stages:
+        counts[text_of(stage, "pipeline") or ""] = counts.get(text_of(stage, "pipeline") or "", 0) + 1
+    for stage in stages:
+        load = _rank(work, stage)
+        if load.mode == "forward":
+            stage.attributes["recompute"] = StringAttr("none")
+        if not load.cost.trainable:
+            stage.attributes["sharding"] = StringAttr("none")
+        recompute = text_of(stage, "recompute") or "none"
+        annotate(stage, replace(work.loads[load.name].cost, saved=load.under(recompute).saved))
+        in_flight = _in_flight(work, load, counts[text_of(stage, "pipeline") or ""])
+        stage.attributes |= {
+            "in_flight": integer(in_flight if load.mode != "forward" else 0),
+            "label": StringAttr(load.label),
+            "forward_ns": StringAttr(load.forward_ns),
+            "backward_ns": StringAttr(load.backward_ns[recompute]),
+        }
+    for stage in stages:
+        held = [s for s in graph.sections if set(_ranks(s)) & set(_ranks(stage))] or [stage]
+        stage.attributes["memory_gib"] = number(round(sum(_memory(work, _rank(work, s)) for s in held) / GIB, 4))
+
+
+def _rank(work: Workload, section: SectionOp) -> Load:
+    """A section's load on one of its ranks."""
+    return on_rank(work.loads[section.sym.data], int(number_of(section, "tp") or 1), int(number_of(section, "pp") or 1), work.cluster)
+
+
+def _ranks(section: SectionOp) -> list[int]:
+    found = section.attributes.get("ranks")
+    return [int(r.value.data) for r in found] if found is not None else []  # pyright: ignore
+
+
+def _choice(section: SectionOp) -> tuple[int, int, str, str]:
+    dp, size = (int(number_of(section, key) or 1) for key in ("dp", "micro_batch"))
+    return dp, size, text_of(section, "sharding") or "none", text_of(section, "recompute") or "none"
+
+
+def _in_flight(work: Workload, load: Load, parts: int) -> int:
+    """How many micro-batches a stage may hold: as many as help and memory allows, at least one for itself and each stage behind it."""
+    least, most = parts - int(number_of(load.section, "stage") or 0), AHEAD * parts
+    rank = room(work, load, *_choice(load.section), most)
+    return next((n for n in range(most, least, -1) if rank.total(n) <= work.cluster.device.usable), least)
+
+
+def _memory(work: Workload, load: Load) -> int:
+    """Bytes of a section on a rank: with what a stage may hold, or all forwards first where it feeds sections on other ranks."""
+    chosen = candidate(work, load, *_choice(load.section))
+    others = [c for c in work.crossings if c.src == load.name and not _together(work, c.src, c.dst)]
+    if others:
+        return chosen.memory_ahead
+    held = int(number_of(load.section, "in_flight") or 0)
+    return room(work, load, *_choice(load.section), chosen.micro_batches).total(min(held, chosen.micro_batches)) if held else chosen.memory
+
+
+def _together(work: Workload, a: str, b: str) -> bool:
+    """Whether two sections are stages of one pipeline or on the same ranks."""
+    one, two = work.loads[a].section, work.loads[b].section
+    pipeline = text_of(one, "pipeline")
+    return (pipeline is not None and pipeline == text_of(two, "pipeline")) or _ranks(one) == _ranks(two)
