@@ -90,7 +90,9 @@ def _whole(units: Units) -> str:
 
 def _refused(section: SectionOp, parts: int, reason: str, where: str = "") -> UserError:
     name = section.sym.data
-    return UserError(f"section {name!r} cannot be cut into {parts} stages: {reason}", where, f"set {name}.pp to a smaller number, or leave it out")
+    return UserError(
+        f"section {name!r} cannot be cut into {parts} stages: {reason}", where, f"set {name}.pp to a smaller number, or leave it out"
+    )
 
 
 def _times(graph: GraphOp, section: SectionOp, units: Units, device: Device) -> list[int]:

@@ -204,7 +204,8 @@ class _Execution:
         """The tensor of an edge as the consumer takes it."""
         shape = layout.shape("dst", micro)
         if layout.whole:
-            return self.forward_message(edge, incoming[0]).view(shape)
+            message = self.forward_message(edge, incoming[0])
+            return message.new_empty(0).set_(message.untyped_storage(), message.storage_offset(), shape)  # no view: blocks may write to it
         tensor = torch.zeros(shape, dtype=layout.dtype, device=self.engine.device)
         for pair in incoming:
             layout.unpack(self.forward_message(edge, pair), tensor, "dst", pair)

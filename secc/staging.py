@@ -1,4 +1,4 @@
-"""Pipeline stages need layers that are blocks: which of the model's blocks are to be opened down to their layers, because stages are wanted.
+"""Pipeline stages need layers that are blocks: which of the model's blocks are opened down to their layers, because stages are wanted.
 
 The frontier is chosen coarse first, and sections have their names from that. A section of which stages are wanted (`--set NAME.pp=2`) is
 found by name in the coarse capture; its blocks with stacks are then captured again layer by layer, and the section is held together by

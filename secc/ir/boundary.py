@@ -121,21 +121,22 @@ class _Network:
         return max(1.0, _GLUE * sum(self._bytes(r) for r in op.results))
 
     def _may_move_down(self, op: Operation) -> bool:
-        """Glue that reads no parameter, and frozen blocks that the consumer has room for."""
+        """Glue that reads no parameter that trains, and frozen blocks that the consumer has room for."""
         if isinstance(op, CallOp):
             return mode_of(op) == "forward" and self.b.graph.blocks[op.target.data].params.data <= self.b.room
-        return isinstance(op, GlueOp) and not is_random(op) and not _reads_parameters(op)
+        return isinstance(op, GlueOp) and not is_random(op) and not reads_parameters(op)
 
     def _may_move_up(self, op: Operation) -> bool:
         """Glue on values of the two sections alone, used in `dst` alone."""
-        if not isinstance(op, GlueOp) or is_random(op) or _reads_parameters(op) or self.origin[op.results[0]] is not Origin.MODEL:
+        if not isinstance(op, GlueOp) or is_random(op) or reads_parameters(op) or self.origin[op.results[0]] is not Origin.MODEL:
             return False
         near = {section_of(producer(o)) for o in op.operands} - {None}
         return near <= {self.b.src, self.b.dst} and all(section_of(u.operation) == self.b.dst for r in op.results for u in r.uses)
 
 
-def _reads_parameters(op: Operation) -> bool:
-    return any(isinstance(producer(o), ParamOp) for o in op.operands)
+def reads_parameters(op: Operation) -> bool:
+    """Whether an op reads parameters that train: their gradients belong to one section."""
+    return any(isinstance(producer(o), ParamOp) and tensor(o).requires_grad for o in op.operands)
 
 
 def _flops(graph: GraphOp, call: CallOp) -> Expr | int:

@@ -3,6 +3,9 @@
 A *unit* is a call of a block with the glue behind it, up to the next call. Cases share their units (a block's n-th call), which stand in
 one order that all cases agree with; where two cases call blocks in different orders there is no cut between these. A cut after a unit is
 possible if every value that crosses it can be sent, or is glue that later stages can compute again from what can be sent.
+
+Calls stand in the order in which the user makes them, but for those that need no layer of the section: they stand before their first
+user, or at the end. A teacher's head beside a student's layers, called first and used last, would send logits through all stages.
 """
 
 from __future__ import annotations
@@ -14,8 +17,9 @@ from dataclasses import dataclass, field
 from xdsl.ir import Operation, OpResult, SSAValue
 
 from secc.ir.analysis import Statistics, is_random, nbytes, with_gradient
+from secc.ir.boundary import reads_parameters
 from secc.ir.carry import NotCarriable, carry_whole
-from secc.ir.dialect import CallOp, CaseOp, GlueOp, GraphOp, ParamOp, section_of
+from secc.ir.dialect import CallOp, CaseOp, GlueOp, GraphOp, section_of
 from secc.ir.edges import Crossing, label, places
 from secc.ir.types import tensor
 
@@ -37,7 +41,7 @@ class Units:
     impossible: dict[int, tuple[str, str]] = field(default_factory=dict[int, tuple[str, str]])
 
     def __post_init__(self) -> None:
-        sequences = [self._called(case) for case in self.graph.cases]
+        sequences = [self._late(self._called(case)) for case in self.graph.cases]
         for sequence in sequences:
             self._merge([key for key, _ in sequence])
         number = {key: i for i, key in enumerate(self.calls)}
@@ -53,12 +57,11 @@ class Units:
     @property
     def layers(self) -> list[int]:
         """The units whose blocks are layers: numbered members of a module that holds several of them; all units where none is."""
-        around = Counter(path.rpartition(".")[0] for path in {p for p, _ in self.calls} if path.rpartition(".")[2].isdecimal())
-        found = [i for i, (p, _) in enumerate(self.calls) if around[p.rpartition(".")[0]] > 1 and p.rpartition(".")[2].isdecimal()]
-        return found or list(range(len(self.calls)))
+        layers = _layers(self.calls)
+        return [i for i, key in enumerate(self.calls) if key in layers]
 
-    def _ops(self, case: CaseOp) -> list[Operation]:
-        return [op for op in case.ops if section_of(op) == self.section]
+    def _ops(self, case: Operation | None) -> list[Operation]:
+        return [op for op in case.ops if section_of(op) == self.section] if isinstance(case, CaseOp) else []
 
     def _called(self, case: CaseOp) -> list[tuple[Key, Operation]]:
         seen: Counter[str] = Counter()
@@ -68,6 +71,22 @@ class Units:
                 found.append(((op.target.data, seen[op.target.data]), op))
                 seen[op.target.data] += 1
         return found
+
+    def _late(self, called: list[tuple[Key, Operation]]) -> list[tuple[Key, Operation]]:
+        """The calls of a case with those that need no layer before their first user."""
+        layers = _layers([key for key, _ in called])
+        fixed = {op for key, op in called if key in layers}
+        behind: dict[Operation, set[Operation]] = {}  # the calls that an op needs
+        for op in self._ops(called[0][1].parent_op()) if called else ():
+            sources = {o.owner for o in op.operands if isinstance(o.owner, Operation)}
+            behind[op] = set[Operation]().union(*({s} if isinstance(s, CallOp) else behind[s] for s in sources if s in behind))
+            if isinstance(op, CallOp) and behind[op] & fixed:
+                fixed.add(op)
+        order = [pair for pair in called if pair[1] in fixed]
+        for pair in reversed([pair for pair in called if pair[1] not in fixed]):
+            first = next((i for i, (_, user) in enumerate(order) if pair[1] in behind[user]), len(order))
+            order.insert(first, pair)
+        return order
 
     def _merge(self, sequence: Sequence[Key]) -> None:
         """Add the calls that other cases do not have behind those that come before them."""
@@ -140,9 +159,16 @@ class Units:
         return ""
 
 
+def _layers(calls: Sequence[Key]) -> set[Key]:
+    """The calls of layers: numbered members of a module that holds several of them; all calls where there are none."""
+    numbered = {key for key in calls if key[0].rpartition(".")[2].isdecimal()}
+    around = Counter(path.rpartition(".")[0] for path in {path for path, _ in numbered})
+    return {key for key in numbered if around[key[0].rpartition(".")[0]] > 1} or set(calls)
+
+
 def _repeatable(op: Operation) -> bool:
-    """Whether a later stage may compute an op again: glue that draws nothing and reads no parameters."""
-    return isinstance(op, GlueOp) and not is_random(op) and not any(isinstance(o.owner, ParamOp) for o in op.operands)
+    """Whether a later stage may compute an op again: glue that draws nothing and reads no parameters that train."""
+    return isinstance(op, GlueOp) and not is_random(op) and not reads_parameters(op)
 
 
 def cut(times: Sequence[int], cuts: dict[int, float], parts: int) -> list[int] | None:

@@ -16,10 +16,9 @@ sec.graph "lm" widths "own" {
   sec.block "layers.3" class "Layer" params 4000 trainable 4000 component "" layers 4 when []
   sec.block "head" class "Linear" params 8000 trainable 8000 component "" layers 4 when []
   // CHECK: sec.section "lm_0" mode "train" when [] blocks ["embed", "bias", "layers.0", "layers.1", "layers.2"]
-  // CHECK-SAME: in_flight = 4 : i64
-  // CHECK-SAME: pipeline = "lm"
   // CHECK-SAME: ranks = [0 : i64, 1 : i64, 4 : i64, 5 : i64]
-  // CHECK-SAME: stage = 0 : i64
+  // CHECK-SAME: pipeline = "lm", stage = 0 : i64
+  // CHECK-SAME: in_flight = 4 : i64
   // CHECK-NEXT: sec.section "lm_1" mode "train" when [] blocks ["layers.3", "head"]
   // CHECK-SAME: ranks = [2 : i64, 3 : i64, 6 : i64, 7 : i64]
   // CHECK-SAME: stage = 1 : i64
@@ -34,7 +33,7 @@ sec.graph "lm" widths "own" {
     %0 = sec.call "layers.0" (%x, %t) args "$0, $1" outs [""] in @lm {flops = "80000000*B*S"} : !sec.tensor<[B, S, 8], f32, grad>
     %1 = sec.call "layers.1" (%0, %u) args "$0, $1" outs [""] in @lm {flops = "80000000*B*S"} : !sec.tensor<[B, S, 8], f32, grad>
     // CHECK: sec.call "layers.2" {{.*}} in @lm_0
-    // EDGES: sec.transfer "layers_2" (%{{.*}}) from @lm_0 to @lm_1 whole : !sec.tensor<[B, S, 8], f32, grad>
+    // EDGES: sec.transfer "layers_2" (%{{.*}}) from @lm_0 to @lm_1 : !sec.tensor<[B, S, 8], f32, grad>
     %2 = sec.call "layers.2" (%1, %t) args "$0, $1" outs [""] in @lm {flops = "80000000*B*S"} : !sec.tensor<[B, S, 8], f32, grad>
     // CHECK: sec.glue "aten.neg.default" {{.*}} in @lm_1
     // CHECK: sec.call "layers.3" {{.*}} in @lm_1
