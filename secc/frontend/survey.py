@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -86,10 +87,11 @@ class Survey:
         With `even`, all samples of a micro-batch have one length, so that nothing is padded. Another `turn` gives other samples to each.
         Raises ValueError for a pattern that no samples of the survey unite to.
         """
-        cover, lacking = self._cover(pattern), self._lacking(pattern)
+        cover, tellers = self._cover(pattern), self._tellers(pattern)
         cut = self._cut(pattern)
         batches: list[list[Sample]] = []
         for k, count in enumerate(COUNTS):
+            lacking = _by_length(self.samples(tellers[k])) if tellers else []
             few = max(0, min(LACKING[k], count - len(cover))) if lacking else 0
             place = PLACES[(k + turn) % len(PLACES)]
             small = place == max(PLACES)
@@ -114,8 +116,22 @@ class Survey:
             raise ValueError(f"no samples unite to the pattern {sorted(pattern)}")
         return parts
 
-    def _lacking(self, pattern: Pattern) -> list[Sample]:
-        return _by_length([s for p in self.patterns if p < pattern for s in self.samples(p)])
+    def _tellers(self, pattern: Pattern) -> list[Pattern]:
+        """For each micro-batch the pattern of those samples in it that lack something.
+
+        Each tells apart most of those keys that as many samples had in the micro-batches before: what always has one row for each sample
+        would look like the number of samples, and like each other. None if no sample lacks anything.
+        """
+        smaller = [p for p, _ in sorted(self.patterns.items(), key=lambda item: (-item[1], sorted(item[0]))) if p < pattern]
+        pairs = list(combinations([*sorted(pattern), ""], 2))  # "" stands for what every sample has
+        alike, found = set(pairs), list[Pattern]()
+        while smaller and len(found) < len(COUNTS):
+            if not LACKING[len(found)]:
+                found.append(smaller[0])
+                continue
+            found.append(max(smaller, key=lambda p: sum(_told(p, pair) for pair in alike)))
+            alike = {pair for pair in alike if not _told(found[-1], pair)} or set(pairs)
+        return found
 
     def _cut(self, pattern: Pattern) -> bool:
         """Crop where sequences are long, or all of one length, which would hide what depends on it."""
@@ -153,6 +169,11 @@ def survey(user: UserModel, count: int = 64, seed: int = 0) -> Survey:
     user.check_keys(every, required)
     drawn = (Drawn(i, shapes[i], frozenset(shapes[i]) - required, samples[i] if i in kept else None) for i in indices)
     return Survey(tuple(drawn), required, every - required)
+
+
+def _told(pattern: Pattern, pair: tuple[str, str]) -> bool:
+    """Whether samples of a pattern have one key of a pair but not the other."""
+    return (pair[0] in pattern) != (pair[1] in pattern or not pair[1])
 
 
 def _outline(sample: Sample) -> Sample:

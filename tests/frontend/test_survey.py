@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,19 @@ def test_micro_batches_have_their_pattern_and_move_in_every_size(user_of: UserOf
     assert all(len({length(s) for s in b}) > 1 for b in batches)
     for key in pattern:  # how many samples lack the key is no function of how many there are
         assert len({len(b) - sum(key in s for s in b) for b in batches}) >= 3
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_two_keys_have_as_many_samples_in_all_micro_batches(user_of: UserOf, seed: int):
+    """With one row for each sample that has them, rows of two keys, and the number of samples, would look alike."""
+    rng = random.Random(seed)
+    samples = [text(rng.randint(3, 12), **{k: image() for k in "xyz" if rng.random() < 0.6}) for _ in range(40)]
+    found = survey(user_of(samples))
+    for pattern in found.unions():
+        counts = {k: [sum(k in s for s in b) for b in found.batches(pattern)] for k in [*sorted(pattern), "input_ids"]}
+        for a, b in combinations(counts, 2):
+            told = any((a in p) != (b in p or b == "input_ids") for p in found.patterns if p < pattern)
+            assert counts[a] != counts[b] or not told, (pattern, counts)
 
 
 def test_even_micro_batches_need_no_padding(user_of: UserOf):
