@@ -17,17 +17,20 @@ from xdsl.passes import ModulePass
 
 from secc.errors import UserError
 from secc.ir import expr
-from secc.ir.dialect import CaseOp, GlueOp, LeafOp, ReturnOp, TermOp, graph_of, strings
+from secc.ir.dialect import CaseOp, GlueOp, LeafOp, ReturnOp, TermOp, graph_of, strings, texts
+from secc.ir.naming import ACCEPTED
 from secc.ir.types import TensorType, tensor
 from secc.ir.verify import where
+from secc.passes.loss.accept import check, note
 from secc.passes.loss.buffers import with_constants
 from secc.passes.loss.coefficient import ONE, SCALAR, Coefficient, Emitter
 from secc.passes.loss.context import Context
 from secc.passes.loss.identity import Names, Structure, keys, label
 from secc.passes.loss.states import Bad, Part, Stack, State
-from secc.passes.loss.walk import walk
+from secc.passes.loss.walk import slice_of, walk
 
 SAMPLES = "B"
+_BALANCE = "balance_loss"
 
 
 @dataclass
@@ -42,12 +45,18 @@ class CaseTerms:
 
 @dataclass(frozen=True)
 class NormalizeLoss(ModulePass):
+    """`accept`: approximations that the user accepts where a loss is not separable (`secc.passes.loss.accept`)."""
+
     name = "normalize-loss"
+    accept: tuple[str, ...] = ()
 
     def apply(self, ctx: XdslContext, op: ModuleOp) -> None:
+        check(self.accept)
         graph = graph_of(op)
         open_cases = [c for c in graph.cases if c.ops[-1].operands]
-        found = [_terms(case, *walk(graph, case)) for case in open_cases]
+        found = [_terms(case, *walk(graph, case, self.accept)) for case in open_cases]
+        if accepted := dict.fromkeys(note(o) for f in found for o in f.case.ops if o in f.context.accepted):
+            graph.attributes[ACCEPTED] = texts(accepted)
         if len({f.constant for f in found}) > 1:
             # A plan has one constant, so constants that differ between patterns become a term that every sample has a share of.
             for f in found:
@@ -91,7 +100,7 @@ def _rewrite(found: CaseTerms, names: Names, structure: Structure, only: str | N
 
     emitter = Emitter(shop, leaf)
     for key, part in zip(keys(found.parts), found.parts, strict=True):
-        current = names.term(key, only or label(part))
+        current = names.term(key, only or (_BALANCE if _is_balance(found.context, part) else label(part)))
         numerator, coefficient = _numerator(found.context, part)
         values = [numerator] if coefficient == ONE else [numerator, emitter.emit(coefficient)]
         properties = {"sym": StringAttr(current)} | _place(part)
@@ -101,8 +110,14 @@ def _rewrite(found: CaseTerms, names: Names, structure: Structure, only: str | N
     return written
 
 
+def _is_balance(context: Context, part: Part) -> bool:
+    """Whether an approximation was accepted for what a part is made of."""
+    return part.atom is not None and not part.summed and bool(context.accepted) and not context.accepted.isdisjoint(slice_of(part.atom))
+
+
 def _place(part: Part) -> dict[str, StringAttr]:
-    place = where(part.origin) if part.origin is not None else ""
+    source = part.origin or (part.atom.owner if part.atom is not None else None)
+    place = where(source) if isinstance(source, Operation) else ""
     return {"where": StringAttr(place)} if place else {}
 
 
@@ -141,11 +156,11 @@ def _finish(found: CaseTerms, terms: list[Operation]) -> None:
 def _same_in_a_pattern(found: list[CaseTerms], coefficients: list[dict[str, str]]) -> None:
     """Captures of one pattern differ in what Python read, which a rank knows for a micro-batch only: coefficients may not depend on it."""
     first: dict[frozenset[str], dict[str, str]] = {}
-    for f, texts in zip(found, coefficients, strict=True):
+    for f, written in zip(found, coefficients, strict=True):
         pattern = frozenset(strings(f.case.when))
-        known = first.setdefault(pattern, texts)
-        for name in known.keys() & texts.keys():
-            if known[name] != texts[name]:
+        known = first.setdefault(pattern, written)
+        for name in known.keys() & written.keys():
+            if known[name] != written[name]:
                 place = next((where(op) for op in f.case.ops if isinstance(op, TermOp) and op.sym.data == name), "")
                 message = f"the divisor of loss term {name} depends on what Python reads from a micro-batch (case {f.case.sym.data})"
                 raise UserError(message, place, "compute the divisor with tensor operations instead of Python branches")

@@ -60,6 +60,7 @@ class Options:
     small: bool = False
     fuse: bool = True
     without: tuple[str, ...] = ()
+    accept: tuple[str, ...] = ()
 
 
 @dataclass
@@ -183,7 +184,8 @@ def pipeline_text(options: Options) -> str:
         "cluster": options.cluster, "global-batch": options.global_batch, "strategy": options.strategy,
         "set": options.set,
     }  # fmt: skip
-    return _fusing(options).replace("{coarsen}", _spec(coarsen)).replace("{allocate}", _spec(allocate))
+    text = _fusing(options).replace("normalize-loss", f"normalize-loss{_spec({'accept': options.accept})}")
+    return text.replace("{coarsen}", _spec(coarsen)).replace("{allocate}", _spec(allocate))
 
 
 def _fusing(options: Options) -> str:

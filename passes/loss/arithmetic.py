@@ -9,9 +9,10 @@ from xdsl.ir import SSAValue
 from secc.ir import template
 from secc.ir.dialect import Computation
 from secc.ir.types import TensorType, tensor
+from secc.passes.loss.accept import balance
 from secc.passes.loss.coefficient import ONE, Coefficient, of_number
 from secc.passes.loss.context import Context, one_entry
-from secc.passes.loss.states import Bad, Local, Part, Stack, State, Sum
+from secc.passes.loss.states import Local, Part, Stack, State, Sum
 from secc.passes.loss.workshop import argument
 
 Term = SSAValue | Coefficient
@@ -123,7 +124,7 @@ def multiply(ctx: Context, op: Computation) -> State | None:
         for b in rights:
             product = _product(ctx, op, a, b)
             if product is None:
-                return ctx.bad(op, "multiplies two sums over samples, or a sum over samples with each sample")
+                return balance(ctx, op, "multiplies two sums over samples, or a sum over samples with each sample")
             parts.append(product)
     return result(ctx, terms, parts)
 
@@ -226,8 +227,8 @@ def _divide_entries(ctx: Context, op: Computation, parts: tuple[Part, ...], abov
     return result(ctx, [above, below], found)
 
 
-def _bad_divisor(ctx: Context, op: Computation, below: SSAValue) -> Bad:
+def _bad_divisor(ctx: Context, op: Computation, below: SSAValue) -> State:
     if ctx.input_only(below):
         return ctx.bad(op, "divides by a value that depends on all samples and is no sum over them")
     remedy = "divide by something that inputs alone decide, such as the number of labels or the sum of a mask"
-    return ctx.bad(op, "divides by a sum over samples that depends on a block's result", remedy)
+    return balance(ctx, op, "divides by a sum over samples that depends on a block's result", remedy)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import sympy
@@ -28,8 +28,9 @@ REMEDY = "let the loss be a sum or mean over samples of what each sample gives a
 class Context:
     """Facts about one case, and the states found so far."""
 
-    def __init__(self, graph: GraphOp, case: CaseOp) -> None:
+    def __init__(self, graph: GraphOp, case: CaseOp, accept: Collection[str] = ()) -> None:
         self.graph, self.case, self.shop = graph, case, Workshop()
+        self.accept, self.accepted = frozenset(accept), set[Operation]()  # approximations, and the ops that one was taken for
         self.states: dict[SSAValue, State] = {}
         kinds = {name: op.kind.data for name, op in graph.symbols.items()}
         self.sample_symbols = {name for name, kind in kinds.items() if kind != WIDTH}
@@ -116,11 +117,13 @@ class Context:
         return of_factor(Applied(op, known)) if len(known) == len(operands) else None
 
     def literal(self, value: Any) -> float | None:
-        """The number that an argument is or that a scalar made of Python data holds."""
+        """The number that an argument is or that a tensor made of Python data holds, in all of its entries."""
         owner = value.owner if isinstance(value, SSAValue) else None
         if isinstance(owner, ConstOp):
             text = owner.attributes.get("value")
             return float(text.data) if isinstance(text, StringAttr) else None
+        if isinstance(owner, GlueOp) and owner.base.removeprefix("new_").removesuffix("_like") == "zeros":
+            return 0.0
         if isinstance(owner, GlueOp) and owner.base in {"scalar_tensor", "full"}:
             value = argument(owner, owner.base == "full", "fill_value")
         return float(value) if isinstance(value, int | float) else None

@@ -6,6 +6,7 @@ from xdsl.ir import Operation, SSAValue
 
 from secc.ir.dialect import CallOp, Computation
 from secc.ir.types import tensor
+from secc.passes.loss.accept import balance
 from secc.passes.loss.aten import ALONG_DIM, BATCH_NORMS, FACTORIES
 from secc.passes.loss.context import Context, floating, one_entry
 from secc.passes.loss.reductions import reduced_dims
@@ -56,7 +57,7 @@ def call(ctx: Context, op: CallOp) -> list[State]:
     some = any(ctx.carries(o) for o in op.operands)
     why = "reduces its samples to a value that is the whole batch's"
     remedy = "compute the loss outside the block, from outputs that have a row for each sample"
-    return [ctx.bad(op, why, remedy) if some and not ctx.carries(r) else LOCAL for r in op.results]
+    return [balance(ctx, op, why, remedy) if some and not ctx.carries(r) else LOCAL for r in op.results]
 
 
 def other(ctx: Context, op: Computation) -> list[State]:
@@ -76,7 +77,7 @@ def _not_plain(ctx: Context, op: Computation) -> list[State]:
         return [LOCAL] * len(op.results)
     name = origin(ctx, op)
     why = f"is applied to a sum over samples{f' (made at {name})' if name else ''}, and is not linear"
-    return [ctx.bad(op, why, "apply it to each sample before the sum or mean, or leave it out of the loss")] * len(op.results)
+    return [balance(ctx, op, why, "apply it to each sample before the sum or mean, or leave it out of the loss")] * len(op.results)
 
 
 def origin(ctx: Context, op: Operation) -> str:

@@ -81,6 +81,15 @@ def other_reduction(ctx: Context, op: Computation) -> State | None:
     return ctx.bad(op, "is taken over samples, and is not a sum over them") if over else None
 
 
+def histogram(ctx: Context, op: Computation) -> State | None:
+    """Counts and sums by class over samples: `histc` between fixed bounds, `scatter_add` and `index_add` into zeros."""
+    if not all(ctx.plain(o) for o in op.operands) or ctx.carries(op.results[0]) or not any(ctx.carries(o) for o in op.operands):
+        return None
+    bounds = argument(op, 2, "min", 0), argument(op, 3, "max", 0)
+    fixed = bounds[0] != bounds[1] if op.base == "histc" else ctx.literal(op.operands[0]) == 0
+    return Sum((Part(ONE, op.results[0], True, op),)) if fixed else None
+
+
 def loss(ctx: Context, op: Computation) -> State | None:
     """A loss of torch with a `reduction` argument: its sum form is the numerator, the number of entries (or rows) the divisor."""
     name = op.base

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from xdsl.ir import Operation, SSAValue
 
@@ -26,6 +26,7 @@ RULES: dict[str, Rule] = (
     | dict.fromkeys(["_to_copy", "to", "float", "double"], linear.cast_dtype)
     | dict.fromkeys(["add", "sub", "rsub"], arithmetic.add)
     | dict.fromkeys(["sum", "mean"], reductions.sum_or_mean)
+    | dict.fromkeys(["histc", "scatter_add", "index_add"], reductions.histogram)
     | dict.fromkeys(["stack", "cat"], linear.stack)
     | dict.fromkeys(["full", "scalar_tensor", "fill", "zeros", "ones", "new_zeros", "new_ones", "new_full"], linear.filled)
     | dict.fromkeys(["zeros_like", "ones_like", "full_like"], linear.filled)
@@ -33,9 +34,9 @@ RULES: dict[str, Rule] = (
 )
 
 
-def walk(graph: GraphOp, case: CaseOp) -> tuple[Context, State]:
-    """Facts about a case and the state of its loss."""
-    context = Context(graph, case)
+def walk(graph: GraphOp, case: CaseOp, accept: Collection[str] = ()) -> tuple[Context, State]:
+    """Facts about a case and the state of its loss; `accept` names approximations that may be taken."""
+    context = Context(graph, case, accept)
     end = case.ops[-1]
     assert isinstance(end, ReturnOp)
     loss = end.operands[0]

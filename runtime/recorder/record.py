@@ -109,6 +109,10 @@ class Recorder:
             raise
         except Exception as error:
             message = f"forward raises {type(error).__name__}: {error}"
+            if (path := next(filter(self._hides, sorted(self.blocks)), None)) is not None and self._around(path) is not None:
+                raise BlockError(
+                    path, self._around(path), message, _raised_at(error) or where, "take a larger module as the block"
+                ) from error
             raise UserError(message, _raised_at(error) or where, "correct the model or its data") from error
         if not self._executor.unknown(loss):
             raise UserError("the loss depends on none of the model's parameters", where, "return the loss that is to be minimised")
@@ -259,6 +263,11 @@ class Recorder:
             message = f"the shapes of block {path} cannot be found: {type(error).__name__}: {error}"
             raise BlockError(path, self._around(path), message, _raised_at(error), "take a larger module as the block") from error
         return out, self._watch.reads, tuple(self._watch.hazards), tuple(self._watch.draws)
+
+    def _hides(self, path: str) -> bool:
+        """Whether results of modules inside a block are gathered for a caller, which sees none of them while the block is opaque."""
+        inside = (m for m in self._modules[path].modules() if m is not self._modules[path])
+        return any(getattr(h, "__module__", "") == _COLLECTORS for m in inside for h in m._forward_hooks.values())
 
     def _around(self, path: str) -> str | None:
         """The module around a block that is called, not only a list of modules; None for the model itself."""

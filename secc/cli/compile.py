@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from secc.runtime.plan import Plan
 
 MODEL = Annotated[Path, typer.Argument(help="the model file: plain PyTorch with model() and dataset()", metavar="MODEL.py")]
+ACCEPT = Annotated[list[str] | None, typer.Option(help="take an approximation of the loss: balance-loss", metavar="NAME")]
 JSON = Annotated[bool, typer.Option("--json", help="print the result as JSON, and no progress")]
 
 
@@ -31,6 +32,7 @@ def command(
     fuse: Annotated[bool, typer.Option("--fuse/--no-fuse", help="put fused operators in place of your ops where rules match")] = True,
     no_fuse_rule: Annotated[list[str] | None, typer.Option(help="leave this fusion rule out", metavar="RULE")] = None,
     explain_fusion: Annotated[bool, typer.Option("--explain-fusion", help="say what was fused, and why other places were not")] = False,
+    accept: ACCEPT = None,
     check: Annotated[bool, typer.Option(help="compare the plan with the eager model, if it fits here")] = True,
     json: JSON = False,
 ) -> None:
@@ -41,7 +43,7 @@ def command(
     check_output(output)
     options = Options(
         cluster, global_batch, strategy, tuple(set_ or ()), tuple(section or ()), max_sections, stats_samples, widths, fuse=fuse,
-        without=tuple(no_fuse_rule or ()),
+        without=tuple(no_fuse_rule or ()), accept=tuple(accept or ()),
     )  # fmt: skip
     with progress(quiet=json) as show:
         compiled = compile_model(model, options, show)
@@ -59,6 +61,8 @@ def command(
     plan = compiled.plan
     shown = f"[bold]{output}[/]: {len(plan.sections)} sections on {plan.world_size} ranks, {_checked_text(plan.checks)}"
     out.print(shown, soft_wrap=True)
+    for line in plan.checks.get("accepted", ()):
+        out.print(f"  accepted {line}", soft_wrap=True)
     if plan.world_size < int(plan.cluster.get("ranks", 0)):
         out.print(
             f"  {plan.cluster['ranks'] - plan.world_size} of {plan.cluster['ranks']} ranks would not make a step shorter and stay free"

@@ -20,6 +20,7 @@ from secc.codegen.names import identifier
 from secc.codegen.sections import TERMS, bodies, slice_of
 from secc.ir import draws, expr, fusion
 from secc.ir.dialect import BodyOp, EdgeOp, GraphOp, KeyOp, ParamOp, SectionOp, TermOp, TieOp, graph_of, section_of, strings
+from secc.ir.naming import ACCEPTED
 from secc.ir.text import print_module
 from secc.ir.types import tensor
 from secc.runtime import plan
@@ -66,6 +67,7 @@ def build(module: ModuleOp, model: plan.ModelRef, versions: Mapping[str, str]) -
         cluster=json.loads(attribute(graph, "cluster", "{}")),
         solver=json.loads(attribute(graph, "solver", "{}")),
         prediction=json.loads(attribute(graph, "prediction", "{}")),
+        checks={"accepted": list(accepted)} if (accepted := attribute(graph, ACCEPTED, ())) else {},
         labels_key=graph.labels.data if graph.labels else "",
         draws=draws.draws(graph.attributes.get(draws.ATTRIBUTE)),
         fusions=fusion.fusions(graph),

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable
 _RESERVED = {"terms"}  # the bodies of the loss's bookkeeping live under this name
 
 KNOWN_BUFFER = "buffer"  # the attribute of a `sec.param` that is a buffer whose values are known when the plan is made
+ACCEPTED = "accepted"  # the attribute of a graph that says which approximations of the loss were taken, and where
 BUFFER = "buffer:"  # and its name: a constant of a plan that holds the values of a buffer
 DATA = "rows_"  # and a number: a size that inputs' values decide, counted within a case
 

@@ -131,7 +131,7 @@ def _checks(plan: Plan) -> Table:
 
 
 def _notes(plan: Plan) -> Table:
-    notes: Sequence[str] = plan.checks.get("notes", ())
+    notes: Sequence[str] = (*plan.checks.get("accepted", ()), *plan.checks.get("notes", ()))
     return Table("Notes", ("why",), tuple((n,) for n in notes))
 
 

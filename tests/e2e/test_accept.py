@@ -1,0 +1,82 @@
+"""`--accept balance-loss`: a mixture of experts' balance loss by micro-batches, named in the plan; without the flag it is refused."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from secc import pipeline
+from secc.check import OneRank, checked
+from secc.compiler import Options, compile_model
+from secc.errors import UserError
+from secc.frontend.reference import Result, compare, gradients
+
+MODELS = Path(__file__).parent.parent / "models"
+MIXTRAL = """
+import torch
+from transformers import MixtralConfig, MixtralForCausalLM
+
+
+def model():
+    sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    moe = dict(num_local_experts=4, num_experts_per_tok=2, output_router_logits=True, router_aux_loss_coef=0.1)
+    return MixtralForCausalLM(MixtralConfig(**sizes, **moe, use_cache=False, max_position_embeddings=32))
+
+
+def dataset():
+    ids = [torch.arange(1, n) * (i + 3) % 32 for i, n in enumerate([7, 10] * 12)]
+    return [dict(input_ids=i, labels=i.clone()) for i in ids]
+"""
+
+
+@pytest.fixture(params=["experts", "mixtral"])
+def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A mixture of experts in plain PyTorch, and one of Hugging Face, whose scores are gathered by hooks inside of its layers."""
+    if request.param == "experts":
+        return MODELS / "experts.py"
+    (tmp_path / "model.py").write_text(MIXTRAL)
+    return tmp_path / "model.py"
+
+
+def test_a_balance_loss_is_computed_by_micro_batches_only_if_that_is_accepted(path: Path) -> None:
+    with pytest.raises(UserError, match="multiplies two sums over samples") as refused:
+        compile_model(path, Options())
+    assert "--accept balance-loss computes it for each micro-batch alone" in refused.value.remedy
+
+    compiled = checked(compile_model(path, Options(accept=("balance-loss",))))
+    accepted = compiled.plan.checks["accepted"]
+    assert accepted and all("is computed for each micro-batch alone, weighted by its samples" in a and ".py:" in a for a in accepted)
+    assert "balance_loss" in {t.name for t in compiled.plan.terms}
+
+
+def test_a_micro_batch_counts_by_its_share_of_the_samples() -> None:
+    compiled = compile_model(MODELS / "experts.py", Options(accept=("balance-loss",), widths="own"))
+    assert compiled.model is not None
+    model, user = compiled.model, compiled.user
+    samples = [user.dataset()[i] for i in (0, 2, 4, 6, 8)]  # of one length, so that nothing is padded
+    with tempfile.TemporaryDirectory() as directory:
+        compiled.write_sections(Path(directory) / "plan")
+        found = OneRank(compiled.plan, Path(directory) / "plan", user, model).step(samples, 2)
+    wanted = sum(len(part) / 5 * model(**user.collate(part)) for part in (samples[:2], samples[2:4], samples[4:]))
+    assert isinstance(wanted, torch.Tensor)
+    wanted.backward()
+    assert compare(found, Result(float(wanted.detach()), gradients(model))).exact
+
+
+def test_nothing_else_is_accepted_by_that_name(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(
+        (MODELS / "experts.py").read_text().replace("+ 0.1 * balance", "").replace("labels.flatten())", "labels.flatten()).sqrt()")
+    )
+    with pytest.raises(UserError, match=r"aten\.sqrt\.default is applied to a sum over samples") as refused:
+        compile_model(path, Options(accept=("balance-loss",)))
+    assert "--accept" not in refused.value.remedy
+
+
+def test_only_known_approximations_have_names() -> None:
+    with pytest.raises(UserError, match="there is no approximation 'batch-norm' to accept"):
+        for step in pipeline.parse('normalize-loss{accept="batch-norm"}'):
+            step.apply(None, None)  # type: ignore[arg-type, attr-defined]
