@@ -12,7 +12,7 @@ from secc.runtime.kernels.gated import geglu, swiglu
 from secc.runtime.kernels.kl import linear_kl
 from secc.runtime.kernels.kl_cross_entropy import linear_kl_ce
 from secc.runtime.kernels.norms import layer_norm, rms_norm
-from secc.runtime.kernels.rotary import rope
+from secc.runtime.kernels.rotary import rope, rotated
 from secc.runtime.kernels.rows import gather_rows, ragged_index, scatter_rows
 from secc.runtime.kernels.tuning import tune
 from secc.runtime.kernels.vocab_parallel import (
@@ -31,6 +31,7 @@ __all__ = [
     "ragged_index",
     "rms_norm",
     "rope",
+    "rotated",
     "scatter_rows",
     "swiglu",
     "tune",

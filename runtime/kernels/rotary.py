@@ -125,6 +125,11 @@ def _rotated(name: str, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -
     return _operator(x, cos, sin, False, torch.promote_types(x.dtype, cos.dtype))
 
 
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary position embedding of one tensor; see `rope`."""
+    return _rotated("x", x, *_checked_tables(cos, sin))
+
+
 def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotary position embedding: (rotated q, rotated k).
 

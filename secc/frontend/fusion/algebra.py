@@ -1,0 +1,199 @@
+"""Reads torch.fx graphs as expressions: what is computed, whatever it is called and in whatever dtype.
+
+Equal expressions are one object. A cast is transparent: its expression is that of what it casts. An op that `_READERS` does not know is a
+leaf. Each expression remembers the first node that computes it, before any cast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+Atom = float | str | None
+
+_CASTS = frozenset({"to", "float", "half", "bfloat16", "double", "type_as", "type"})
+_PLAIN = {
+    "mul": "mul", "multiply": "mul", "add": "add", "sub": "sub", "subtract": "sub", "truediv": "div", "div": "div", "neg": "neg",
+    "pow": "pow", "square": "square", "sqrt": "sqrt", "rsqrt": "rsqrt", "tanh": "tanh", "erf": "erf", "sigmoid": "sigmoid", "silu": "silu",
+}  # fmt: skip
+COMMUTATIVE = frozenset({"mul", "add"})
+
+
+@dataclass(eq=False)
+class Expr:
+    """An operation on expressions and atoms; `node` computes it. Leaves are operations "node" and "parameter"."""
+
+    op: str
+    args: tuple[Expr | Atom, ...]
+    node: fx.Node
+
+    def walk(self) -> Iterator[Expr]:
+        """This expression and all inside it; shared ones each time."""
+        yield self
+        for arg in self.args:
+            if isinstance(arg, Expr):
+                yield from arg.walk()
+
+
+@dataclass
+class Algebra:
+    """The expressions of one graph. `rewrite` turns a new expression into the one that stands for it (spellings)."""
+
+    rewrite: Callable[[Algebra, Expr], Expr] = lambda _, e: e
+    of: dict[fx.Node, Expr] = field(default_factory=dict[fx.Node, Expr])
+    _made: dict[Any, Expr] = field(default_factory=dict[Any, Expr])
+
+    def read(self, graph: fx.Graph) -> None:
+        """Give every node of a graph its expression."""
+        for node in graph.nodes:
+            if node.op != "output":
+                self.of[node] = self._read(node)
+
+    def make(self, op: str, args: tuple[Expr | Atom, ...], node: fx.Node) -> Expr:
+        """The expression for an operation; `node` is what computes it if it is new."""
+        key = op, tuple(id(a) if isinstance(a, Expr) else ("atom", a) for a in args)
+        if key not in self._made:
+            new = Expr(op, args, node)
+            self._made[key] = new
+            self._made[key] = self.rewrite(self, new)
+        return self._made[key]
+
+    def is_cast(self, node: fx.Node) -> bool:
+        """Whether a node only changes the dtype of its first argument."""
+        return node.op == "call_method" and node.target in _CASTS and bool(node.args)
+
+    def _read(self, node: fx.Node) -> Expr:
+        if node.op == "get_attr":
+            return self.make("parameter", (str(node.target),), node)
+        if self.is_cast(node):
+            return self.of[node.args[0]]  # pyright: ignore[reportArgumentType]
+        name = name_of(node)
+        if name in _PLAIN and len(node.args) in (1, 2) and set(node.kwargs) <= {"exponent"}:
+            args = tuple(self._argument(a) for a in (*node.args, *node.kwargs.values()))
+            if _OPAQUE not in args:
+                return self.make(_PLAIN[name], args, node)
+        reader = _READERS.get(name)
+        found = reader(self, node) if reader is not None else None
+        return self.make("node", (node.name,), node) if found is None else self.make(*found, node)
+
+    def _argument(self, value: Any) -> Expr | Atom:
+        if isinstance(value, fx.Node):
+            return self.of[value]
+        if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+            return value
+        return _OPAQUE
+
+    def given(self, node: fx.Node, *names: str) -> list[Any] | None:
+        """The arguments of a call by position or name (None where they are left out); None if there are others."""
+        if len(node.args) > len(names) or not set(node.kwargs) <= set(names):
+            return None
+        found = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+        return [found.get(n) for n in names]
+
+    def argument(self, value: Any) -> Expr | Atom:
+        """The expression or atom of a node's argument."""
+        return self._argument(value)
+
+
+_OPAQUE = "\0opaque"
+Read = tuple[str, tuple[Expr | Atom, ...]] | None
+
+
+def name_of(node: fx.Node) -> str:
+    """The short name of what a node calls: `silu`, `mean`, `getitem`."""
+    if node.op == "call_method":
+        return str(node.target)
+    return getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+
+
+def _is_last(value: Any) -> bool:
+    return value == -1 or (isinstance(value, list | tuple) and list(value) == [-1])
+
+
+def _reduction(op: str) -> Callable[[Algebra, fx.Node], Read]:
+    def read(algebra: Algebra, node: fx.Node) -> Read:
+        """Over the last dim, which is kept; a variance without Bessel's correction."""
+        known = {"var": ("input", "dim", "unbiased", "keepdim"), "mean": ("input", "dim", "keepdim")}[op]
+        extra = node.kwargs.get("correction") if op == "var" else None
+        trimmed = {k: v for k, v in node.kwargs.items() if k not in ("correction", "dtype")}
+        if len(node.args) > len(known) or not set(trimmed) <= set(known):
+            return None
+        given = dict(zip(known, node.args, strict=False)) | trimmed
+        biased = op == "mean" or given.get("unbiased") is False or extra == 0
+        return (op, (algebra.argument(given["input"]),)) if _is_last(given.get("dim")) and given.get("keepdim") is True and biased else None
+
+    return read
+
+
+def _gelu(algebra: Algebra, node: fx.Node) -> Read:
+    given = algebra.given(node, "input", "approximate")
+    if given is None or given[1] not in (None, "none", "tanh"):
+        return None
+    return "gelu_tanh" if given[1] == "tanh" else "gelu", (algebra.argument(given[0]),)
+
+
+def _silu(algebra: Algebra, node: fx.Node) -> Read:
+    given = algebra.given(node, "input", "inplace")
+    return None if given is None or given[1] else ("silu", (algebra.argument(given[0]),))
+
+
+def _norm(op: str) -> Callable[[Algebra, fx.Node], Read]:
+    def read(algebra: Algebra, node: fx.Node) -> Read:
+        """torch's own norm over one dim; its eps must be given."""
+        names = ("input", "shape", "weight", "bias", "eps") if op == "layer_norm" else ("input", "shape", "weight", "eps")
+        given = algebra.given(node, *names, *(("normalized_shape",) if "normalized_shape" in node.kwargs else ()))
+        if given is None:
+            return None
+        shape = node.kwargs.get("normalized_shape", given[1])
+        args = [algebra.argument(v) for v in (given[0], *given[2 : len(names)])]
+        return (op, tuple(args)) if isinstance(shape, list | tuple) and len(shape) == 1 and args[-1] is not None else None
+
+    return read
+
+
+def _cat(algebra: Algebra, node: fx.Node) -> Read:
+    """Two tensors side by side along the last dim."""
+    given = algebra.given(node, "tensors", "dim")
+    if given is None or not isinstance(given[0], list | tuple) or len(given[0]) != 2 or given[1] != -1:
+        return None
+    return "cat", tuple(algebra.argument(t) for t in given[0])
+
+
+def _getitem(algebra: Algebra, node: fx.Node) -> Read:
+    """The halves of the last dim: by slices or by chunks."""
+    source, index = node.args
+    if not isinstance(source, fx.Node):
+        return None
+    if isinstance(index, int) and index in (0, 1) and name_of(source) == "chunk":
+        given = algebra.given(source, "input", "chunks", "dim")
+        halves = given is not None and given[1] == 2 and given[2] == -1
+        return ("high" if index else "low", (algebra.argument(given[0]),)) if given is not None and halves else None
+    if isinstance(index, tuple) and len(index) == 2 and index[0] is Ellipsis and isinstance(index[1], slice) and index[1].step is None:
+        start, stop = index[1].start, index[1].stop
+        if start is None and _is_half(stop, source):
+            return "low", (algebra.argument(source),)
+        if stop is None and _is_half(start, source):
+            return "high", (algebra.argument(source),)
+    return None
+
+
+def _is_half(value: Any, of: fx.Node) -> bool:
+    """Whether a value is `of.shape[-1] // 2`."""
+    if not isinstance(value, fx.Node) or name_of(value) != "floordiv" or value.args[1] != 2:
+        return False
+    width = value.args[0]
+    if not isinstance(width, fx.Node):
+        return False
+    if name_of(width) == "size":
+        return width.args == (of, -1)
+    shape = width.args[0] if name_of(width) == "getitem" and width.args[1] == -1 else None
+    return isinstance(shape, fx.Node) and name_of(shape) == "getattr" and shape.args == (of, "shape")
+
+
+_READERS: dict[str, Callable[[Algebra, fx.Node], Read]] = {
+    "mean": _reduction("mean"), "var": _reduction("var"), "gelu": _gelu, "silu": _silu, "layer_norm": _norm("layer_norm"),
+    "rms_norm": _norm("rms_norm"), "cat": _cat, "concat": _cat, "concatenate": _cat, "getitem": _getitem,
+}  # fmt: skip

@@ -1,0 +1,147 @@
+"""Whether what a rule found and its replacement compute the same: values and all gradients, at several sizes, scales and dtypes.
+
+The found part runs in float64 as the truth and in each dtype beside the replacement, which must give the same dtype and shape and err
+little more than the user's own code does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from secc.frontend.fusion.rules import H, Trial
+
+Values = dict[fx.Node, torch.Tensor]
+_WIDTH = 24  # of rows where no parameter decides it
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3}
+_SLACK = 1.5  # times the error of the user's own code
+_SCALES = (1.0, 1e-2)  # of inputs: an eps in another place shows where entries are small
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rule found: `root` is computed from `leaves` (pattern name to the nodes that are it) and parameters; casts follow up to `end`."""
+
+    root: fx.Node
+    end: fx.Node
+    leaves: Mapping[str, Sequence[fx.Node]]
+    parameters: Mapping[str, torch.Tensor]
+
+    def dtypes(self) -> list[tuple[torch.dtype, torch.dtype]]:
+        """Of leaves and parameters: all in one dtype, and leaves of fewer bits than the parameters, which stay what they are."""
+        own = next(iter({p.dtype for p in self.parameters.values() if p.is_floating_point()}), None)
+        if own is None:
+            return [(d, d) for d in _DTYPES]
+        return list(dict.fromkeys([(torch.float32, torch.float32), (own, own), *((d, own) for d in _DTYPES if own is torch.float32)]))
+
+
+def difference(part: Part, new: fx.Node, trials: Sequence[Trial]) -> str:
+    """Why `new` may not stand for the part's root, "" if it may."""
+    ran = False
+    with torch.random.fork_rng(devices=[]):
+        for trial in trials:
+            truth = _truth(part, trial)
+            if truth is None:
+                continue
+            ran = True
+            for dtype, of_parameters in part.dtypes():
+                for scale in _SCALES:
+                    reason = _compare(part, new, trial, dtype, of_parameters, scale)
+                    if reason:
+                        return f"{reason} ({_text(dtype)}, {', '.join(f'{k} {list(v)}' for k, v in trial.items())})"
+    return "" if ran else "none of the sizes that it is tried at runs"
+
+
+def _truth(part: Part, trial: Trial) -> tuple[torch.Tensor, ...] | None:
+    try:
+        return _results(part, part.root, _values(part, trial, torch.float64, torch.float64, 1.0))
+    except Exception:  # the user's code may not take this shape
+        return None
+
+
+def _compare(part: Part, new: fx.Node, trial: Trial, dtype: torch.dtype, of_parameters: torch.dtype, scale: float) -> str:
+    truth = _results(part, part.root, _values(part, trial, torch.float64, torch.float64, scale))
+    values = _values(part, trial, dtype, of_parameters, scale)
+    try:
+        own = _results(part, part.root, values)
+    except Exception:  # dtypes that the user's code does not take
+        return ""
+    try:
+        found = _results(part, new, values)
+    except Exception as error:
+        return f"the replacement raises {type(error).__name__}: {error}"
+    for what, f, o, t in zip(_names(part), found, own, truth, strict=True):
+        if f.shape != o.shape or f.dtype != o.dtype:
+            return f"{what} is {_text(f.dtype)}{list(f.shape)} instead of {_text(o.dtype)}{list(o.shape)}"
+        error, allowed = _error(f, t), _SLACK * _error(o, t) + _ROUNDING[dtype]
+        if not error <= allowed:
+            return f"{what} errs by {error:.2g}, the module's own code by {_error(o, t):.2g}"
+    return ""
+
+
+def _names(part: Part) -> Iterator[str]:
+    yield "the value"
+    for name in (*part.leaves, *part.parameters):
+        if name not in ("cos", "sin"):
+            yield f"the gradient of {name}"
+
+
+def _text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _error(found: torch.Tensor, truth: torch.Tensor) -> float:
+    norm = float(truth.double().norm())
+    return float((found.double() - truth.double()).norm()) / norm if norm else float(found.double().norm())
+
+
+def _values(part: Part, trial: Trial, dtype: torch.dtype, of_parameters: torch.dtype, scale: float) -> tuple[Values, dict[str, torch.Tensor]]:
+    """Random values for leaves and parameters, the same numbers whatever the dtype; tables (cos, sin) have no gradient."""
+    torch.manual_seed(0)
+    width = next((p.shape[-1] for p in part.parameters.values() if p.dim()), _WIDTH)
+    leaves: Values = {}
+    for name, nodes in part.leaves.items():
+        shape = [width if n == H else n for n in trial[name]]
+        table = name in ("cos", "sin")
+        value = torch.rand(shape, dtype=torch.float64) if table else scale * torch.randn(shape, dtype=torch.float64)
+        leaf = _rounded(value).to(dtype).requires_grad_(not table)
+        leaves |= dict.fromkeys(nodes, leaf)
+    parameters = {n: _rounded(torch.randn(p.shape, dtype=torch.float64)).to(of_parameters) for n, p in part.parameters.items()}
+    return leaves, {n: p.requires_grad_() for n, p in parameters.items()}
+
+
+def _rounded(value: torch.Tensor) -> torch.Tensor:
+    """Numbers that every dtype has, so that all dtypes compute from the same ones."""
+    return value.to(torch.bfloat16).to(torch.float16).double()
+
+
+def _results(part: Part, root: fx.Node, values: tuple[Values, dict[str, torch.Tensor]]) -> tuple[torch.Tensor, ...]:
+    """The value at the part's end with `root` in its place, and the gradients of leaves and parameters for a fixed upstream."""
+    leaves, parameters = values
+    known: dict[fx.Node, Any] = dict(leaves)
+    known[part.root] = evaluate(root, known, parameters)
+    out = evaluate(part.end, known, parameters)
+    wanted = [t for t in (*(leaves[nodes[0]] for nodes in part.leaves.values()), *parameters.values()) if t.requires_grad]
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(torch.bfloat16)
+    gradients = torch.autograd.grad(out, wanted, upstream.to(out.dtype), materialize_grads=True, allow_unused=True)
+    return (out.detach(), *gradients)
+
+
+def evaluate(node: fx.Node, known: dict[fx.Node, Any], parameters: Mapping[str, torch.Tensor]) -> Any:
+    """The value of a node from those that are known. Raises KeyError where it depends on anything else."""
+    if node not in known:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: evaluate(n, known, parameters))
+        if node.op == "get_attr":
+            known[node] = parameters[str(node.target)]
+        elif node.op == "call_function":
+            known[node] = node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+        elif node.op == "call_method":
+            known[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        else:
+            raise KeyError(node.name)
+    return known[node]

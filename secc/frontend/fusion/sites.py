@@ -1,0 +1,84 @@
+"""The places in a module where a kernel may stand: methods of its class, and functions that these call by a global name.
+
+Only code that multiplies, or calls torch's own norms, is worth a trace.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from collections.abc import Iterator
+from functools import cache
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from secc.runtime.recorder.places import is_internal
+
+_NORMS = frozenset({"layer_norm", "rms_norm"})
+_ABOVE = frozenset({"PreTrainedModel", "GradientCheckpointingLayer"})  # their methods are no part of a model
+
+
+def methods(cls: type) -> Iterator[str]:
+    """`forward` first, then the other methods of a class that may compute what a kernel can, the class's own first."""
+    yield "forward"
+    for base in cls.__mro__:
+        if base.__module__.startswith("torch.") or base.__name__ in _ABOVE or base is object:
+            continue
+        for name, value in vars(base).items():
+            if isinstance(value, FunctionType) and name != "forward" and not name.startswith("__") and multiplies(value.__code__):
+                yield name
+
+
+def functions(cls: type) -> dict[tuple[str, str], FunctionType]:
+    """The functions of tensors that a class's methods call by a global name, by (method, name)."""
+    found: dict[tuple[str, str], FunctionType] = {}
+    for base in reversed(cls.__mro__):
+        if base.__module__.startswith("torch.") or base.__name__ in _ABOVE or base is object:
+            continue
+        for method, value in vars(base).items():
+            inner = inspect.unwrap(value) if isinstance(value, FunctionType) else None
+            if isinstance(inner, FunctionType):
+                found |= {(method, name): function for name, function in _called(inner)}
+    return found
+
+
+def _called(function: FunctionType) -> Iterator[tuple[str, FunctionType]]:
+    for name in function.__code__.co_names:
+        value = function.__globals__.get(name)
+        if isinstance(value, FunctionType) and not is_internal(value.__code__.co_filename) and _rotates(value):
+            yield name, value
+
+
+def _rotates(function: FunctionType) -> bool:
+    """Whether a function of two tensors or more multiplies, itself or in a function that it calls."""
+    if function.__code__.co_argcount < 2:
+        return False
+    inner = (function.__globals__.get(n) for n in function.__code__.co_names)
+    return multiplies(function.__code__) or any(isinstance(f, FunctionType) and multiplies(f.__code__) for f in inner)
+
+
+@cache
+def multiplies(code: CodeType) -> bool:
+    """Whether code has a product or calls one of torch's norms."""
+    if _NORMS & set(code.co_names):
+        return True
+    return any(i.opname == "BINARY_OP" and i.argrepr == "*" for i in dis.get_instructions(code))
+
+
+def signature(module: nn.Module) -> Any:
+    """What decides a module's graphs: class, plain attributes, tensors, the modules directly inside. Equal for the layers of a stack."""
+    plain = tuple((k, _plain(v)) for k, v in sorted(vars(module).items()) if not k.startswith("_"))
+    tensors = tuple((n, tuple(t.shape), t.dtype) for n, t in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)))
+    inside = tuple((n, type(m), _plain_all(m), bool(m._forward_hooks), bool(m._forward_pre_hooks)) for n, m in module.named_children())
+    return type(module), plain, tensors, inside, frozenset(p.dtype for p in module.parameters())
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, bool | int | float | str | None | torch.dtype) else id(value)
+
+
+def _plain_all(module: nn.Module) -> Any:
+    return tuple((k, _plain(v)) for k, v in sorted(vars(module).items()) if isinstance(v, bool | int | float | str))

@@ -1,0 +1,184 @@
+"""Symbolic traces of sites: a method of a module whose submodules stay calls, or a function of tensors.
+
+What a trace cannot follow (a branch on a tensor, a loop over one, a change in place, state that is written) is refused with the reason. A
+parameter's dtype and shape are known while tracing; those of other tensors are not. Activations without parameters are looked into.
+"""
+
+from __future__ import annotations
+
+import copy
+import dis
+import inspect
+import re
+import sys
+from collections.abc import Mapping
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from secc.runtime.recorder.places import short_place
+
+_RANDOM = ("Dropout", "RReLU")
+
+
+class Refused(Exception):
+    """A site that cannot be traced or rewritten, and why."""
+
+
+class _Known(fx.Proxy):
+    """A parameter: its dtype and shape are what they are."""
+
+    def __init__(self, node: fx.Node, tracer: fx.Tracer, tensor: torch.Tensor) -> None:
+        super().__init__(node, tracer)
+        self._tensor = tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._tensor.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._tensor.shape
+
+    @property
+    def ndim(self) -> int:
+        return self._tensor.ndim
+
+
+class _Tracer(fx.Tracer):
+    proxy_buffer_attributes = True
+
+    def __init__(self, code: CodeType, method: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._file, self._first, self.traced_func_name = code.co_filename, code.co_firstlineno, method
+        self._tensors = tensors
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return not _is_activation(m)
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        if node.op == "get_attr":
+            return _Known(node, self, self._tensors[str(node.target)])
+        return super().proxy(node)
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        """With the line of the site's own file that asks for the node."""
+        node = super().create_node(*args, **kwargs)
+        node.meta["line"] = self._line()
+        return node
+
+    def _line(self) -> int:
+        frame = sys._getframe(2)
+        while frame is not None:
+            if frame.f_code.co_filename == self._file:
+                return frame.f_lineno
+            frame = frame.f_back
+        return self._first
+
+
+def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by every name that they have."""
+    return dict([*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)])
+
+
+def _is_activation(module: nn.Module) -> bool:
+    """Whether a module is a function of its input: nothing inside it, no hooks, nothing random."""
+    if type(module).__name__.startswith(_RANDOM) or has_hooks(module):
+        return False
+    return not (module._parameters or module._buffers or module._modules)  # pyright: ignore[reportPrivateUsage]
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether something runs around the module's forward."""
+    return any(getattr(module, n) for n in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"))
+
+
+def code_of(function: Any) -> CodeType | None:
+    """The code of a plain Python function, None for anything else, also for a decorated one."""
+    function = getattr(function, "__func__", function)
+    return function.__code__ if isinstance(function, FunctionType) and not hasattr(function, "__wrapped__") else None
+
+
+def trace_method(module: nn.Module, method: str) -> fx.Graph:
+    """The graph of a method as it is called with tensors only, other arguments at their defaults. Raises Refused."""
+    function = getattr(type(module), method)
+    code = code_of(function)
+    if code is None or method in vars(module):
+        raise Refused(f"its {method} is wrapped or replaced, so its own code does not show what runs")
+    _check_code(code)
+    twin = copy.copy(module)
+    before = dict(vars(twin))
+    graph = _traced(function, twin, _Tracer(code, method, tensors_of(module)))
+    if any(vars(twin).get(k) is not v for k, v in before.items()) or len(before) != len(vars(twin)):
+        raise Refused(f"its {method} writes attributes of the module")
+    return graph
+
+
+def trace_function(function: FunctionType) -> fx.Graph:
+    """The graph of a function of tensors. Raises Refused."""
+    code = code_of(function)
+    if code is None:
+        raise Refused("it is wrapped")
+    _check_code(code)
+    return _traced(function, function, _Tracer(code, "forward", {}))
+
+
+def _traced(function: Any, root: nn.Module | FunctionType, tracer: _Tracer) -> fx.Graph:
+    """Trace with flags (None, bool, text) at their defaults, and, where that does not work, with numbers at theirs too."""
+    parameters = list(inspect.signature(function).parameters.values())[isinstance(root, nn.Module) :]
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+    if any(p.kind in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY) for p in parameters):
+        raise Refused("it takes any number of arguments")
+    flags = {k: v for k, v in defaults.items() if v is None or isinstance(v, bool | str)}
+    error: Exception | None = None
+    for fixed in (flags, defaults) if flags != defaults else (flags,):
+        try:
+            graph = tracer.trace(root, dict(fixed))
+        except Exception as raised:  # whatever the user's code does with values that are not there
+            error = error or raised
+            continue
+        _drop(graph, fixed)
+        _check(graph)
+        return graph
+    raise Refused(f"it cannot be traced: {_first_line(error)}")
+
+
+def _drop(graph: fx.Graph, fixed: Mapping[str, Any]) -> None:
+    """Take out the arguments that are left at their defaults, the checks that torch.fx makes of them, and unused variable ones."""
+    for node in reversed(list(graph.nodes)):
+        checks = node.op == "call_function" and getattr(node.target, "__name__", "") in ("_assert_is_none", "_assert")
+        given = node.op == "placeholder" and (re.sub(r"_\d+$", "", str(node.target)) in fixed or str(node.target).startswith("**"))
+        if (checks or given or (checks is False and getattr(node.target, "__name__", "") == "eq")) and not node.users:
+            graph.erase_node(node)
+
+
+def _check(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+        if node.op in ("call_method", "call_function") and name.endswith("_") and not name.endswith("__"):
+            raise Refused(f"it changes a tensor in place ({name})")
+        if node.op == "get_attr" and str(node.target).startswith("_tensor_constant"):
+            raise Refused("it uses a tensor that is neither a parameter nor a buffer")
+        if node.op == "placeholder" and str(node.target).startswith("*"):
+            raise Refused("it takes any number of arguments")
+
+
+def _check_code(code: CodeType) -> None:
+    """A trace would turn `x *= y` into a new tensor, where the user's code writes to the old one."""
+    for i in dis.get_instructions(code):
+        if i.opname in ("STORE_ATTR", "STORE_GLOBAL", "DELETE_ATTR", "STORE_SUBSCR", "DELETE_SUBSCR"):
+            raise Refused(f"it writes to {i.argrepr or 'a container'}")
+        if i.opname == "BINARY_OP" and i.argrepr.endswith("="):
+            raise Refused(f"it changes a tensor in place ({i.argrepr})")
+
+
+def _first_line(error: Exception | None) -> str:
+    text = str(error).strip().splitlines()
+    return text[0] if text else type(error).__name__
+
+
+def place_of(code: CodeType, node: fx.Node | None = None) -> str:
+    """file:line of a site, or of a node in it."""
+    return short_place(code, node.meta.get("line", code.co_firstlineno) if node is not None else code.co_firstlineno)
