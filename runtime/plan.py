@@ -161,6 +161,22 @@ class Fusion:
 
 
 @dataclass(frozen=True)
+class Rewrite:
+    """Code with fused operators: the function `name` of sections/fused.py stands in for `method` of `modules` (paths, of class `cls`).
+
+    With `function` it stands in for the function that the method calls by this global name. `lines` are the user's lines: that of the
+    definition, then one for each statement.
+    """
+
+    name: str
+    cls: str
+    method: str
+    function: str
+    modules: tuple[str, ...]
+    lines: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Tie:
     """One parameter under several names or in several sections; gradients are summed over the union of their ranks."""
 
@@ -197,6 +213,7 @@ class Plan:
     checks: dict[str, Any] = field(default_factory=dict)
     draws: tuple[Draw, ...] = ()
     fusions: tuple[Fusion, ...] = ()
+    rewrites: tuple[Rewrite, ...] = ()
     labels_key: str = ""  # the input whose entries other than -100 are counted as tokens
 
     def section(self, name: str) -> Section:
@@ -284,6 +301,7 @@ def _build(cls: Any, data: Any) -> Any:
         "ties": Tie,
         "draws": Draw,
         "fusions": Fusion,
+        "rewrites": Rewrite,
         "mesh": Mesh,
         "cost": Cost,
     }

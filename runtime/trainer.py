@@ -21,6 +21,7 @@ from secc.runtime.data import GlobalBatch
 from secc.runtime.elementwise import refusal
 from secc.runtime.engine import Engine, StepInput
 from secc.runtime.errors import UserError
+from secc.runtime.fusion.install import install, read
 from secc.runtime.gradients import Reducer, holders
 from secc.runtime.metrics import Metrics
 from secc.runtime.run import Run
@@ -39,6 +40,7 @@ class Trainer:
         canonical = canonical_names(model)
         params = dict(model.named_parameters())
         held = holders(self.plan, [n for n, p in params.items() if p.requires_grad], canonical)
+        install(model, self.plan.rewrites, read(run.directory))
         for section in self.plan.sections:
             if run.rank in section.mesh.ranks:
                 recompute.install(model, section.blocks, section.recompute)

@@ -27,6 +27,7 @@ from secc.errors import UserError
 from secc.frontend.reference import SEED, Difference, Keyed, Result, compare, eager, gradients
 from secc.runtime import plan as plan_schema
 from secc.runtime.comm import Transport
+from secc.runtime.fusion.install import installed, read
 from secc.runtime.engine import Engine, StepInput
 from secc.runtime.metadata import leaves_of
 from secc.runtime.plan import Mesh, Plan
@@ -149,7 +150,7 @@ class OneRank:
         mesh = Mesh((0,))
         folded = tuple(dataclasses.replace(s, mesh=mesh) for s in plan.sections)
         self.plan = dataclasses.replace(plan, world_size=1, sections=folded)
-        self.user, self.model = user, model
+        self.user, self.model, self._fused = user, model, read(directory)
         self.sections: dict[str, Section] = {
             s.name: getattr(_module(directory / s.module), class_name(s.name))(model) for s in plan.sections
         }
@@ -172,7 +173,8 @@ class OneRank:
 
         self.model.zero_grad(set_to_none=True)
         engine = Engine(plan, self.sections, Transport(plan, 0, CPU), lambda _: None, Trace(None, 0, CPU))
-        loss = engine.run(StepInput(schedule(plan, metas), metas, batch_of, coefficients, SEED))
+        with installed(self.model, plan.rewrites, self._fused):
+            loss = engine.run(StepInput(schedule(plan, metas), metas, batch_of, coefficients, SEED))
         found = Result(float(loss) + self.terms.CONSTANT, gradients(self.model))
         self.model.zero_grad(set_to_none=True)
         return found

@@ -21,27 +21,33 @@ from xdsl.dialects.builtin import ModuleOp, StringAttr
 from secc import __version__, pipeline, staging
 from secc.codegen import plan as plan_codegen
 from secc.codegen.directory import plan_files, section_files
+from secc.codegen.fused import fused_module, rewrites
 from secc.codegen.write import write
+from secc.cost.fused import PREFIX
 from secc.cost.measure import measure
 from secc.errors import UserError
 from secc.frontend import import_ir, widths
 from secc.frontend.capture import Capture, capture
+from secc.frontend.fusion.declare import declare
+from secc.frontend.fusion.find import find
 from secc.frontend.inputs import Inputs, describe
 from secc.frontend.meta import meta_model
 from secc.frontend.survey import Survey, survey
 from secc.ir import fusion
 from secc.ir.dialect import graph_of
 from secc.ir.text import print_module
+from secc.passes.fuse_blocks import reason_against
 from secc.runtime import plan as plan_schema
 from secc.runtime.elementwise import refusal
+from secc.runtime.fusion.install import installed
 from secc.runtime.plan import Plan
 from secc.runtime.user_model import UserModel, load
 from secc.runtime.weights import parameter_table
 
 FITS_BYTES = 2 << 30  # a model up to this size is built here to show its plan exact
 PASSES = (
-    "canonicalize,dce,normalize-loss,dce,fuse-linear-loss{fuse-linear-loss},annotate-patterns,infer-modes,coarsen{coarsen},annotate-costs,"
-    "sink-boundaries,allocate{allocate},split-stages,insert-transfers,lower"
+    "canonicalize,dce,normalize-loss,dce,fuse-linear-loss{fuse-linear-loss},annotate-patterns,infer-modes,coarsen{coarsen},"
+    "fuse-blocks{fuse-blocks},annotate-costs,sink-boundaries,allocate{allocate},split-stages,insert-transfers,lower"
 )
 
 
@@ -61,6 +67,7 @@ class Options:
     fuse: bool = True
     without: tuple[str, ...] = ()
     accept: tuple[str, ...] = ()
+    fuse_blocks: str = "auto"
 
 
 @dataclass
@@ -131,6 +138,8 @@ def compile_model(path: str | Path, options: Options, progress: Callable[[str], 
             module = _module(user, meta, captured, width)
             measure(module, meta)
             passes = pipeline.parse(pipeline_text(dataclasses.replace(options, sections=options.sections + found.sections)))
+    with clock.step("look for what fused operators can compute"):
+        _look_for_fusions(module, meta, options)
     start = print_module(module)
     with clock.step("passes"):
         run = pipeline.run(module, passes, dump=True, progress=clock.progress)
@@ -146,6 +155,17 @@ def _module(user: UserModel, meta: nn.Module, captured: Capture, width: str) -> 
     if reason := unshardable(user, meta):
         graph_of(module).attributes["unshardable"] = StringAttr(reason)
     return module
+
+
+def _look_for_fusions(module: ModuleOp, meta: nn.Module, options: Options) -> None:
+    """Declare what `fuse-blocks` may rewrite in the user's modules, and measure the calls with all of it too."""
+    if not options.fuse or reason_against(options.fuse_blocks, options.cluster):
+        return
+    graph = graph_of(module)
+    declare(graph, find(meta, graph.blocks, options.without))
+    if graph.rewrites:
+        with installed(meta, rewrites(graph), fused_module(graph)):
+            measure(module, meta, PREFIX)
 
 
 def unshardable(user: UserModel, meta: nn.Module) -> str:
@@ -192,8 +212,9 @@ def _fusing(options: Options) -> str:
     """The pipeline with the options of its fusing passes, or without these passes. Raises UserError for a rule that there is not."""
     fusion.check(options.without)
     text = PASSES
+    more = {"fuse-blocks": {"when": options.fuse_blocks, "cluster": options.cluster}}
     for name in dict.fromkeys(fusion.RULES.values()):
-        asked = _spec({"without": fusion.of_pass(options.without, name)})
+        asked = _spec({"without": fusion.of_pass(options.without, name), **more.get(name, {})})
         text = text.replace(f"{name}{{{name}}}", f"{name}{asked}") if options.fuse else text.replace(f"{name}{{{name}}},", "")
     return text
 

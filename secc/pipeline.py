@@ -28,6 +28,7 @@ PASSES = {
     "annotate-patterns": "annotate_patterns.AnnotatePatterns",
     "infer-modes": "infer_modes.InferModes",
     "coarsen": "coarsen.Coarsen",
+    "fuse-blocks": "fuse_blocks.FuseBlocks",
     "annotate-costs": "annotate_costs.AnnotateCosts",
     "sink-boundaries": "sink_boundaries.SinkBoundaries",
     "allocate": "allocate.Allocate",

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from xdsl.dialects.builtin import ModuleOp
 
+from secc.codegen.fused import fused_module
 from secc.codegen.names import class_name, identifier
 from secc.codegen.render import render
 from secc.codegen.sections import TERMS, constants_of, section_module, terms_module
@@ -35,6 +36,8 @@ def section_files(plan: Plan, module: ModuleOp, constants: Mapping[str, torch.Te
     files: Files = {"sections/__init__.py": '"""The sections of this plan: the user\'s blocks in order, glue spelt out."""\n'}
     files |= {plan.section(s.sym.data).module: section_module(graph, s) for s in graph.sections}
     files["sections/terms.py"] = terms_module(graph)
+    if graph.rewrites:
+        files["sections/fused.py"] = fused_module(graph)
     read = sorted({key for s in [*(s.sym.data for s in graph.sections), TERMS] for key in constants_of(graph, s)})
     if read:
         buffer = io.BytesIO()

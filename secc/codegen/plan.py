@@ -16,6 +16,7 @@ from xdsl.dialects.builtin import ArrayAttr, FloatAttr, IntAttr, IntegerAttr, Mo
 from xdsl.ir import Attribute, Operation
 
 from secc.codegen.body import BodyPrinter
+from secc.codegen.fused import rewrites
 from secc.codegen.names import identifier
 from secc.codegen.sections import TERMS, bodies, slice_of
 from secc.ir import draws, expr, fusion
@@ -71,6 +72,7 @@ def build(module: ModuleOp, model: plan.ModelRef, versions: Mapping[str, str]) -
         labels_key=graph.labels.data if graph.labels else "",
         draws=draws.draws(graph.attributes.get(draws.ATTRIBUTE)),
         fusions=fusion.fusions(graph),
+        rewrites=rewrites(graph),
     )
     return dataclasses.replace(made, hash=_hash(module, model, versions))
 

@@ -12,7 +12,7 @@ from typing import Any
 import sympy
 import torch
 from torch import nn
-from xdsl.dialects.builtin import ModuleOp, StringAttr
+from xdsl.dialects.builtin import IntegerAttr, IntegerType, ModuleOp, StringAttr
 
 from secc.cost.estimate import CallCost, default
 from secc.cost.fit import fit
@@ -27,8 +27,10 @@ from secc.runtime.recompute import units
 Key = tuple[object, ...]
 
 
-def measure(module: ModuleOp, model: nn.Module) -> None:
+def measure(module: ModuleOp, model: nn.Module, prefix: str = "") -> None:
     """Put `flops`, `saved` (texts over symbols), `ops` and `cost` (counted or default) on every `sec.call`, and bytes on blocks and ties.
+
+    The keys on calls get a `prefix`: a model whose modules are rewritten is measured beside the user's own.
 
     A call with `units` that may run again also gets `kept`, `working` and `again` (see `secc.cost.estimate.CallCost`).
 
@@ -44,7 +46,7 @@ def measure(module: ModuleOp, model: nn.Module) -> None:
     for case in graph.cases:
         for op in case.ops:
             if isinstance(op, CallOp):
-                _note_cost(op, _cost(graph, op, model.get_submodule(op.target.data), known))
+                _note_cost(op, _cost(graph, op, model.get_submodule(op.target.data), known), prefix)
 
 
 def _note_bytes(op: BlockOp | TieOp, parameters: list[nn.Parameter]) -> None:
@@ -55,17 +57,19 @@ def _note_bytes(op: BlockOp | TieOp, parameters: list[nn.Parameter]) -> None:
         op.attributes["params"] = integer(sum(p.numel() for p in parameters))
 
 
-def _note_cost(call: CallOp, cost: CallCost) -> None:
-    call.attributes["flops"] = StringAttr(expr.text(cost.flops))
-    call.attributes["saved"] = StringAttr(expr.text(cost.saved))
-    call.attributes["ops"] = integer(cost.ops)
-    call.attributes["cost"] = StringAttr(cost.label)
+def _note_cost(call: CallOp, cost: CallCost, prefix: str) -> None:
+    noted: dict[str, StringAttr | IntegerAttr[IntegerType]] = {
+        "flops": StringAttr(expr.text(cost.flops)),
+        "saved": StringAttr(expr.text(cost.saved)),
+        "ops": integer(cost.ops),
+        "cost": StringAttr(cost.label),
+    }
     if cost.units:
-        call.attributes["layers"] = integer(cost.units)
+        noted["layers"] = integer(cost.units)
     if cost.units and cost.saved != 0:
-        call.attributes["units"] = integer(cost.units)
-        for key in ("kept", "working", "again"):
-            call.attributes[key] = StringAttr(expr.text(getattr(cost, key)))
+        noted["units"] = integer(cost.units)
+        noted |= {key: StringAttr(expr.text(getattr(cost, key))) for key in ("kept", "working", "again")}
+    call.attributes |= {prefix + key: value for key, value in noted.items()}
 
 
 def _cost(graph: GraphOp, call: CallOp, block: nn.Module, known: dict[Key, CallCost | None]) -> CallCost:

@@ -62,6 +62,10 @@ class GraphOp(LineOp):
         return {op.path.data: op for op in self.body.block.ops if isinstance(op, BlockOp)}
 
     @property
+    def rewrites(self) -> list[RewriteOp]:
+        return [op for op in self.body.block.ops if isinstance(op, RewriteOp)]
+
+    @property
     def edges(self) -> list[EdgeOp]:
         return [op for op in self.body.block.ops if isinstance(op, EdgeOp)]
 
@@ -134,6 +138,25 @@ class TieOp(LineOp):
     name = "sec.tie"
     names = prop_def(ArrayAttr[StringAttr])
     KEYWORDS: ClassVar[Keywords] = (("names", "names", TEXTS),)
+
+
+@irdl_op_definition
+class RewriteOp(LineOp):
+    """Code with fused operators that may stand in for `method` of `modules` (or for `function`, which their method calls by that name).
+
+    `rules` are those of `fuse-blocks` that it applies; `code` lists the user's line and the text of each line. `fuse-blocks` erases those
+    that are not wanted.
+    """
+
+    name = "sec.rewrite"
+    sym, cls, method = prop_def(StringAttr), prop_def(StringAttr), prop_def(StringAttr)
+    function, where = opt_prop_def(StringAttr), opt_prop_def(StringAttr)
+    rules, modules, code = prop_def(ArrayAttr[StringAttr]), prop_def(ArrayAttr[StringAttr]), prop_def(ArrayAttr[StringAttr])
+    HEADLINE: ClassVar[str | None] = "sym"
+    KEYWORDS: ClassVar[Keywords] = (
+        ("rules", "rules", TEXTS), ("cls", "class", TEXT), ("method", "method", TEXT), ("function", "function", TEXT),
+        ("modules", "modules", TEXTS), ("code", "code", TEXTS), _AT,
+    )  # fmt: skip
 
 
 @irdl_op_definition
@@ -420,7 +443,7 @@ class ReturnOp(LineOp):
 Sec = Dialect(
     "sec",
     [
-        GraphOp, SymbolOp, PatternOp, KeyOp, BlockOp, TieOp, SectionOp, CaseOp, BodyOp, InputOp, ParamOp, ConstOp, SizeOp, CallOp, GlueOp,
+        GraphOp, SymbolOp, PatternOp, KeyOp, BlockOp, TieOp, RewriteOp, SectionOp, CaseOp, BodyOp, InputOp, ParamOp, ConstOp, SizeOp, CallOp, GlueOp,
         GuardOp, LeafOp, TermOp, TransferOp, EdgeOp, ReceiveOp, SendOp, ReturnOp,
     ],
     [TensorType],

@@ -20,6 +20,11 @@ RULES = {
     "linear-cross-entropy": "fuse-linear-loss",
     "linear-kl": "fuse-linear-loss",
     "linear-kl-ce": "fuse-linear-loss",
+    "rms-norm": "fuse-blocks",
+    "layer-norm": "fuse-blocks",
+    "swiglu": "fuse-blocks",
+    "geglu": "fuse-blocks",
+    "rope": "fuse-blocks",
 }  # each rule's pass; `docs/fusion.md` says what the rules match
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +15,8 @@ from torch import fx, nn
 from secc.frontend.fusion import sites
 from secc.frontend.fusion.code import source
 from secc.frontend.fusion.rewrite import Missed, rewrite
-from secc.frontend.fusion.trace import Refused, code_of, has_hooks, place_of, tensors_of, trace_function, trace_method
+from secc.frontend.fusion.trace import Refused, code_of, place_of, tensors_of, trace_function, trace_method
+from secc.runtime.fusion.install import rebound
 
 
 @dataclass
@@ -107,7 +109,7 @@ class _Search:
             self._called[cls] = sites.functions(cls)
         for (method, name), function in self._called[cls].items():
             found = self._function(function)
-            if found.code and method not in done:
+            if found.code and method not in done and method not in vars(module) and _may_rebind(cls, method):
                 self._note(path, cls.__name__, method, name, found)
 
     def _note(self, path: str, cls: str, method: str, function: str, found: _Site) -> None:
@@ -150,7 +152,18 @@ class _Search:
             text, lines = source(graph, "FUSED", module is not None, code.co_firstlineno)
             return _Site(tuple(f.rule for f in found), tuple(text), tuple(lines), where, misses)
         except Refused as refused:
-            return _Site(misses=(Miss(cls, site, "", str(refused), where),))
+            inner = inspect.unwrap(function)
+            looked = isinstance(inner, FunctionType) and sites.promising(inner)
+            return _Site(misses=(Miss(cls, site, "", str(refused), where),) if looked else ())
+
+
+def _may_rebind(cls: type, method: str) -> bool:
+    """Whether a method can be told to look up a global elsewhere."""
+    try:
+        rebound(getattr(cls, method), {})
+    except ValueError:
+        return False
+    return True
 
 
 def _check(module: nn.Module) -> None:

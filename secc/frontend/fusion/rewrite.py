@@ -131,7 +131,8 @@ def _sweep(graph: fx.Graph) -> None:
 def _near(algebra: Algebra, rules: list[Rule]) -> list[Missed]:
     """For each rule whose sign is in the graph, why its best pattern does not match."""
     missed: list[Missed] = []
-    signs = {e.op for e in algebra.of.values()}
+    output = next(n for n in next(iter(algebra.of)).graph.nodes if n.op == "output").all_input_nodes
+    signs = {e.op for e in algebra.of.values()} - {algebra.of[n].op for n in output if n in algebra.of}
     for name in dict.fromkeys(r.name for r in rules):
         attempt = Attempt()
         pattern = ""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dis
 import inspect
+import re
 from collections.abc import Iterator
 from functools import cache
 from types import CodeType, FunctionType
@@ -18,26 +19,25 @@ from torch import nn
 from secc.runtime.recorder.places import is_internal
 
 _NORMS = frozenset({"layer_norm", "rms_norm"})
-_ABOVE = frozenset({"PreTrainedModel", "GradientCheckpointingLayer"})  # their methods are no part of a model
+_SIGNS = _NORMS | {"silu", "gelu", "sigmoid", "tanh", "rsqrt", "sqrt", "pow", "norm", "cat", "concat", "concatenate", "stack"}
+_ACTIVATION = re.compile(r"act|gate|silu|gelu")
 
 
 def methods(cls: type) -> Iterator[str]:
     """`forward` first, then the other methods of a class that may compute what a kernel can, the class's own first."""
+    if getattr(cls.forward, "__name__", "") == "_forward_unimplemented":
+        return
     yield "forward"
-    for base in cls.__mro__:
-        if base.__module__.startswith("torch.") or base.__name__ in _ABOVE or base is object:
-            continue
+    for base in _bases(cls):
         for name, value in vars(base).items():
-            if isinstance(value, FunctionType) and name != "forward" and not name.startswith("__") and multiplies(value.__code__):
+            if isinstance(value, FunctionType) and name != "forward" and not name.startswith("__") and promising(value):
                 yield name
 
 
 def functions(cls: type) -> dict[tuple[str, str], FunctionType]:
     """The functions of tensors that a class's methods call by a global name, by (method, name)."""
     found: dict[tuple[str, str], FunctionType] = {}
-    for base in reversed(cls.__mro__):
-        if base.__module__.startswith("torch.") or base.__name__ in _ABOVE or base is object:
-            continue
+    for base in reversed(_bases(cls)):
         for method, value in vars(base).items():
             inner = inspect.unwrap(value) if isinstance(value, FunctionType) else None
             if isinstance(inner, FunctionType):
@@ -45,23 +45,27 @@ def functions(cls: type) -> dict[tuple[str, str], FunctionType]:
     return found
 
 
+def _bases(cls: type) -> list[type]:
+    """The classes whose code computes the model: a framework's base class of all models does not."""
+    return [b for b in cls.__mro__ if issubclass(b, nn.Module) and not b.__module__.startswith("torch.") and b.__name__ != "PreTrainedModel"]
+
+
 def _called(function: FunctionType) -> Iterator[tuple[str, FunctionType]]:
     for name in function.__code__.co_names:
         value = function.__globals__.get(name)
-        if isinstance(value, FunctionType) and not is_internal(value.__code__.co_filename) and _rotates(value):
+        if isinstance(value, FunctionType) and not is_internal(value.__code__.co_filename) and promising(value):
             yield name, value
 
 
-def _rotates(function: FunctionType) -> bool:
-    """Whether a function of two tensors or more multiplies, itself or in a function that it calls."""
-    if function.__code__.co_argcount < 2:
-        return False
-    inner = (function.__globals__.get(n) for n in function.__code__.co_names)
-    return multiplies(function.__code__) or any(isinstance(f, FunctionType) and multiplies(f.__code__) for f in inner)
-
-
 @cache
-def multiplies(code: CodeType) -> bool:
+def promising(function: FunctionType) -> bool:
+    """Whether a function may compute what a kernel can: it, or a function that it calls, multiplies and names an operation of a rule."""
+    inner = (function.__globals__.get(n) for n in function.__code__.co_names)
+    codes = [function.__code__, *(f.__code__ for f in inner if isinstance(f, FunctionType) and not is_internal(f.__code__.co_filename))]
+    return any(map(_multiplies, codes)) and any(n in _SIGNS or _ACTIVATION.search(n) for code in codes for n in code.co_names)
+
+
+def _multiplies(code: CodeType) -> bool:
     """Whether code has a product or calls one of torch's norms."""
     if _NORMS & set(code.co_names):
         return True

@@ -1,0 +1,151 @@
+"""Puts the functions of a plan's `sections/fused.py` in the place of methods, or of functions that methods call by a global name.
+
+A function keeps the user's file and lines: tracebacks point there, and random ops inside it keep the names that they were captured with.
+It is only for plain tensors given as the trace had them; for anything else (a DTensor, an argument that was left at its default) the
+user's own code runs.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from secc.runtime.errors import UserError
+from secc.runtime.fusion import operators
+from secc.runtime.plan import Rewrite
+
+FILE = "sections/fused.py"
+_PLAIN = (torch.Tensor, nn.Parameter)
+_NAMES: dict[str, Any] = {
+    "torch": torch, "fused": operators, "device": torch.device, "inf": float("inf"), "nan": float("nan"), "NoneType": type(None),
+}  # fmt: skip
+
+Own = Callable[..., Any]
+
+
+def install(model: nn.Module, rewrites: Iterable[Rewrite], source: str) -> None:
+    """Let the modules that `rewrites` name compute with fused operators; `source` is the text of fused.py.
+
+    Raises UserError if a module is not what the plan was made with.
+    """
+    for module, method, function in _replacements(model, tuple(rewrites), source):
+        setattr(module, method, function)
+
+
+@contextmanager
+def installed(model: nn.Module, rewrites: Iterable[Rewrite], source: str) -> Iterator[None]:
+    """The same for a while."""
+    found = _replacements(model, tuple(rewrites), source)
+    try:
+        for module, method, function in found:
+            setattr(module, method, function)
+        yield
+    finally:
+        for module, method, _ in found:
+            delattr(module, method)
+
+
+def read(directory: Path) -> str:
+    """The text of a plan's fused.py, "" if it has none."""
+    path = directory / FILE
+    return path.read_text() if path.exists() else ""
+
+
+def _replacements(model: nn.Module, rewrites: tuple[Rewrite, ...], source: str) -> list[tuple[nn.Module, str, Own]]:
+    """(module, method, what takes its place)."""
+    trees = {n.name: n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)}
+    found: dict[tuple[str, str], tuple[nn.Module, dict[str, Own]]] = {}
+    whole: list[tuple[nn.Module, str, Own]] = []
+    for rewrite in rewrites:
+        for path in rewrite.modules:
+            module = _module(model, path, rewrite)
+            own = getattr(module, rewrite.method)
+            if rewrite.method in vars(module):
+                raise UserError(f"{path} has a {rewrite.method} of its own, the plan was made without", remedy="compile the model again")
+            if rewrite.function:
+                called = inspect.unwrap(own.__func__).__globals__[rewrite.function]
+                names = found.setdefault((path, rewrite.method), (module, {}))[1]
+                names[rewrite.function] = _for_plain(called, _compiled(trees[rewrite.name], rewrite, called), None)
+            else:
+                fused = MethodType(_compiled(trees[rewrite.name], rewrite, own), module)
+                whole.append((module, rewrite.method, _for_plain(own, fused, module)))
+    return whole + [
+        (module, method, MethodType(rebound(getattr(module, method).__func__, names), module)) for (_, method), (module, names) in found.items()
+    ]
+
+
+def _module(model: nn.Module, path: str, rewrite: Rewrite) -> nn.Module:
+    module = model.get_submodule(path)
+    if type(module).__name__ != rewrite.cls:
+        message = f"{path} is of class {type(module).__name__}, the plan was made with {rewrite.cls}"
+        raise UserError(message, remedy="compile the model again")
+    return module
+
+
+def _compiled(tree: ast.FunctionDef, rewrite: Rewrite, own: Own) -> FunctionType:
+    """The function of fused.py, with the user's file and line for each statement."""
+    statements = tree.body[1:] if ast.get_docstring(tree) is not None else tree.body
+    for part, line in ((tree, rewrite.lines[0]), *zip(statements, rewrite.lines[1:], strict=True)):
+        for node in ast.walk(part):
+            if hasattr(node, "lineno"):
+                node.lineno = node.end_lineno = line  # pyright: ignore[reportAttributeAccessIssue]
+    file = inspect.unwrap(getattr(own, "__func__", own)).__code__.co_filename
+    names = dict(_NAMES)
+    exec(compile(ast.Module([tree], []), file, "exec"), names)
+    return names[rewrite.name]
+
+
+def _for_plain(own: Own, fused: Own, module: nn.Module | None) -> Own:
+    """`fused` where the arguments are plain tensors that it takes, `own` elsewhere."""
+    code = getattr(fused, "__func__", fused).__code__
+    names = frozenset(code.co_varnames[: code.co_argcount])
+    most = code.co_argcount - (module is not None)
+    weights = module._parameters.values() if module is not None else ()
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        plain = all(type(a) in _PLAIN for a in (*args, *kwargs.values(), *weights) if isinstance(a, torch.Tensor))
+        if plain and len(args) <= most and names.issuperset(kwargs):
+            return fused(*args, **kwargs)
+        return own(*args, **kwargs)
+
+    run.__wrapped__ = own  # signatures stay readable
+    return run
+
+
+def rebound(function: FunctionType, names: dict[str, Own]) -> FunctionType:
+    """A copy of a function that finds `names` where it looked up globals, also inside its decorators' closures.
+
+    Raises ValueError for a decorator that hides what it wraps.
+    """
+    inner = getattr(function, "__wrapped__", None)
+    if inner is None:
+        return _copy(function, function.__globals__ | names, function.__closure__)
+    cells = function.__closure__ or ()
+    if not isinstance(inner, FunctionType) or not any(_content(c) is inner for c in cells):
+        raise ValueError(f"{function.__qualname__} is wrapped in a way that hides its code")
+    again = rebound(inner, names)
+    made = _copy(function, function.__globals__, tuple(CellType(again) if _content(c) is inner else c for c in cells))
+    made.__wrapped__ = again  # pyright: ignore[reportFunctionMemberAccess]
+    return made
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty
+        return None
+
+
+def _copy(function: FunctionType, scope: dict[str, Any], closure: tuple[CellType, ...] | None) -> FunctionType:
+    made = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, closure)
+    made.__kwdefaults__, made.__qualname__, made.__doc__ = function.__kwdefaults__, function.__qualname__, function.__doc__
+    made.__dict__.update(function.__dict__)
+    return made
