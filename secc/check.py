@@ -27,8 +27,8 @@ from secc.errors import UserError
 from secc.frontend.reference import SEED, Difference, Keyed, Result, compare, eager, gradients
 from secc.runtime import plan as plan_schema
 from secc.runtime.comm import Transport
-from secc.runtime.fusion.install import installed, read
 from secc.runtime.engine import Engine, StepInput
+from secc.runtime.fusion.install import installed, read
 from secc.runtime.metadata import leaves_of
 from secc.runtime.plan import Mesh, Plan
 from secc.runtime.program import MicroBatch, SampleMeta

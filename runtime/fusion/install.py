@@ -77,9 +77,9 @@ def _replacements(model: nn.Module, rewrites: tuple[Rewrite, ...], source: str) 
             else:
                 fused = MethodType(_compiled(trees[rewrite.name], rewrite, own), module)
                 whole.append((module, rewrite.method, _for_plain(own, fused, module)))
-    return whole + [
-        (module, method, MethodType(rebound(getattr(module, method).__func__, names), module)) for (_, method), (module, names) in found.items()
-    ]
+    for (_, method), (module, names) in found.items():
+        whole.append((module, method, MethodType(rebound(getattr(module, method).__func__, names), module)))
+    return whole
 
 
 def _module(model: nn.Module, path: str, rewrite: Rewrite) -> nn.Module:

@@ -12,9 +12,14 @@ from secc.runtime.kernels.rotary import rotated
 __all__ = ["geglu", "layer_norm", "rms_norm", "rotate", "rotate_parts", "swiglu", "torch_layer_norm", "torch_rms_norm", "twice"]
 
 
+def _autocasts(x: torch.Tensor) -> bool:
+    kind = x.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
 def torch_layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
     """`F.layer_norm` over the last dim; under autocast torch's own, which decides the result's dtype."""
-    if torch.is_autocast_enabled(x.device.type):
+    if _autocasts(x):
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
     y = layer_norm(x, weight, bias, eps)
     assert isinstance(y, torch.Tensor)
@@ -23,7 +28,7 @@ def torch_layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.T
 
 def torch_rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     """`F.rms_norm` over the last dim; under autocast torch's own."""
-    if torch.is_autocast_enabled(x.device.type):
+    if _autocasts(x):
         return F.rms_norm(x, x.shape[-1:], weight, eps)
     y = rms_norm(x, weight, eps)
     assert isinstance(y, torch.Tensor)

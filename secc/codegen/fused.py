@@ -34,7 +34,8 @@ def fused_module(graph: GraphOp) -> str:
     named = [n for n in _TORCH if re.search(rf"(?<![\w.]){n}\b(?!\s*=)", text)]
     imports = ["import torch"] if re.search(r"\btorch\.", text) else []
     imports += [f"from torch import {', '.join(named)}"] if named else []
-    return render("fused.py.j2", imports=[*imports, *([""] if imports else []), "from secc.runtime.fusion import operators as fused"], functions=functions)
+    imports += [""] if imports else []
+    return render("fused.py.j2", imports=[*imports, "from secc.runtime.fusion import operators as fused"], functions=functions)
 
 
 def _function(op: RewriteOp) -> dict[str, str | Sequence[str]]:

@@ -443,8 +443,8 @@ class ReturnOp(LineOp):
 Sec = Dialect(
     "sec",
     [
-        GraphOp, SymbolOp, PatternOp, KeyOp, BlockOp, TieOp, RewriteOp, SectionOp, CaseOp, BodyOp, InputOp, ParamOp, ConstOp, SizeOp, CallOp, GlueOp,
-        GuardOp, LeafOp, TermOp, TransferOp, EdgeOp, ReceiveOp, SendOp, ReturnOp,
+        GraphOp, SymbolOp, PatternOp, KeyOp, BlockOp, TieOp, RewriteOp, SectionOp, CaseOp, BodyOp, InputOp, ParamOp, ConstOp, SizeOp,
+        CallOp, GlueOp, GuardOp, LeafOp, TermOp, TransferOp, EdgeOp, ReceiveOp, SendOp, ReturnOp,
     ],
     [TensorType],
 )  # fmt: skip

@@ -9,6 +9,7 @@ builtin.module {
     sec.block "tower" class "Tower" params 303 trainable 3 component "tower" layers 2 when ["pixel_values"] couples "batch norm" at "modèle.py:3" {note = "text"}
     sec.block "lm" class "LM" params 4 trainable 4
     sec.tie names ["lm.head.weight", "lm.embed.weight"]
+    sec.rewrite "swiglu_mlp" rules ["swiglu"] class "MLP" method "forward" function "act" modules ["lm.mlp"] code ["9 def swiglu_mlp(self, x):", "10     return x"] at "model.py:9"
     sec.section "vision" mode "train" when ["pixel_values"] blocks ["tower"] {dp = 2 : i64}
     sec.section "language" mode "train" when [] blocks ["lm"]
     %2 = sec.edge "features" from @vision to @language dim 0 rows "576*n" extents ["1 S right"] : !sec.tensor<["576*n", 16], f32, grad>

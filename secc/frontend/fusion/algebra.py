@@ -169,8 +169,7 @@ def _getitem(algebra: Algebra, node: fx.Node) -> Read:
         return None
     if isinstance(index, int) and index in (0, 1) and name_of(source) == "chunk":
         given = algebra.given(source, "input", "chunks", "dim")
-        halves = given is not None and given[1] == 2 and given[2] == -1
-        return ("high" if index else "low", (algebra.argument(given[0]),)) if given is not None and halves else None
+        return None if given is None or given[1:] != [2, -1] else ("high" if index else "low", (algebra.argument(given[0]),))
     if isinstance(index, tuple) and len(index) == 2 and index[0] is Ellipsis and isinstance(index[1], slice) and index[1].step is None:
         start, stop = index[1].start, index[1].stop
         if start is None and _is_half(stop, source):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
+
 from torch import fx
 
 from secc.frontend.fusion.trace import Refused
+from secc.runtime.fusion import operators
 
-_OPERATOR = re.compile(r"\bsecc_runtime_\w+?_(?=(?:geglu|layer_norm|rms_norm|rotate_parts|rotate|swiglu|torch_layer_norm|torch_rms_norm|twice)\b)")
+_OPERATOR = re.compile(rf"\bsecc_runtime_\w+?_(?=(?:{'|'.join(operators.__all__)})\b)")
 _KNOWN = frozenset({"torch", "device", "inf", "nan", "NoneType"})
 
 

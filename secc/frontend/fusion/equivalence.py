@@ -25,7 +25,7 @@ _SCALES = (1.0, 1e-2)  # of inputs: an eps in another place shows where entries 
 
 @dataclass(frozen=True)
 class Part:
-    """What a rule found: `root` is computed from `leaves` (pattern name to the nodes that are it) and parameters; casts follow up to `end`."""
+    """What a rule found: `root` is computed from `leaves` (pattern name to the nodes that are it) and parameters; casts end at `end`."""
 
     root: fx.Node
     end: fx.Node
@@ -100,7 +100,9 @@ def _error(found: torch.Tensor, truth: torch.Tensor) -> float:
     return float((found.double() - truth.double()).norm()) / norm if norm else float(found.double().norm())
 
 
-def _values(part: Part, trial: Trial, dtype: torch.dtype, of_parameters: torch.dtype, scale: float) -> tuple[Values, dict[str, torch.Tensor]]:
+def _values(
+    part: Part, trial: Trial, dtype: torch.dtype, of_parameters: torch.dtype, scale: float
+) -> tuple[Values, dict[str, torch.Tensor]]:
     """Random values for leaves and parameters, the same numbers whatever the dtype; tables (cos, sin) have no gradient."""
     torch.manual_seed(0)
     width = next((p.shape[-1] for p in part.parameters.values() if p.dim()), _WIDTH)

@@ -10,7 +10,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from secc.frontend.fusion import sites
 from secc.frontend.fusion.code import source
@@ -68,7 +68,7 @@ class _Site:
 
 
 def find(model: nn.Module, blocks: Iterable[str], skip: Collection[str] = ()) -> Fusions:
-    """What the rules but those in `skip` find in the modules of `blocks` (paths). `model` may be on the meta device; it is left as it is."""
+    """What the rules but those in `skip` find in the modules of `blocks` (paths). `model` may be on the meta device; it is not changed."""
     search = _Search(skip)
     for path, module in _modules(model, blocks):
         search.visit(path, module)
@@ -115,7 +115,8 @@ class _Search:
     def _note(self, path: str, cls: str, method: str, function: str, found: _Site) -> None:
         key = cls, method, function, found.code, found.lines, found.where
         if key not in self.forms:
-            name = _unused(_snake(function or (cls if method == "forward" else f"{cls}_{method.strip('_')}")), {f.name for f in self.forms.values()})
+            name = _snake(function or (cls if method == "forward" else f"{cls}_{method.strip('_')}"))
+            name = _unused(name, {f.name for f in self.forms.values()})
             code = (found.code[0].replace("FUSED", name, 1), *found.code[1:])
             self.forms[key] = Form(name, cls, found.rules, method, function, found.where, code, found.lines)
         self.forms[key].modules.append(path)

@@ -60,9 +60,7 @@ def rewrite(graph: fx.Graph, tensors: Mapping[str, torch.Tensor], skip: Collecti
     return found[::-1], missed
 
 
-def _apply(
-    graph: fx.Graph, algebra: Algebra, node: fx.Node, rule: Rule, bound: Bound, tensors: Mapping[str, torch.Tensor]
-) -> str:
+def _apply(graph: fx.Graph, algebra: Algebra, node: fx.Node, rule: Rule, bound: Bound, tensors: Mapping[str, torch.Tensor]) -> str:
     """Replace what computes `node`. Returns why not, "" if it was done."""
     new = _insert(graph, parse(rule.replacement), bound, node.meta.get("line", 0))
     leaves = {n: _nodes(algebra, v) for n, v in bound.items() if isinstance(v, Expr) and n not in PARAMETERS | NUMBERS}

@@ -64,7 +64,10 @@ RULES = (
         "layer-norm", "(x - mean(x)) * rsqrt(mean(square(x - mean(x))) + eps) * weight + bias", "layer_norm(x, weight, bias, eps)",
         "rsqrt", _ROWS,
     ),
-    Rule("layer-norm", "(x - mean(x)) * rsqrt(mean(square(x - mean(x))) + eps) * weight", "layer_norm(x, weight, None, eps)", "rsqrt", _ROWS),
+    Rule(
+        "layer-norm", "(x - mean(x)) * rsqrt(mean(square(x - mean(x))) + eps) * weight", "layer_norm(x, weight, None, eps)",
+        "rsqrt", _ROWS,
+    ),
     Rule("layer-norm", "(x - mean(x)) * rsqrt(mean(square(x - mean(x))) + eps)", "layer_norm(x, None, None, eps)", "rsqrt", _ROWS),
     Rule("layer-norm", "layer_norm(x, weight, bias, eps)", "torch_layer_norm(x, weight, bias, eps)", "layer_norm", _ROWS),
     Rule("rms-norm", "x * rsqrt(mean(square(x)) + eps) * weight", "rms_norm(x, weight, eps)", "rsqrt", _ROWS),
@@ -74,7 +77,10 @@ RULES = (
     Rule("geglu", "gelu_tanh(gate) * up", "geglu(gate, up, 'tanh')", "gelu_tanh", _GATED),
     Rule("geglu", "gelu(gate) * up", "geglu(gate, up, 'none')", "gelu", _GATED),
     Rule("rope", "x * cos + rotate_half(x) * sin", "rotate(x, cos, sin)", "rotate_half", _rotary(8)),
-    Rule("rope", "cat(low(x) * cos - high(x) * sin, high(x) * cos + low(x) * sin)", "rotate(x, twice(cos), twice(sin))", "high", _rotary(4)),
+    Rule(
+        "rope", "cat(low(x) * cos - high(x) * sin, high(x) * cos + low(x) * sin)", "rotate(x, twice(cos), twice(sin))",
+        "high", _rotary(4),
+    ),
     Rule("rope", "cat(a * cos - b * sin, b * cos + a * sin)", "rotate_parts(a, b, cos, sin)", "cat", _PARTS),
 )  # fmt: skip
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from secc.frontend.fusion.trace import has_hooks
 from secc.runtime.recorder.places import is_internal
 
 _NORMS = frozenset({"layer_norm", "rms_norm"})
@@ -47,7 +48,8 @@ def functions(cls: type) -> dict[tuple[str, str], FunctionType]:
 
 def _bases(cls: type) -> list[type]:
     """The classes whose code computes the model: a framework's base class of all models does not."""
-    return [b for b in cls.__mro__ if issubclass(b, nn.Module) and not b.__module__.startswith("torch.") and b.__name__ != "PreTrainedModel"]
+    modules = [b for b in cls.__mro__ if issubclass(b, nn.Module) and not b.__module__.startswith("torch.")]
+    return [b for b in modules if b.__name__ != "PreTrainedModel"]
 
 
 def _called(function: FunctionType) -> Iterator[tuple[str, FunctionType]]:
@@ -75,8 +77,9 @@ def _multiplies(code: CodeType) -> bool:
 def signature(module: nn.Module) -> Any:
     """What decides a module's graphs: class, plain attributes, tensors, the modules directly inside. Equal for the layers of a stack."""
     plain = tuple((k, _plain(v)) for k, v in sorted(vars(module).items()) if not k.startswith("_"))
-    tensors = tuple((n, tuple(t.shape), t.dtype) for n, t in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)))
-    inside = tuple((n, type(m), _plain_all(m), bool(m._forward_hooks), bool(m._forward_pre_hooks)) for n, m in module.named_children())
+    held = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    tensors = tuple((n, tuple(t.shape), t.dtype) for n, t in held)
+    inside = tuple((n, type(m), _numbers(m), has_hooks(m)) for n, m in module.named_children())
     return type(module), plain, tensors, inside, frozenset(p.dtype for p in module.parameters())
 
 
@@ -84,5 +87,5 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, bool | int | float | str | None | torch.dtype) else id(value)
 
 
-def _plain_all(module: nn.Module) -> Any:
+def _numbers(module: nn.Module) -> Any:
     return tuple((k, _plain(v)) for k, v in sorted(vars(module).items()) if isinstance(v, bool | int | float | str))

@@ -10,7 +10,6 @@ import copy
 import dis
 import inspect
 import re
-import sys
 from collections.abc import Mapping
 from types import CodeType, FunctionType
 from typing import Any
@@ -70,7 +69,7 @@ class _Tracer(fx.Tracer):
         return node
 
     def _line(self) -> int:
-        frame = sys._getframe(2)
+        frame = inspect.currentframe()
         while frame is not None:
             if frame.f_code.co_filename == self._file:
                 return frame.f_lineno
