@@ -127,33 +127,36 @@ def compile_model(path: str | Path, options: Options, progress: Callable[[str], 
         model = _real_model(user, meta, options.small)
     with clock.step("compare widths"):
         width = options.widths if options.widths != "auto" else widths.choose(user, drawn, inputs, model, captured.draws)
-        module = _module(user, meta, captured, width)
-    with clock.step("measure blocks"):
-        measure(module, meta)
-    if names := staging.wanted(options.set):
-        with clock.step("capture layers"):
-            found = staging.find(module, meta, passes, names)
-            captured = capture(user, meta, drawn, inputs, found.cut) if found.cut else captured
-            staging.check(found, captured)
-            module = _module(user, meta, captured, width)
-            measure(module, meta)
-            passes = pipeline.parse(pipeline_text(dataclasses.replace(options, sections=options.sections + found.sections)))
-    with clock.step("look for what fused operators can compute"):
-        _look_for_fusions(module, meta, options)
-    start = print_module(module)
+    module = _module(user, meta, captured, width, options, clock)
+    start, last = print_module(module), next(i for i, step in enumerate(passes) if step.name == "split-stages")
     with clock.step("passes"):
-        run = pipeline.run(module, passes, dump=True, progress=clock.progress)
+        run = pipeline.run(module, passes[:last], dump=True, progress=clock.progress)
+    if (staged := staging.find(module, meta, dict(run.dumps))).cut:
+        with clock.step("capture layers"):
+            captured = capture(user, meta, drawn, inputs, staged.cut)
+            staging.check(staged, captured)
+        module = _module(user, meta, captured, width, options, clock)
+        start, passes = print_module(module), pipeline.parse(pipeline_text(dataclasses.replace(options, sections=staged.sections)))
+        with clock.step("passes"):
+            run = pipeline.run(module, passes[:last], dump=True, progress=clock.progress)
+    with clock.step("passes"):
+        done = [pipeline.described(step) for step in passes[:last]]
+        rest = pipeline.run(module, passes[last:], dump=True, progress=clock.progress, made=done)
     made = plan_codegen.build(module, model_ref(user, meta), {"secc": __version__, "torch": torch.__version__.split("+")[0]})
     made = dataclasses.replace(made, checks=made.checks | _fallbacks(captured))
-    return Compiled(made, module, [("capture", start), *run.dumps], captured.constants, user, drawn, inputs, model, clock.seconds)
+    return Compiled(made, module, [("capture", start), *run.dumps, *rest.dumps], captured.constants, user, drawn, inputs, model, clock.seconds)
 
 
-def _module(user: UserModel, meta: nn.Module, captured: Capture, width: str) -> ModuleOp:
-    """The IR of a capture, with what else passes need to know."""
+def _module(user: UserModel, meta: nn.Module, captured: Capture, width: str, options: Options, clock: _Clock) -> ModuleOp:
+    """The IR of a capture, with what else passes need to know: what blocks cost, and what in them can be fused."""
     module = import_ir.to_ir(captured)
     graph_of(module).properties["widths"] = StringAttr(width)
     if reason := unshardable(user, meta):
         graph_of(module).attributes["unshardable"] = StringAttr(reason)
+    with clock.step("measure blocks"):
+        measure(module, meta)
+    with clock.step("look for what fused operators can compute"):
+        _look_for_fusions(module, meta, options)
     return module
 
 

@@ -1,49 +1,42 @@
 """Pipeline stages need layers that are blocks: which of the model's blocks are opened down to their layers, because stages are wanted.
 
-The frontier is chosen coarse first, and sections have their names from that. A section of which stages are wanted (`--set NAME.pp=2`) is
-found by name in the coarse capture; its blocks with stacks are then captured again layer by layer, and the section is held together by
-the module paths that it had.
+The frontier is chosen coarse first, and sections have their names from that. Where a section is to run in several stages (`allocate` has
+given it a `pp` above 1), its blocks with stacks are captured again layer by layer, and every section is held together by the module
+paths that it had.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
 from xdsl.dialects.builtin import ModuleOp
-from xdsl.passes import ModulePass
 
-from secc import pipeline
 from secc.errors import UserError
 from secc.frontend.capture import Capture
 from secc.frontend.frontier import layers
-from secc.ir.dialect import graph_of, strings
-from secc.passes.coarsen import Coarsen
+from secc.ir.analysis import number_of
+from secc.ir.dialect import CallOp, graph_of, section_of, strings
+from secc.ir.text import parse
 
 
 @dataclass(frozen=True)
 class Staging:
     """The blocks to open, and the sections to keep, as `coarsen` takes them: "name=path+path"."""
 
-    cut: tuple[str, ...] = ()
-    sections: tuple[str, ...] = ()
+    cut: tuple[str, ...]
+    sections: tuple[str, ...]
 
 
-def wanted(choices: Collection[str]) -> list[str]:
-    """The sections that `--set NAME.pp=P` wants in several stages; what cannot be read is left to `allocate` to refuse."""
-    pins = [(text.partition("=")[0].rpartition("."), text.partition("=")[2]) for text in choices]
-    return [name for (name, _, key), value in pins if key == "pp" and value.isdecimal() and int(value) > 1]
-
-
-def find(module: ModuleOp, meta: nn.Module, passes: Sequence[ModulePass], names: Collection[str]) -> Staging:
-    """What to open for stages of the sections `names`. `module` is a coarse capture, on a clone of which `passes` run up to `coarsen`."""
-    last = next(i for i, step in enumerate(passes) if isinstance(step, Coarsen))
-    coarse = module.clone()
-    pipeline.run(coarse, passes[: last + 1])
-    blocks = {s.sym.data: strings(s.blocks) for s in graph_of(coarse).sections if s.sym.data in names}
-    cut = tuple(path for paths in blocks.values() for path in paths if layers(meta, path))
-    return Staging(cut, tuple(f"{name}={'+'.join(paths)}" for name, paths in blocks.items() if paths))
+def find(module: ModuleOp, meta: nn.Module, dumps: Mapping[str, str]) -> Staging:
+    """What to open for the stages of an allocated module. Sections are kept as they are in the dump of `coarsen`, before blocks moved."""
+    graph = graph_of(module)
+    staged = {s.sym.data for s in graph.sections if (number_of(s, "pp") or 1) > 1}
+    calls = {(section_of(op), op.target.data) for case in graph.cases for op in case.ops if isinstance(op, CallOp)}
+    cut = tuple(sorted({path for section, path in calls if section in staged and layers(meta, path)}))
+    coarse = graph_of(parse(dumps["coarsen"])).sections if cut else ()
+    return Staging(cut, tuple(f"{s.sym.data}={'+'.join(strings(s.blocks))}" for s in coarse if strings(s.blocks)))
 
 
 def check(staging: Staging, captured: Capture) -> None:

@@ -31,7 +31,7 @@ def command(
         show("compare with the eager model")
         plan = checked(compiled, required=True).plan
     if json:
-        print_json({"exact": True, "sections": [s.name for s in plan.sections], "widths": plan.widths, **plan.checks})
+        print_json({"exact": True, "sections": list(plan.pipelines), "widths": plan.widths, **plan.checks})
         return
     for table in tables(plan):
         if table.title in {"Sections", "Loss", "Checks", "Notes"}:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -54,13 +53,14 @@ def command(
             show("compare with the eager model")
             compiled = checked(compiled)
         from secc.report.page import page
+        from secc.runtime.plan import to_dict
 
         compiled.write(output, page)
     if json:
-        print_json(dataclasses.asdict(compiled.plan))
+        print_json(to_dict(compiled.plan))
         return
     plan = compiled.plan
-    shown = f"[bold]{output}[/]: {len(plan.sections)} sections on {plan.world_size} ranks, {_checked_text(plan.checks)}"
+    shown = f"[bold]{output}[/]: {len(plan.pipelines)} sections on {plan.world_size} ranks, {_checked_text(plan.checks)}"
     out.print(shown, soft_wrap=True)
     for line in plan.checks.get("accepted", ()):
         out.print(f"  accepted {line}", soft_wrap=True)

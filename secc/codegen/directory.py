@@ -60,8 +60,8 @@ def rank_file(plan: Plan, rank: int) -> str:
 
 
 def _role(section: Section, rank: int) -> str:
-    per_replica = section.mesh.pp * section.mesh.tp
-    return f"replica {section.mesh.ranks.index(rank) // per_replica} of {section.mesh.dp}"
+    replica = f"replica {section.mesh.ranks.index(rank) // section.mesh.tp} of {section.mesh.dp}"
+    return f"{replica}, stage {section.stage} of {section.pipeline}" if section.pipeline else replica
 
 
 def launcher(plan: Plan, template: str) -> str:

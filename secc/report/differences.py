@@ -21,7 +21,7 @@ def differences(a: Plan, b: Plan) -> list[Table]:
     """Tables of what differs from plan `a` to plan `b`; [] for plans that decide the same."""
     found = [
         Table("Plan", ("", "first", "second", "ratio"), tuple(_headline(a, b))),
-        _table("Sections", "section", _named(a.sections), _named(b.sections), SECTION),
+        _table("Sections", "section", _named(a.whole_sections), _named(b.whole_sections), SECTION),
         _table("Edges", "edge", _named(a.edges), _named(b.edges), EDGE),
         _table("Loss", "term", _named(a.terms), _named(b.terms), TERM),
         Table("Parameters", ("parameter", "first", "second"), tuple(_pairs(a.model.parameters, b.model.parameters))),

@@ -27,7 +27,7 @@ class Table:
 
 def tables(plan: Plan) -> list[Table]:
     """All that a plan decides and predicts, with the reason where there is one."""
-    found = [_sections(plan), _work(plan), _edges(plan), _terms(plan), fused(plan), _checks(plan), _notes(plan)]
+    found = [_sections(plan), _stages(plan), _work(plan), _edges(plan), _terms(plan), fused(plan), _checks(plan), _notes(plan)]
     return [t for t in found if t.rows]
 
 
@@ -63,7 +63,17 @@ def _sections(plan: Plan) -> Table:
         return (s.name, s.mode, active, ranks_text(s.mesh.ranks), layout, str(s.micro_batch), s.recompute, s.sharding, ", ".join(s.blocks))
 
     columns = ("section", "mode", "active for", "ranks", "layout", "micro-batch", "recompute", "sharding", "blocks")
-    return Table("Sections", columns, tuple(row(s) for s in plan.sections), "Sections on the same ranks share their time and memory.")
+    return Table("Sections", columns, tuple(row(s) for s in plan.whole_sections), "Sections on the same ranks share their time and memory.")
+
+
+def _stages(plan: Plan) -> Table:
+    def row(s: Section) -> tuple[str, ...]:
+        held = "any" if s.mode == "forward" or not s.in_flight else str(s.in_flight)
+        return (s.name, s.mode, ranks_text(s.mesh.ranks), str(len(s.params)), f"{s.memory_gib:.3g}", held, ", ".join(s.blocks))
+
+    columns = ("stage", "mode", "ranks", "parameters", "GiB a rank", "in flight", "blocks")
+    note = "Sections that run as pipelines; in flight: how many micro-batches a stage may hold between forward and backward."
+    return Table("Stages", columns, tuple(row(s) for s in plan.sections if s.pipeline), note)
 
 
 def _work(plan: Plan) -> Table:
@@ -78,7 +88,7 @@ def _work(plan: Plan) -> Table:
 
     columns = ("section", "owes", "parameters", "GiB a rank", "busy", "costs are")
     return Table(
-        "Work and memory", columns, tuple(row(s) for s in plan.sections), "Predictions rest on costs of the kind in the last column."
+        "Work and memory", columns, tuple(row(s) for s in plan.whole_sections), "Predictions rest on costs of the kind in the last column."
     )
 
 
@@ -89,7 +99,7 @@ def _edges(plan: Plan) -> Table:
             e.name,
             f"{e.src} → {e.dst}",
             shape,
-            f"{e.rows} rows a sample",
+            f"{e.rows} rows a sample" if e.rows else "whole",
             bytes_text(e.bytes_per_sample),
             "both ways" if e.grad else "forward",
         )

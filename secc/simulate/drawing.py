@@ -136,7 +136,7 @@ def _axis(y: int, end: int) -> list[str]:
 def page(step: Simulated, measures: Measures) -> str:
     """An HTML page with the drawing, the legend and the headline figures."""
     legend = " ".join(
-        f'<span><i style="background:{COLOURS[i % len(COLOURS)]}"></i>{escape(s.name)} (busy {measures.sections[s.name].busy:.0%})</span>'
+        f'<span><i style="background:{COLOURS[i % len(COLOURS)]}"></i>{escape(s.name)} (busy {measures.sections[s.whole].busy:.0%})</span>'
         for i, s in enumerate(step.plan.sections)
     )
     facts = (
