@@ -226,7 +226,7 @@ class Plan:
         found: dict[str, tuple[Section, ...]] = {}
         for s in self.sections:
             found[s.whole] = (*found.get(s.whole, ()), s)
-        return found
+        return {name: tuple(sorted(stages, key=lambda s: s.stage)) for name, stages in found.items()}
 
     @property
     def whole_sections(self) -> tuple[Section, ...]:

@@ -144,7 +144,9 @@ def compile_model(path: str | Path, options: Options, progress: Callable[[str], 
         rest = pipeline.run(module, passes[last:], dump=True, progress=clock.progress, made=done)
     made = plan_codegen.build(module, model_ref(user, meta), {"secc": __version__, "torch": torch.__version__.split("+")[0]})
     made = dataclasses.replace(made, checks=made.checks | _fallbacks(captured))
-    return Compiled(made, module, [("capture", start), *run.dumps, *rest.dumps], captured.constants, user, drawn, inputs, model, clock.seconds)
+    return Compiled(
+        made, module, [("capture", start), *run.dumps, *rest.dumps], captured.constants, user, drawn, inputs, model, clock.seconds
+    )
 
 
 def _module(user: UserModel, meta: nn.Module, captured: Capture, width: str, options: Options, clock: _Clock) -> ModuleOp:

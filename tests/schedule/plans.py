@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from itertools import pairwise
+
 from hypothesis import strategies as st
 
 from secc.runtime.plan import Cost, Edge, Mesh, ModelRef, Plan, Section, Symbol
@@ -14,6 +17,18 @@ KEYS = ("images", "audio")
 def section(name, ranks, *, when=(), mode="train", micro_batch=1, forward="100*B", backward="200*B"):
     mesh = Mesh(tuple(ranks), len(ranks))
     return Section(name, "", mode, tuple(when), (), (), mesh, micro_batch, cost=Cost(forward, backward))
+
+
+def stages(name, ranks, *, in_flight=(), **options):
+    """A pipeline: `ranks` has those of each stage, `in_flight` what each may hold."""
+    made = [section(f"{name}_{i}", r, **options) for i, r in enumerate(ranks)]
+    room = in_flight or (0,) * len(made)
+    return [dataclasses.replace(s, pipeline=name, stage=i, in_flight=n) for i, (s, n) in enumerate(zip(made, room, strict=True))]
+
+
+def passes_on(pipeline, grad=True):
+    """The edges between a pipeline's stages."""
+    return [Edge(f"{a.name}_out", a.name, b.name, "float32", ("B", "S", "8"), -1, "", grad) for a, b in pairwise(pipeline)]
 
 
 def edge(src, dst, *, grad=True, name=""):
@@ -32,29 +47,36 @@ costs = st.sampled_from(["0", "7*B", "B*S", "5*I + 3*S", "max(B*S, 40)"])
 
 
 @st.composite
+def pipelines(draw, name, world):
+    """A section, or its stages on any ranks, as a list."""
+    first = draw(st.lists(st.integers(0, world - 1), min_size=1, unique=True))
+    options = {
+        "when": draw(st.sampled_from([(), ("images",), ("audio",), KEYS])),
+        "mode": draw(st.sampled_from(["train", "dgrad", "forward"])),
+        "micro_batch": draw(st.integers(1, 3)),
+    }
+    count = draw(st.sampled_from([1, 1, 2, 3]))
+    if count == 1:
+        return [section(name, first, **options, forward=draw(costs), backward=draw(costs))]
+    ranks = [first, *(draw(st.permutations(range(world)))[: len(first)] for _ in range(count - 1))]
+    in_flight = draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
+    return stages(name, ranks, in_flight=in_flight, **options, forward=draw(costs), backward=draw(costs))
+
+
+@st.composite
 def plans(draw):
-    """Any acyclic graph of sections with any meshes, modes, predicates, micro-batch sizes and costs."""
+    """Any acyclic graph of sections, some in stages, with any meshes, modes, predicates, micro-batch sizes and costs."""
     world = draw(st.integers(1, 5))
-    meshes = st.lists(st.integers(0, world - 1), min_size=1, unique=True)
-    sections = [
-        section(
-            f"s{i}",
-            draw(meshes),
-            when=draw(st.sampled_from([(), ("images",), ("audio",), KEYS])),
-            mode=draw(st.sampled_from(["train", "dgrad", "forward"])),
-            micro_batch=draw(st.integers(1, 3)),
-            forward=draw(costs),
-            backward=draw(costs),
-        )
-        for i in range(draw(st.integers(1, 4)))
-    ]
-    between = [(a, b) for i, a in enumerate(sections) for b in sections[i + 1 :]]
+    parts = [draw(pipelines(f"s{i}", world)) for i in range(draw(st.integers(1, 4)))]
+    sections = [s for part in parts for s in part]
+    whole = [e for part in parts for e in passes_on(part, owes_backward(part[0]))]
+    between = [(a, b) for i, part in enumerate(parts) for a in part for later in parts[i + 1 :] for b in later]
     chosen = draw(st.lists(st.sampled_from(between), max_size=5)) if between else []
     edges = [
         edge(a.name, b.name, grad=owes_backward(a) and owes_backward(b) and draw(st.booleans()), name=f"e{i}")
         for i, (a, b) in enumerate(chosen)
     ]
-    return plan(draw(st.permutations(sections)), edges, world, draw(st.sampled_from(["own", "global"])))
+    return plan(draw(st.permutations(sections)), whole + edges, world, draw(st.sampled_from(["own", "global"])))
 
 
 batches = st.lists(st.tuples(st.sets(st.sampled_from(KEYS)), st.integers(1, 3), st.integers(1, 30)), max_size=9).map(

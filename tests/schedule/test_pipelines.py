@@ -1,0 +1,108 @@
+"""Pipelines: stages take the same micro-batches in one order, hold no more of them than they may, and leave no rank waiting for long."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+
+from secc.runtime.check import check
+from secc.runtime.plan import load, to_json
+from secc.runtime.timeline import Jobs, run
+from secc.runtime.wavefront import schedule, timed_schedule
+from secc.schedule.bounds import schedule_bound
+from secc.simulate.machine import simulate
+from secc.simulate.measures import in_flight
+from tests.schedule.plans import batches, edge, passes_on, plan, plans, sample, section, stages
+from tests.schedule.test_wavefront import IMAGE, mixed
+
+
+def pipeline(parts, replicas=1, room=(), encoder=False):
+    """A language model in `parts` stages, fed by an encoder on a rank of its own if wanted. Ranks are ordered (dp, pp)."""
+    ranks = [[d * parts + i for d in range(replicas)] for i in range(parts)]
+    lm, world = stages("lm", ranks, in_flight=room, forward="S", backward="2*S"), parts * replicas
+    if not encoder:
+        return plan(lm, passes_on(lm), world)
+    vision = section("vision", [world], when=IMAGE, forward="100*I", backward="200*I")
+    return plan([vision, *lm], [edge("vision", "lm_0"), *passes_on(lm)], world + 1)
+
+
+def works(program, section):
+    return [(i.kind, i.micro) for i in program if i.kind in "FB" and i.section == section]
+
+
+def test_even_micro_batches_run_as_1f1b():
+    p = pipeline(3, room=(3, 2, 1))
+    step = schedule(p, [sample(i, length=100) for i in range(5)])
+    kinds = ["".join(k for k, _ in works(program, f"lm_{i}")) for i, program in enumerate(step.programs)]
+    assert kinds == ["FFFBFBFBBB", "FFBFBFBFBB", "FBFBFBFBFB"]
+
+
+@pytest.mark.parametrize("room", [(3, 2, 1), (6, 6, 6), (1, 1, 1), (0, 0, 0)])
+def test_stages_take_ragged_micro_batches_in_one_order(room):
+    p, samples = pipeline(3, replicas=2, room=room, encoder=True), mixed(24, 0.4, seed=4)
+    step = schedule(p, samples)
+    check(p, samples, step)
+    for replica in range(2):
+        orders = {tuple(m for k, m in works(step.programs[3 * replica + i], f"lm_{i}") if k == "F") for i in range(3)}
+        assert len(orders) == 1
+    assert len({tuple(m[2:] for m in step.micro_batches[f"lm_{i}"]) for i in range(3)}) == 1
+
+
+@pytest.mark.parametrize("room", [(3, 2, 1), (6, 6, 6), (1, 1, 1)])
+def test_a_stage_holds_no_more_than_it_may(room):
+    p, samples = pipeline(3, room=room), [sample(i, length=50 + 37 * i % 200) for i in range(16)]
+    done = simulate(p, samples, schedule(p, samples))
+    assert [max(n for _, n in in_flight(done, rank)) <= room[rank] for rank in range(3)] == [True] * 3
+
+
+def test_room_is_a_wish_where_a_consumer_needs_more_at_once():
+    lm = stages("lm", [[0], [1]], in_flight=(1, 1), forward="S", backward="2*S")
+    judge = section("judge", [2], micro_batch=4, forward="S", backward="2*S")
+    p = plan([*lm, judge], [*passes_on(lm), edge("lm_1", "judge")], 3)
+    samples = [sample(i, length=100) for i in range(8)]
+    check(p, samples, schedule(p, samples))
+
+
+@given(plans(), batches)
+@settings(max_examples=60)
+def test_stages_have_the_same_micro_batches(p, samples):
+    step = schedule(p, samples)
+    check(p, samples, step)
+    for parts in p.pipelines.values():
+        assert len({tuple((m.replica, m.samples) for m in step.micro_batches[s.name]) for s in parts}) == 1
+
+
+def test_more_in_flight_serves_ragged_micro_batches_and_all_are_near_the_bound():
+    samples = mixed(32, 0.0, seed=5)
+    times = {room: timed_schedule(p, samples)[1] / schedule_bound(p, samples).ns for room, p in _rooms().items()}
+    assert times[8] <= times[4] <= 1.35
+    assert times[8] < 1.2
+
+
+def _rooms():
+    return {n: pipeline(4, room=(n, max(n - 1, 1), max(n - 2, 1), 1)) for n in (4, 8)}
+
+
+@given(plans())
+@settings(max_examples=30)
+def test_plan_json_shows_whole_sections_and_keeps_their_stages(p):
+    data = json.loads(to_json(p))
+    assert list(data["sections"]) == list(p.pipelines)
+    for name, parts in p.pipelines.items():
+        mesh = data["sections"][name]["mesh"]
+        assert (mesh["pp"], len(mesh["ranks"])) == (len(parts), sum(len(s.mesh.ranks) for s in parts))
+
+
+def test_plan_json_is_read_back(tmp_path):
+    p = pipeline(3, replicas=2, encoder=True)
+    (tmp_path / "plan.json").write_text(to_json(p))
+    assert load(tmp_path) == p
+    assert json.loads(to_json(p))["sections"]["lm"]["mesh"] == {"ranks": [0, 1, 2, 3, 4, 5], "dp": 2, "pp": 3, "tp": 1}
+
+
+def test_followers_go_in_the_order_of_those_they_follow():
+    jobs = Jobs(2, rank=[0, 0, 1, 1], duration=[1, 1, 5, 5], successors=[[2], [3], [], []], waits=[0, 0, 1, 1], priority=[1, 0, 2, 3])
+    jobs.follow([0, 1], [2, 3])
+    assert run(jobs)[0] == [1, 0, 3, 2]
