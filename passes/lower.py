@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from xdsl.context import Context
-from xdsl.dialects.builtin import ModuleOp, StringAttr
+from xdsl.dialects.builtin import ModuleOp, StringAttr, UnitAttr
 from xdsl.ir import Operation
 from xdsl.passes import ModulePass
 
 from secc.errors import UserError
+from secc.ir import recorded
 from secc.ir.analysis import active
 from secc.ir.bodies import body, canonical, coefficients_part, guards_before, leaf_part, read_part, section_part
 from secc.ir.dialect import CaseOp, EdgeOp, GraphOp, GuardOp, LeafOp, ReturnOp, TransferOp, graph_of, strings, texts
@@ -48,13 +49,22 @@ def _lower_section(graph: GraphOp, section: str, cases: Sequence[CaseOp]) -> Non
     for found in merge(_section_way(case, section) for case in cases):
         case = found.way.case
         guards = [g for g in _distinct_guards(case, section) if _reading(case, g) in found.way.guards]
-        names.append(unique(_name(found), names))
+        names.append(unique(_name(found) + ("_anew" if recorded.ANEW in case.attributes else ""), names))
         _add(graph, names[-1], section, found, section_part(case, section, guards))
+        _note_anew(graph, case)
+
+
+def _note_anew(graph: GraphOp, case: CaseOp) -> None:
+    """Mark the body made last if the glue of its case is recorded anew: then each micro-batch is compared with the case."""
+    body = graph.body.block.last_op
+    if recorded.ANEW in case.attributes and body is not None:
+        body.attributes[recorded.ANEW] = UnitAttr()
 
 
 def _section_way(case: CaseOp, section: str) -> Way:
     guards = frozenset(_reading(case, g) for g in _distinct_guards(case, section))
-    return Way(_pattern(case), canonical(section_part(case, section, ())), guards, case)
+    text = canonical(section_part(case, section, ()))
+    return Way(_pattern(case), f"{recorded.ANEW} {text}" if recorded.ANEW in case.attributes else text, guards, case)
 
 
 def _distinct_guards(case: CaseOp, section: str) -> list[GuardOp]:

@@ -25,7 +25,8 @@ from secc.runtime.loader import Collated, Loader, Rows, Share
 from secc.runtime.metadata import Leaf, Record, Records, Skipped, leaves_of
 from secc.runtime.plan import Plan
 from secc.runtime.program import SampleMeta, Schedule
-from secc.runtime.sizes import combine, pad_batch
+from secc.runtime.rerecord import Rerecorder
+from secc.runtime.sizes import combine
 from secc.runtime.user_model import UserModel
 from secc.runtime.worker import Background, Inline
 
@@ -59,6 +60,7 @@ class DataPlane:
     `skip_bad` those that do not load are left out of it, and named on stderr. `order` makes the schedule of samples, where their
     sizes are known ahead. With `workers=1` samples load in a background process, with more in so many and collate in one; they are
     forked here: make the data plane before process groups, threads and GPU contexts. `device` is where `batch` puts tensors.
+    `rerecorder` records glue, where the plan has some that values decide.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class DataPlane:
         order: Order | None = None,
         device: torch.device | str = "cpu",
         start: int = 0,
+        rerecorder: Rerecorder | None = None,
     ) -> None:
         user.use_inputs(plan.inputs)
         self.plan, self.rank, self.world_size, self.device = plan, rank, world_size, torch.device(device)
@@ -84,7 +87,7 @@ class DataPlane:
         self._records = Records(plan, leaves)
         self._shares = _Shares(self.epochs, world_size, user, plan, order)
         fetchers = Fetchers(user, seed, workers) if workers > 1 else None
-        loader = Loader(user, self._records, self.epochs, skip_bad, fetchers)
+        loader = Loader(user, self._records, self.epochs, skip_bad, fetchers, rerecorder)
         self._source = Background(loader, fetchers) if workers else Inline(loader)
         self._step, self._widths = start - 1, dict[str, int]()
         self._kept: tuple[int, ...] = ()  # positions of the samples that were not skipped
@@ -120,11 +123,12 @@ class DataPlane:
     def _padded_leaves(self, group: dist.ProcessGroup | None) -> list[tuple[float, ...]]:
         """The leaves of each rank's share at the global batch's widths, where padded positions may count."""
         kept = set(self._kept)
-        share = Collated(self._step, tuple(p for p in self._share(self._step).positions if p in kept))
+        positions = tuple(p for p in self._share(self._step).positions if p in kept)
+        share = Collated(self._step, positions, tuple(self._widths.items()), glue=False)
         if not self._records.leaves or not share.positions:
             mine: tuple[float, ...] = (0.0,) * len(self._records.leaves)
         else:
-            mine = leaves_of(self._records.leaves, pad_batch(self._source.result(share), self.plan.inputs, self._widths))
+            mine = leaves_of(self._records.leaves, self._source.result(share))
         if self.world_size == 1 or not mine:
             return [mine]
         device = self.device if dist.get_backend(group) == "nccl" else torch.device("cpu")
@@ -139,8 +143,6 @@ class DataPlane:
     def batch(self, positions: Sequence[int]) -> dict[str, Any]:
         """The samples at `positions` of the current global batch, collated in this order, on the device, padded as the plan wants."""
         batch = self._source.result(self._collated(positions))
-        if self._widths:
-            batch = pad_batch(batch, self.plan.inputs, self._widths)
         return {key: v.to(self.device, non_blocking=True) if isinstance(v, torch.Tensor) else v for key, v in batch.items()}
 
     def close(self) -> None:
@@ -158,7 +160,7 @@ class DataPlane:
 
     def _collated(self, positions: Sequence[int]) -> Collated:
         """What to ask for: positions among the samples that were kept are not those of the sequence."""
-        return Collated(self._step, tuple(self._kept[p] for p in positions))
+        return Collated(self._step, tuple(self._kept[p] for p in positions), tuple(self._widths.items()))
 
     def _gather(self, mine: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
         """All ranks' rows in the order of the batch, from this rank's."""

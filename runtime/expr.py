@@ -61,6 +61,18 @@ def _closure(node: ast.expr) -> Callable[[Sizes], int]:
     raise ValueError(f"not a size expression: {ast.unparse(node)}")
 
 
+def divides(text: str, sizes: Sizes) -> bool:
+    """Whether no quotient in expression `text` leaves a remainder."""
+
+    def whole(node: ast.expr) -> bool:
+        inner = all(whole(child) for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr))
+        if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.FloorDiv):
+            return inner
+        return inner and _closure(node.left)(sizes) % _closure(node.right)(sizes) == 0
+
+    return "//" not in text or whole(ast.parse(text, mode="eval").body)
+
+
 def evaluate_columns(text: str | int, columns: Columns, count: int) -> list[int]:
     """`evaluate` at `count` places at once: `columns` holds each symbol's sizes there. Raises ValueError as it does."""
     try:

@@ -15,6 +15,8 @@ from secc.runtime.epochs import Epochs
 from secc.runtime.errors import UserError
 from secc.runtime.fetch import Fetchers, ItemKey
 from secc.runtime.metadata import Record, Records, Skipped
+from secc.runtime.rerecord import Rerecorder
+from secc.runtime.sizes import pad_batch
 from secc.runtime.user_model import UserModel
 
 
@@ -26,10 +28,15 @@ class Share(NamedTuple):
 
 
 class Collated(NamedTuple):
-    """Asks for the samples at `positions` of the step's global batch as one batch on the CPU."""
+    """Asks for the samples at `positions` of the step's global batch as one batch on the CPU, padded to `widths` (names and sizes).
+
+    `glue`: a section will run it, and may need its glue recorded.
+    """
 
     step: int
     positions: tuple[int, ...]
+    widths: tuple[tuple[str, int], ...] = ()
+    glue: bool = True
 
 
 class Rows(NamedTuple):
@@ -45,9 +52,17 @@ class Loader:
     With `skip_bad` a sample that does not load, or cannot be collated, is left out of its global batch instead of ending the run.
     """
 
-    def __init__(self, user: UserModel, records: Records, epochs: Epochs, skip_bad: bool = False, fetchers: Fetchers | None = None) -> None:
+    def __init__(
+        self,
+        user: UserModel,
+        records: Records,
+        epochs: Epochs,
+        skip_bad: bool = False,
+        fetchers: Fetchers | None = None,
+        rerecorder: Rerecorder | None = None,
+    ) -> None:
         self.user, self.records, self.epochs, self.skip_bad = user, records, epochs, skip_bad
-        self._fetchers = fetchers
+        self._fetchers, self.rerecorder = fetchers, rerecorder
         self._items: dict[int, dict[str, Any]] = {}  # by number in the sequence
 
     def share(self, ask: Share) -> Iterator[Record | Skipped]:
@@ -64,15 +79,18 @@ class Loader:
                     raise
                 yield Skipped(index, f"{error.where}: {error.message}" if error.where else error.message)
                 continue
-            yield self.records.of(index, alone)
+            yield self.records.of(index, self.rerecorder.with_rows(alone) if self.rerecorder is not None else alone)
 
     def rows(self, records: Sequence[Record | Skipped]) -> Rows:
         """The answer to a Share, from all its records."""
         return Rows(self.records.pack(records), tuple(r.reason for r in records if isinstance(r, Skipped)))
 
     def collated(self, ask: Collated) -> dict[str, Any]:
-        """The batch asked for, at its own widths."""
-        return self.user.collate([self._item(ask.step, p) for p in ask.positions])
+        """The batch asked for."""
+        batch = self.user.collate([self._item(ask.step, p) for p in ask.positions])
+        if ask.widths:
+            batch = pad_batch(batch, self.records.plan.inputs, dict(ask.widths))
+        return self.rerecorder.with_glue(batch, len(ask.positions)) if self.rerecorder is not None and ask.glue else batch
 
     def _alone(self, step: int, position: int) -> dict[str, Any]:
         """`collate([sample])`. Raises UserError, naming the dataset index, where the sample does not load or cannot be collated."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from secc.runtime.errors import UserError
-from secc.runtime.expr import evaluate
+from secc.runtime.expr import divides, evaluate
 from secc.runtime.plan import Input, Plan
 from secc.runtime.program import SampleMeta
 from secc.runtime.sizes import sizes_of
@@ -57,6 +57,7 @@ class Records:
         self._compare_keys(index, batch)
         sizes = sizes_of(batch, self.plan.symbols)
         self._compare_shapes(index, batch, sizes)
+        self._compare_rows(index, sizes)
         pattern = frozenset(key for key in self._optional if key in batch)
         with torch.no_grad():
             leaves = leaves_of(self.leaves, batch)
@@ -117,6 +118,13 @@ class Records:
             dtype, shape = getattr(torch, known.dtype), tuple(evaluate(text, sizes) for text in known.dims)
             if value.dtype != dtype or tuple(value.shape) != shape:
                 raise _unlike(index, known, value)
+
+    def _compare_rows(self, index: int, sizes: Mapping[str, int]) -> None:
+        """Refuse a sample whose rows do not come out even where a model joins several into one: its neighbour's would be mixed in."""
+        for edge in self.plan.edges:
+            if not divides(edge.rows, sizes):
+                message = f"dataset()[{index}] does not have a whole number of rows of {edge.name!r}, which are {edge.rows}"
+                raise UserError(message, remedy="pad each sample to a multiple, or compile with --max-sections 1")
 
 
 def _unlike(index: int, known: Input, value: Any) -> UserError:

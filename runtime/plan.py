@@ -21,13 +21,19 @@ VERSION = 1
 class Symbol:
     """A size of the inputs. `kind` is "rows" (adds up over samples) or "width" (maximum over samples).
 
-    It is read as `batch[key].shape[dim]`, and 0 where the key is missing; `B`, the number of samples, always exists.
+    It is read as `batch[key].shape[dim]`, and 0 where the key is missing; `B`, the number of samples, always exists. Where values of the
+    inputs decide it, `key` is the label of a tensor (`secc.runtime.recorder.outline`), whose size a recording puts into the batch.
     """
 
     name: str
     kind: str
     key: str
     dim: int
+
+
+def is_label(key: str) -> bool:
+    """Whether a symbol's key is the label of a tensor of a recording, not a key of the batch."""
+    return ":" in key or key.startswith("result ")
 
 
 @dataclass(frozen=True)
@@ -185,6 +191,19 @@ class Tie:
 
 
 @dataclass(frozen=True)
+class Recorded:
+    """A case whose glue is recorded anew for each micro-batch: `when` is its pattern, `why` and `where` say what asks for it.
+
+    `nodes` is its outline, which every recording must have (`secc.runtime.recorder.match`).
+    """
+
+    when: tuple[str, ...]
+    why: str
+    where: str
+    nodes: tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True)
 class ModelRef:
     """The user's model file, and what shows that it is still the one the plan was made from."""
 
@@ -214,6 +233,7 @@ class Plan:
     draws: tuple[Draw, ...] = ()
     fusions: tuple[Fusion, ...] = ()
     rewrites: tuple[Rewrite, ...] = ()
+    recorded: tuple[Recorded, ...] = ()
     labels_key: str = ""  # the input whose entries other than -100 are counted as tokens
 
     def section(self, name: str) -> Section:
@@ -302,6 +322,7 @@ def _build(cls: Any, data: Any) -> Any:
         "draws": Draw,
         "fusions": Fusion,
         "rewrites": Rewrite,
+        "recorded": Recorded,
         "mesh": Mesh,
         "cost": Cost,
     }

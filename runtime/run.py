@@ -22,9 +22,12 @@ from secc.runtime import checkpoint, plan
 from secc.runtime.data import DataPlane
 from secc.runtime.epochs import Epochs
 from secc.runtime.errors import UserError
+from secc.runtime.meta import meta_model
 from secc.runtime.options import Options
 from secc.runtime.plan import Plan
 from secc.runtime.program import replica_ranks
+from secc.runtime.rerecord import Rerecorder
+from secc.runtime.section import load_section
 from secc.runtime.trace import Trace
 from secc.runtime.wavefront import Orders
 from secc.runtime.weights import build_model, load_user_model
@@ -119,7 +122,15 @@ class Run(ExitStack):
             order=self.order,
             device=self.device,
             start=self.about.step if self.about else 0,
+            rerecorder=self._rerecorder(),
         )
+
+    def _rerecorder(self) -> Rerecorder | None:
+        """Records the glue that values decide; it loads the sections of this rank on a model of its own."""
+        if not self.plan.recorded:
+            return None
+        mine = [s for s in self.plan.sections if self.rank in s.mesh.ranks]
+        return Rerecorder(self.plan, lambda: meta_model(self.user), lambda model: [load_section(self.directory, s, model) for s in mine])
 
     def model(self) -> nn.Module:
         """The user's model with this rank's weights; what only other ranks need is on the meta device."""

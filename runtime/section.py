@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import operator
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
+from secc.runtime import plan
 from secc.runtime.errors import UserError
 from secc.runtime.functions import Applied, Function
 from secc.runtime.randomness.draws import Draws
 
 Batch = Mapping[str, Any]
+RECORDED = "secc.recorded"  # the key under which a batch has its recording
 Tensors = dict[str, torch.Tensor]
 
 
@@ -25,7 +30,8 @@ class Case:
     """One captured way through a section: `method(batch, edges)` computes it when `when` and `guards` hold.
 
     `when` is the set of optional keys of the micro-batch that this section tells apart; `guards` maps a method of the section
-    (input-only) to the value the captures saw. `receives`, `sends` and `terms` name the edges and loss terms of this case.
+    (input-only) to the value the captures saw. `receives`, `sends` and `terms` name the edges and loss terms of this case. `anew`: glue
+    of it is recorded for each micro-batch (`secc.runtime.rerecord`).
     """
 
     method: str
@@ -34,6 +40,7 @@ class Case:
     receives: tuple[str, ...] = ()
     sends: tuple[str, ...] = ()
     terms: tuple[str, ...] = ()
+    anew: bool = False
 
 
 class Constants:
@@ -88,6 +95,10 @@ class Section(nn.Module):
             return function(*args, **kwargs)
         return self.draws.named(name, function, *args, **kwargs)
 
+    def recorded(self, batch: Batch, label: str, *sources: torch.Tensor) -> torch.Tensor:
+        """A tensor that glue makes for a block, by the ops that were recorded for this micro-batch; `sources` are the plan's."""
+        return batch[RECORDED].run(self, batch, label, sources)
+
     def case(self, batch: Batch) -> Case:
         """The case of a micro-batch. Raises UserError if no capture took this way (naming pattern and guards)."""
         pattern = self.optional & batch.keys()
@@ -108,3 +119,21 @@ class Section(nn.Module):
     def forward(self, case: Case, batch: Batch, edges: Tensors) -> tuple[Tensors, Tensors]:
         """Edges out and numerators of loss terms (0-dim) of one micro-batch."""
         return getattr(self, case.method)(batch, edges)
+
+
+def load_section(directory: Path, planned: plan.Section, model: nn.Module) -> Section:
+    """A section of the plan in `directory`, on a model; its module is loaded anew."""
+    module = load_module(directory / planned.module)
+    found = next(c for c in vars(module).values() if isinstance(c, type) and issubclass(c, Section) and c.name == planned.name)
+    return found(model)
+
+
+def load_module(path: Path) -> ModuleType:
+    """A module of a plan directory."""
+    name = f"secc_plan_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module

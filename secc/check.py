@@ -7,7 +7,6 @@ every section in several micro-batches. What is compared is what training uses: 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import random
 import sys
 import tempfile
@@ -15,13 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-from secc.codegen.names import class_name
 from secc.compiler import Compiled
 from secc.errors import UserError
 from secc.frontend.reference import SEED, Difference, Keyed, Result, compare, eager, gradients
@@ -32,7 +29,8 @@ from secc.runtime.fusion.install import installed, read
 from secc.runtime.metadata import leaves_of
 from secc.runtime.plan import Mesh, Plan
 from secc.runtime.program import MicroBatch, SampleMeta
-from secc.runtime.section import Section
+from secc.runtime.rerecord import Rerecorder
+from secc.runtime.section import Section, load_module, load_section
 from secc.runtime.sizes import combine, pad_batch, sizes_of
 from secc.runtime.trace import Trace
 from secc.runtime.user_model import UserModel
@@ -151,15 +149,14 @@ class OneRank:
         folded = tuple(dataclasses.replace(s, mesh=mesh) for s in plan.sections)
         self.plan = dataclasses.replace(plan, world_size=1, sections=folded)
         self.user, self.model, self._fused = user, model, read(directory)
-        self.sections: dict[str, Section] = {
-            s.name: getattr(_module(directory / s.module), class_name(s.name))(model) for s in plan.sections
-        }
-        self.terms: Any = _module(directory / "sections" / "terms.py")
+        self.sections: dict[str, Section] = {s.name: load_section(directory, s, model) for s in plan.sections}
+        self.terms: Any = load_module(directory / "sections" / "terms.py")
+        self.rerecorder = Rerecorder(plan, lambda: model, lambda _: list(self.sections.values()))
 
     def step(self, samples: Sequence[Mapping[str, Any]], most: int = MICRO_BATCH) -> Result:
         """Loss and gradients of one global batch, in micro-batches of at most `most` samples."""
         plan = dataclasses.replace(self.plan, sections=tuple(_with_micro_batch(s, most) for s in self.plan.sections))
-        singles = [self.user.collate([s]) for s in samples]
+        singles = [self.rerecorder.with_rows(self.user.collate([s])) for s in samples]
         optional = {i.key for i in self.plan.inputs if i.optional}
         metas = [SampleMeta(i, frozenset(optional & b.keys()), sizes_of(b, self.plan.symbols)) for i, b in enumerate(singles)]
         total = combine([m.sizes for m in metas], self.plan.symbols)
@@ -169,7 +166,8 @@ class OneRank:
         coefficients = self.terms.coefficients(self._leaves(padded), total, pattern)
 
         def batch_of(micro: MicroBatch) -> dict[str, Any]:
-            return pad_batch(self.user.collate([samples[i] for i in micro.samples]), self.plan.inputs, widths)
+            batch = pad_batch(self.user.collate([samples[i] for i in micro.samples]), self.plan.inputs, widths)
+            return self.rerecorder.with_glue(batch, len(micro.samples))
 
         self.model.zero_grad(set_to_none=True)
         engine = Engine(plan, self.sections, Transport(plan, 0, CPU), lambda _: None, Trace(None, 0, CPU))
@@ -186,13 +184,3 @@ class OneRank:
 
 def _with_micro_batch(section: plan_schema.Section, most: int) -> plan_schema.Section:
     return dataclasses.replace(section, micro_batch=min(section.micro_batch, most) if most <= MICRO_BATCH else most)
-
-
-def _module(path: Path) -> ModuleType:
-    name = f"secc_plan_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module

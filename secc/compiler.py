@@ -31,7 +31,6 @@ from secc.frontend.capture import Capture, capture
 from secc.frontend.fusion.declare import declare
 from secc.frontend.fusion.find import find
 from secc.frontend.inputs import Inputs, describe
-from secc.frontend.meta import meta_model
 from secc.frontend.survey import Survey, survey
 from secc.ir import fusion
 from secc.ir.dialect import graph_of
@@ -40,6 +39,7 @@ from secc.passes.fuse_blocks import reason_against
 from secc.runtime import plan as plan_schema
 from secc.runtime.elementwise import refusal
 from secc.runtime.fusion.install import installed
+from secc.runtime.meta import meta_model
 from secc.runtime.plan import Plan
 from secc.runtime.user_model import UserModel, load
 from secc.runtime.weights import parameter_table

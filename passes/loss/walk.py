@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from xdsl.ir import Operation, SSAValue
 
+from secc.ir import recorded
 from secc.ir.dialect import CallOp, CaseOp, Computation, ConstOp, GraphOp, ReturnOp
 from secc.ir.types import tensor
 from secc.passes.loss import arithmetic, linear, reductions
@@ -72,6 +73,8 @@ def _states(ctx: Context, op: Computation) -> list[State]:
             return _spoilt(ctx, op, bad)
     if isinstance(op, CallOp):
         return call(ctx, op)
+    if recorded.label(op) is not None:
+        return [LOCAL] * len(op.results)  # the numeric check decides whether it keeps samples apart
     if (bad := mixing(ctx, op)) is not None:
         return [bad] * len(op.results)
     rule = RULES.get(op.base)

@@ -222,6 +222,7 @@ class Recorder:
             unknown = structure.replace((args, kwargs), lambda _, leaf: self._executor.fake(leaf))
             result = self._shapes.result(path, module, unknown, lambda: self._run(path, module, *unknown))
             out, new = result.build(self._mode, [t for _, t in structure.tensors((args, kwargs))])
+            call.meta["reads"] = result.reads
             for leaf, tensor in new:
                 self._tape.take(call, leaf.path, tensor, leaf.requires_grad)
             self._hazards |= {Hazard(path, h.kind, h.op, h.where): None for h in result.hazards}

@@ -7,7 +7,8 @@ A recording's graph is a `torch.fx.Graph` of
 - reads: nodes marked `meta["read"]` that stand where Python looked at a value of a tensor.
 
 Every node's meta has `where` ("file:line"), `module` (the path of the open module that ran), `grad` (grad mode), `autocast` ("" or
-"cpu bfloat16"), and for tensors `shape`, `dtype` and `requires_grad`; random ops also have `draw`, their name.
+"cpu bfloat16"), and for tensors `shape`, `dtype` and `requires_grad`; random ops also have `draw`, their name, and calls of blocks that
+look at values of their arguments have `reads`.
 """
 
 from __future__ import annotations

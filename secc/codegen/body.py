@@ -15,7 +15,7 @@ from xdsl.dialects.builtin import StringAttr
 from xdsl.ir import Operation, SSAValue
 
 from secc.codegen.names import Scope, identifier
-from secc.ir import draws, expr, template
+from secc.ir import draws, expr, recorded, template
 from secc.ir.dialect import (
     CallOp,
     Computation,
@@ -134,6 +134,10 @@ class BodyPrinter:
         return [Line(f"{out} = {called}", context, place)] + [Line(f"{name} = {out}{path}", context, place) for name, path in results]
 
     def _glue(self, op: GlueOp) -> Line:
+        if (made := recorded.label(op)) is not None:
+            name = self._bind(op.results[0], _argument(made))
+            operands = "".join(f", {self.names[o]}" for o in op.operands)
+            return Line(f"{name} = self.recorded(batch, {json.dumps(made)}{operands})", _context(op), where(op))
         namespace, _, rest = op.target.data.partition(".")
         function = op.target.data if namespace == "aten" else f"torch.ops.{namespace}.{rest}"
         wish = rest.split(".")[0].strip("_")
@@ -144,6 +148,12 @@ class BodyPrinter:
         if (name := op.attributes.get(draws.NAME)) is not None:
             called = f"self.draw({json.dumps(name.data)}, {function}, {self._arguments(op)})"  # pyright: ignore[reportAttributeAccessIssue]
         return Line(f"{', '.join(names)} = {called}", _context(op), where(op))
+
+
+def _argument(label: str) -> str:
+    """A name for a tensor that glue makes for a block: the argument's, or the block's where arguments have no names."""
+    block, _, argument = label.rpartition(":")
+    return argument if argument.isidentifier() else f"{block.split('.')[-1]}_in"
 
 
 def batch_item(key: str) -> str:

@@ -19,7 +19,7 @@ from secc.codegen.body import BodyPrinter
 from secc.codegen.fused import rewrites
 from secc.codegen.names import identifier
 from secc.codegen.sections import TERMS, bodies, slice_of
-from secc.ir import draws, expr, fusion
+from secc.ir import draws, expr, fusion, recorded
 from secc.ir.dialect import BodyOp, EdgeOp, GraphOp, KeyOp, ParamOp, SectionOp, TermOp, TieOp, graph_of, section_of, strings
 from secc.ir.naming import ACCEPTED
 from secc.ir.text import print_module
@@ -70,11 +70,18 @@ def build(module: ModuleOp, model: plan.ModelRef, versions: Mapping[str, str]) -
         prediction=json.loads(attribute(graph, "prediction", "{}")),
         checks={"accepted": list(accepted)} if (accepted := attribute(graph, ACCEPTED, ())) else {},
         labels_key=graph.labels.data if graph.labels else "",
+        recorded=_recorded(graph),
         draws=draws.draws(graph.attributes.get(draws.ATTRIBUTE)),
         fusions=fusion.fusions(graph),
         rewrites=rewrites(graph),
     )
     return dataclasses.replace(made, hash=_hash(module, model, versions))
+
+
+def _recorded(graph: GraphOp) -> tuple[plan.Recorded, ...]:
+    """The cases whose glue ranks record anew."""
+    found = recorded.cases(graph.attributes.get(recorded.ATTRIBUTE))
+    return tuple(plan.Recorded(tuple(c["when"]), c["why"], c["where"], tuple(c["nodes"])) for c in found)
 
 
 def _hash(module: ModuleOp, model: plan.ModelRef, versions: Mapping[str, str]) -> str:

@@ -11,6 +11,7 @@ from xdsl.ir import Operation, OpResult, SSAValue
 from secc.codegen.body import BodyPrinter
 from secc.codegen.names import Scope, attribute_names, class_name, identifier
 from secc.codegen.render import render
+from secc.ir import recorded
 from secc.ir.dialect import BodyOp, CallOp, ConstOp, GraphOp, GuardOp, LeafOp, ReceiveOp, SectionOp, SendOp, TermOp, section_of, strings
 from secc.ir.naming import BUFFER
 from secc.runtime.section import Section
@@ -42,11 +43,12 @@ class Guard:
 
 @dataclass(frozen=True)
 class CaseText:
-    """One way through the section: the optional keys present, and its guards."""
+    """One way through the section: the optional keys present, its guards, and whether its glue is recorded anew."""
 
     when: tuple[str, ...]
     method: Method
     guards: tuple[Guard, ...]
+    anew: bool
 
 
 def bodies(graph: GraphOp, section: str) -> list[BodyOp]:
@@ -96,7 +98,7 @@ def _cases(graph: GraphOp, body: BodyOp, attributes: dict[str, str], name: str) 
         tuple(op.edge.data for op in ops if isinstance(op, ReceiveOp)),
     )
     guards = tuple(_guard(graph, body, f"guard_{name}_{i}", op) for i, op in enumerate(o for o in ops if isinstance(o, GuardOp)))
-    return [CaseText(when, method, guards) for when in patterns(body)]
+    return [CaseText(when, method, guards, recorded.ANEW in body.attributes) for when in patterns(body)]
 
 
 def _computation(ops: Sequence[Operation]) -> list[Operation]:

@@ -6,30 +6,26 @@ recordings generic. A block that turns out not to be callable from recorded argu
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx, nn
 
-from secc.errors import UserError
+from secc.frontend.anew import Rows, counted, outlined
+from secc.frontend.batches import Batches, shapes_alone
 from secc.frontend.compare import Generic, generalise
 from secc.frontend.draws import find
-from secc.frontend.fold import fold
 from secc.frontend.frontier import Frontier, Note, choose, coarsen, component, layers
 from secc.frontend.inputs import Inputs
 from secc.frontend.survey import Pattern, Survey
-from secc.frontend.ways import Diagnostic, GlueError, Observed, way
+from secc.frontend.ways import Diagnostic, GlueError, Observed
 from secc.ir.naming import BUFFER
 from secc.runtime.plan import Draw
 from secc.runtime.recorder import BlockError, Hazard, Recorder
+from secc.runtime.recorder.match import digest
 from secc.runtime.recorder.places import class_place
-from secc.runtime.sizes import pad_batch, sizes_of
 from secc.runtime.user_model import UserModel
-
-_TURNS = 3  # choices of samples that are tried for micro-batches whose sizes move independently
 
 
 @dataclass(frozen=True)
@@ -57,11 +53,15 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Case:
-    """A way through forward: the optional keys of the batch, and the generic graph."""
+    """A way through forward: the optional keys of the batch, and the generic graph.
+
+    `anew`: why its glue is recorded anew for each micro-batch, None for glue that holds at every size.
+    """
 
     name: str
     pattern: Pattern
     generic: Generic
+    anew: Diagnostic | None = None
 
 
 @dataclass
@@ -98,10 +98,12 @@ def capture(
     `cut` names components whose layers are to be blocks, `blocks` modules that the user wants as blocks. Raises UserError, with file:line
     and remedy, for what cannot be captured.
     """
-    batches = {p: _Batches(user, survey, inputs, p) for p in survey.unions()}
     recorder = Recorder(model, ())
+    batches = {p: Batches(user, survey, inputs, p, recorder) for p in survey.unions()}
     frontier = choose(model, [b.ragged[0].batch for b in batches.values()], cut, blocks, recorder)
-    cases, observed = _captured(recorder, frontier, batches, frozenset(survey.patterns))
+    rows = Rows({s.name for s in inputs.symbols})
+    cases, observed = _Cases(model, frontier, frozenset(survey.patterns), batches, cut, rows).found(recorder)
+    inputs = counted(inputs, rows, survey, lambda sample: shapes_alone(recorder, user, sample))
     hazards = list(dict.fromkeys(h for o in observed for h in o.recording.hazards))
     draws = find(observed, inputs)
     called = {str(n.target): n for case in reversed(cases) for n in case.generic.graph.nodes if n.op == "call_module"}
@@ -110,110 +112,81 @@ def capture(
     return Capture(inputs, survey.optional, cases, blocks_called, _parameters(model), ties(model), hazards, draws, frontier.notes, buffers)
 
 
-@dataclass(frozen=True)
-class _Batch:
-    """A collated micro-batch and its sizes."""
+class _Cases:
+    """Finds the cases of all patterns, and for that the blocks with which there are some."""
 
-    batch: Mapping[str, Any]
-    sizes: Mapping[str, int]
+    def __init__(
+        self, model: nn.Module, frontier: Frontier, needed: Collection[Pattern], batches: Mapping[Pattern, Batches], cut: Collection[str],
+        rows: Rows,
+    ) -> None:  # fmt: skip
+        self.model, self.frontier, self.needed, self.batches, self.cut, self.rows = model, frontier, needed, batches, cut, rows
 
+    def found(self, recorder: Recorder) -> tuple[list[Case], list[Observed]]:
+        """Record every pattern and make it generic. What cannot be, in a module that is no block, is hidden in a block: that module."""
+        frontier = self.frontier
+        while True:
+            recorder.use(frontier.blocks)
+            self.rows.names.clear()
+            try:
+                observed = {p: b.record() for p, b in self.batches.items()}
+                return self._generic(observed), [o for seen in observed.values() for o in seen]
+            except (BlockError, GlueError) as error:
+                around = error.coarser if isinstance(error, BlockError) else error.module or None
+                if around is None or around in frontier.blocks:
+                    raise
+                frontier.notes.append(Note(around, f"one block, because {error.message}", error.where))
+                frontier.blocks = coarsen(frontier.blocks, around)
 
-class _Batches:
-    """The micro-batches of a pattern: ragged ones, which collate pads, and even ones, which need no padding."""
+    def _generic(self, observed: Mapping[Pattern, Sequence[Observed]]) -> list[Case]:
+        """The cases of all patterns. A pattern that no sample alone has may be left out, with a note."""
+        cases: list[Case] = []
+        notes: list[Note] = []
+        for pattern, seen in observed.items():
+            anew = None
+            try:
+                found, problems = generalise(seen, self.batches[pattern])
+            except GlueError as error:
+                again = self._anew(pattern, error)
+                if again is None and (pattern in self.needed or error.module):
+                    raise
+                anew = Diagnostic(error.message, error.where, (), error.module)
+                found, problems = ([again], [_recorded(pattern, anew)]) if again is not None else ([], [anew])
+            notes += [Note("", p.message, p.where) for p in problems]
+            cases += [_named(Case(f"c{len(cases) + i}", pattern, g, anew)) for i, g in enumerate(found)]
+        self.frontier.notes += notes
+        return cases
 
-    def __init__(self, user: UserModel, survey: Survey, inputs: Inputs, pattern: Pattern) -> None:
-        def collated(samples: list[Any]) -> _Batch:
-            batch = user.collate(samples)
-            return _Batch(batch, sizes_of(batch, inputs.symbols, len(samples)))
-
-        self._inputs = inputs
-        self.free = frozenset(s.name for s in inputs.symbols if s.kind == "width")
-        turns = ((turn, [collated(s) for s in survey.batches(pattern, turn=turn)]) for turn in range(_TURNS))
-        turn, self.ragged = _most_independent(turns)
-        self.even = [collated(s) for s in survey.batches(pattern, even=True, turn=turn)]
-
-    def record(self, recorder: Recorder) -> list[Observed]:
-        """Ragged and even micro-batches recorded; of the even ones only the first if forward takes the same way through it."""
-        self._recorder = recorder
-        found = [self._observe(b) for b in (*self.ragged, self.even[0])]
-        if way(found[-1].recording) not in [way(o.recording) for o in found[:-1]]:
-            found += [self._observe(b) for b in self.even[1:]]
-        return found
-
-    def _observe(self, b: _Batch) -> Observed:
-        return Observed(fold(self._recorder.record(b.batch)), b.sizes)
-
-    def __call__(self, name: str, size: int) -> Observed | None:
-        """A probe: the ragged micro-batch that is narrowest along the width symbol `name`, padded to `size`."""
-        b = min(self.ragged, key=lambda b: b.sizes[name])
+    def _anew(self, pattern: Pattern, error: GlueError) -> Generic | None:
+        """The pattern's case with glue that is recorded anew, where a larger block would join what can train apart; else None."""
+        if not self._joins(error.module):
+            return None
         try:
-            return self._observe(_Batch(pad_batch(b.batch, self._inputs.inputs, {name: size}), {**b.sizes, name: size}))
-        except (UserError, ValueError):
-            return None  # the model or collate refuses this width
+            return outlined(self.batches[pattern].record_with_parts(), self.rows, self.batches[pattern])
+        except GlueError:
+            return None
+
+    def _joins(self, path: str) -> bool:
+        """Whether a module as one block would hold blocks of several components, or of one that is to be cut."""
+        inside = [b for b in self.frontier.blocks if not path or b.startswith(f"{path}.")]
+        cut = any(path == c or path.startswith(f"{c}.") for c in self.cut)
+        return len({component(self.model, b) for b in inside}) > 1 or (cut and len(inside) > 1)
 
 
-def _most_independent(turns: Iterable[tuple[int, list[_Batch]]]) -> tuple[int, list[_Batch]]:
-    """The micro-batches in which the fewest sizes follow from others by chance (26 tokens less one for each sample)."""
-    best, most = (0, list[_Batch]()), 0
-    for turn, batches in turns:
-        rows = torch.tensor([[1, *b.sizes.values()] for b in batches], dtype=torch.float64)
-        moving = 1 + sum(len(set(column)) > 1 for column in rows.T.tolist())
-        rank = int(torch.linalg.matrix_rank(rows))
-        if rank > most:
-            best, most = (turn, batches), rank
-        if rank == min(moving, len(batches)):
-            break
-    return best
-
-
-def _captured(
-    recorder: Recorder, frontier: Frontier, batches: Mapping[Pattern, _Batches], needed: Collection[Pattern]
-) -> tuple[list[Case], list[Observed]]:
-    """Record every pattern and make it generic. What cannot be, in a module that is no block, is hidden in a block: that module."""
-    while True:
-        recorder.use(frontier.blocks)
-        try:
-            observed = {p: b.record(recorder) for p, b in batches.items()}
-            return _generic(observed, frontier, needed, batches), [o for seen in observed.values() for o in seen]
-        except (BlockError, GlueError) as error:
-            around = error.coarser if isinstance(error, BlockError) else error.module or None
-            if around is None or around in frontier.blocks:
-                raise
-            frontier.notes.append(Note(around, f"one block, because {error.message}", error.where))
-            frontier.blocks = coarsen(frontier.blocks, around)
-
-
-def _generic(
-    observed: Mapping[Pattern, Sequence[Observed]], frontier: Frontier, needed: Collection[Pattern], probes: Mapping[Pattern, _Batches]
-) -> list[Case]:
-    """The cases of all patterns. A pattern that no sample alone has may be left out, with a note."""
-    cases: list[Case] = []
-    for pattern, seen in observed.items():
-        try:
-            found, problems = generalise(seen, probes[pattern])
-        except GlueError as error:
-            if pattern in needed or error.module:
-                raise
-            found, problems = [], [Diagnostic(error.message, error.where)]
-        frontier.notes += [Note("", p.message, p.where) for p in problems]
-        cases += [_named(Case(f"c{len(cases) + i}", pattern, g)) for i, g in enumerate(found)]
-    return cases
+def _recorded(pattern: Pattern, why: Diagnostic) -> Diagnostic:
+    """Says that a pattern's glue is recorded anew."""
+    samples = f"samples with {', '.join(sorted(pattern))}" if pattern else "samples without optional inputs"
+    return Diagnostic(f"glue is recorded anew for each micro-batch of {samples}, because {why.message}", why.where)
 
 
 def _named(case: Case) -> Case:
     """Name the case's constants after what they hold, so that equal ones of several cases are one."""
     generic = case.generic
-    names = {old: f"constant_{_digest(tensor)}" for old, tensor in generic.constants.items()}
+    names = {old: digest(tensor) for old, tensor in generic.constants.items()}
     for node in generic.graph.nodes:
         if node.op == "get_attr" and node.target in names:
             node.target = names[str(node.target)]
     generic.constants = {names[old]: tensor for old, tensor in generic.constants.items()}
     return case
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    text = f"{tensor.dtype} {tuple(tensor.shape)} {tensor.flatten().tolist()}"
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _block(model: nn.Module, path: str, call: fx.Node) -> Block:

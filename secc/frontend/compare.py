@@ -98,7 +98,7 @@ def _cases(group: list[Observed], probe: Probe | None) -> tuple[list[tuple[Gener
         place = next((n.meta["where"] for n in group[0].recording.graph.nodes if n.meta.get("where")), "")
         return [], [Diagnostic(f"only {len(group)} of the captures took this way, too few to tell sizes from constants", place)]
     try:
-        return [(_merged(group, probe), group)], []
+        return [(merged(group, probe), group)], []
     except Unexplained as error:
         problem = error.diagnostic
     parts: dict[Any, list[Observed]] = {}
@@ -110,17 +110,37 @@ def _cases(group: list[Observed], probe: Probe | None) -> tuple[list[tuple[Gener
     return [c for cases, _ in results for c in cases], [p for _, problems in results for p in problems]
 
 
-def _merged(group: Sequence[Observed], probe: Probe | None) -> Generic:
-    """The captures as one graph, after as many further ones as its explanations need."""
+class Names(Protocol):
+    """Names the numbers of rows that inputs' values decide."""
+
+    def name(self, label: str, dim: int) -> str:
+        """The symbol of a dim of a labelled tensor."""
+        ...
+
+
+def merged(group: Sequence[Observed], probe: Probe | None, names: Names | None = None) -> Generic:
+    """The captures, of one structure, as one graph, after as many further ones as its explanations need.
+
+    `names` is for glue that is recorded anew. Raises GlueError with it, Unexplained without it.
+    """
+    try:
+        return _merged(group, probe, names)
+    except Unexplained as error:
+        if names is None:
+            raise
+        raise error.diagnostic.error() from None
+
+
+def _merged(group: Sequence[Observed], probe: Probe | None, names: Names | None) -> Generic:
     known = list(group)
     for _ in range(_PROBES if probe is not None else 0):
         assert probe is not None
-        doubt = _Merge(known, probe.free).doubt()
+        doubt = _Merge(known, probe.free, names).doubt()
         more = probe(*doubt) if doubt is not None else None
         if more is None or signature(more.recording.graph) != signature(known[0].recording.graph):
             break
         known.append(more)
-    return _Merge(known, probe.free if probe is not None else ()).run()
+    return _Merge(known, probe.free if probe is not None else (), names).run()
 
 
 def _rejects(case: Generic, reads: Sequence[Read]) -> bool:
@@ -135,7 +155,8 @@ def _rejects(case: Generic, reads: Sequence[Read]) -> bool:
 class _Merge:
     """Captures of one structure as one generic graph, which is the first one's with its numbers explained."""
 
-    def __init__(self, group: Sequence[Observed], free: Collection[str]) -> None:
+    def __init__(self, group: Sequence[Observed], free: Collection[str], names: Names | None = None) -> None:
+        self._names, self._parts = names, [o.parts for o in group]
         self._first = group[0].recording
         self._graphs = [o.recording.graph for o in group]
         self._recordings = [o.recording for o in group]
@@ -154,7 +175,7 @@ class _Merge:
         explained, dropped = self._explain()
         for node, meta in explained.items():
             if "target" in meta:
-                node.op, node.target = "call_function", meta.pop("target")
+                node.op, node.target, node.meta["made"] = "call_function", meta.pop("target"), True
             node.meta |= meta
         for node in list(self._first.graph.nodes):
             self._counts.put(node)
@@ -246,13 +267,24 @@ class _Merge:
         expr = self._fitter.integer(values)
         if expr is not None:
             return expr
-        if not _dynamic(node):
+        if (name := self._rows(node, dim, values)) is not None:
+            self._fitter = self._fitter.with_symbol(name, values)
+        elif "label" in node.meta or _dynamic(node):
+            self._decided(Source(node, dim), values)
+        else:
             message = f"a dim of the result of {node.target} moves with the batch, and no expression over its sizes explains it"
             raise _unexplained(node, message, values)
-        self._decided(Source(node, dim), values)
         found = self._fitter.integer(values)
         assert found is not None
         return found
+
+    def _rows(self, node: fx.Node, dim: int, values: Sequence[int]) -> str | None:
+        """The symbol of a size that inputs' values decide and that is the sum of the samples'; None for every other size."""
+        label = node.meta.get("label")
+        if label is None or self._names is None:
+            return None
+        sums = [sum(part[label][dim] for part in parts if label in part) for parts in self._parts]
+        return self._names.name(label, dim) if sums == list(values) else None
 
     def _decided(self, source: Source, values: Sequence[float]) -> str:
         """A new symbol for a number that the inputs' values decide; its name."""

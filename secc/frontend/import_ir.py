@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import operator
 from collections import Counter
 from collections.abc import Mapping
@@ -13,8 +14,9 @@ from xdsl.dialects.builtin import IntAttr, ModuleOp, StringAttr, UnitAttr
 from xdsl.ir import Attribute, Operation, SSAValue
 
 from secc.errors import UserError
+from secc.frontend.anew import outline_nodes
 from secc.frontend.capture import Block, Capture, Case
-from secc.ir import draws, template
+from secc.ir import draws, recorded, template
 from secc.ir.attributes import number
 from secc.ir.dialect import (
     BlockOp,
@@ -38,7 +40,7 @@ from secc.ir.naming import KNOWN_BUFFER
 from secc.ir.types import TensorType
 from secc.runtime import plan
 from secc.runtime.functions import Applied
-from secc.runtime.recorder import Hazard, is_read, read_value, take
+from secc.runtime.recorder import Hazard, is_read, outline, read_value, take
 
 _COUPLES = {"batch_norm": "batch norm in training mode"}
 
@@ -60,9 +62,17 @@ def to_ir(capture: Capture) -> ModuleOp:
     if inputs.labels_key:
         properties["labels"] = StringAttr(inputs.labels_key)
     graph = GraphOp.create(properties=properties, regions=[new_block(ops)])
+    if anew := [_anew(case) for case in capture.cases if case.anew is not None]:
+        graph.attributes[recorded.ATTRIBUTE] = StringAttr(json.dumps(anew))
     if capture.draws:
         graph.attributes[draws.ATTRIBUTE] = texts(draws.text(d) for d in capture.draws)
     return ModuleOp([graph])
+
+
+def _anew(case: Case) -> dict[str, Any]:
+    """What a plan has to know to record a case's glue anew."""
+    assert case.anew is not None
+    return {"when": sorted(case.pattern), "why": case.anew.message, "where": case.anew.where, "nodes": outline_nodes(case.generic)}
 
 
 def _symbol(s: plan.Symbol) -> SymbolOp:
@@ -122,7 +132,10 @@ class _Case:
         for node in self._case.generic.graph.nodes:
             self._node(node)
         properties = {"sym": StringAttr(self._case.name), "when": texts(sorted(self._case.pattern))}
-        return CaseOp.create(properties=properties, regions=[new_block(self._ops)])
+        found = CaseOp.create(properties=properties, regions=[new_block(self._ops)])
+        if self._case.anew is not None:
+            found.attributes[recorded.ANEW] = UnitAttr()
+        return found
 
     def _node(self, node: fx.Node) -> None:
         if node.op in ("placeholder", "get_attr"):
@@ -172,7 +185,9 @@ class _Case:
         self._add(CallOp.of(str(node.target), operands, args, [_type(o) for o in outs], **properties), *outs)
 
     def _glue(self, node: fx.Node) -> None:
-        operands, args = self._arguments(node)
+        target, operands, args = str(node.target), *self._arguments(node)
+        if node.target is outline.recorded:
+            target, args = f"{recorded.PREFIX}{node.args[0]}", ", ".join(f"${i}" for i in range(len(operands)))
         results: list[fx.Node | None] = [node]
         types = [_type(node)] if "shape" in node.meta else []
         if "results" in node.meta:
@@ -182,7 +197,7 @@ class _Case:
         if len(types) != len(results) or ("results" in node.meta and len(types) < 2):
             raise UserError(f"the glue's op {node.target} has results that a plan cannot name", node.meta["where"], "move it into a module")
         properties = _modes(node) | (_autocast(node) if isinstance(node.target, Applied) else {})
-        op = GlueOp.of(str(node.target), operands, args, types, **properties)
+        op = GlueOp.of(target, operands, args, types, **properties)
         if node.meta.get("draw"):
             op.attributes[draws.NAME] = StringAttr(node.meta["draw"])
         self._add(op, *results)

@@ -14,15 +14,18 @@ from torch import fx
 from secc.errors import UserError
 from secc.runtime.recorder import Recording, is_read
 
+Shapes = Mapping[str, tuple[int, ...]]
+
 _REMEDY = "put it into an nn.Module of its own, which is called as it is"
 
 
 @dataclass(frozen=True)
 class Observed:
-    """A recording and the sizes of its batch."""
+    """A recording and the sizes of its batch. `parts`: the labelled shapes (`Outline.shapes`) of each of its samples, where asked for."""
 
     recording: Recording
     sizes: Mapping[str, int]
+    parts: tuple[Shapes, ...] = ()
 
 
 class GlueError(UserError):

@@ -12,9 +12,11 @@ import sympy
 from xdsl.dialects.builtin import StringAttr
 
 from secc.ir import expr
+from secc.ir.analysis import number_of
 from secc.ir.dialect import GraphOp, KeyOp, SectionOp, SymbolOp, strings
 from secc.ir.expr import Expr
 from secc.ir.types import TensorType
+from secc.runtime.plan import is_label
 
 
 @dataclass(frozen=True)
@@ -101,19 +103,35 @@ def vanishes(graph: GraphOp, rows: str, absent: Sequence[str]) -> bool:
         having = [p for p in patterns if key in p]
         return bool(having) and all(p & set(absent) for p in having)
 
-    gone = [(expr.symbol(name), 0) for name, s in graph.symbols.items() if s.key.data in absent or accompanied(s.key.data)]
+    def counted(name: str, symbol: SymbolOp) -> bool:
+        """Whether only samples with one of these keys have rows that a recording counts."""
+        having = [set(strings(p.when)) for p in graph.patterns if number_of(p, name)]
+        return is_label(symbol.key.data) and bool(having) and all(p & set(absent) for p in having)
+
+    gone = [
+        (expr.symbol(name), 0) for name, s in graph.symbols.items() if s.key.data in absent or accompanied(s.key.data) or counted(name, s)
+    ]
     return expr.parse(rows).subs(gone) == 0
 
 
 def _adds_up(size: Expr, rows: set[str], banned: set[str]) -> bool:
-    """Whether a size is a sum of rows symbols with factors in which no banned symbol occurs."""
-    rest = sympy.expand(size)
+    """Whether a size is a sum of rows symbols with factors in which no banned symbol occurs.
+
+    A quotient such as `n//4` counts as one: ranks refuse samples whose own rows it does not divide (`secc.runtime.metadata`).
+    """
+    rest = sympy.expand(size.replace(sympy.floor, _exact))
     for name in rows:
         factor = rest.coeff(expr.symbol(name))
         if expr.symbols(factor) & (banned | rows):
             return False
         rest = sympy.expand(rest - factor * expr.symbol(name))
     return rest == 0
+
+
+def _exact(quotient: Expr) -> Expr:
+    """What is rounded down, where that is a multiple of rows."""
+    whole, over = sympy.fraction(sympy.together(quotient))
+    return quotient if not over.is_Integer or whole.as_coeff_Add()[0] != 0 else whole / over
 
 
 def _extent(graph: GraphOp, dim: int, size: Expr) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from secc.compiler import unshardable
-from secc.frontend.meta import meta_model
+from secc.runtime.meta import meta_model
 from secc.runtime.user_model import load
 
 MODEL = """

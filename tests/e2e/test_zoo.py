@@ -28,9 +28,9 @@ def test_all_other_architectures_train_exactly(name: str) -> None:
     assert (row.check, row.run) == (EXACT, EXACT)
 
 
-def test_glue_that_depends_on_values_is_said_to_be_hidden() -> None:
+def test_glue_that_depends_on_values_is_recorded_anew() -> None:
     row = look(entry("mistral3"), run=False)
-    assert row.check == EXACT and row.glue == "in block model"
+    assert row.check == EXACT and row.glue == "recorded anew" and list(row.sections) == ["vision_tower", "language_model"]
     assert "moves with the batch" in row.notes[0] and "modeling_mistral3.py:" in row.notes[0]
 
 

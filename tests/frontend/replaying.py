@@ -12,10 +12,10 @@ from torch import fx, nn
 from secc.frontend.capture import Capture, capture
 from secc.frontend.compare import Generic
 from secc.frontend.inputs import describe
-from secc.frontend.meta import meta_model
 from secc.frontend.reference import Result, compare, eager, gradients
 from secc.frontend.survey import survey
 from secc.ir.expr import evaluate
+from secc.runtime.meta import meta_model
 from secc.runtime.recorder import Replay
 from secc.runtime.sizes import sizes_of
 from secc.runtime.user_model import UserModel

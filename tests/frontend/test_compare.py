@@ -15,10 +15,10 @@ from torch import nn
 from secc.errors import UserError
 from secc.frontend.compare import Generic, generalise
 from secc.frontend.fit import Fitter
-from secc.frontend.fold import fold
 from secc.frontend.ways import Observed
 from secc.ir.expr import evaluate, parse, symbol, text
 from secc.runtime.recorder import Recorder
+from secc.runtime.recorder.fold import fold
 from tests.frontend.replaying import GenericReplay
 
 ROWS = [dict(zip("BSI", row, strict=True)) for row in ((2, 11, 3), (3, 17, 1), (4, 13, 6), (5, 24, 2), (7, 19, 9))]

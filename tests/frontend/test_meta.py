@@ -9,7 +9,7 @@ import torch
 import transformers as T
 
 from secc.errors import UserError
-from secc.frontend.meta import SMALL, meta_model
+from secc.runtime.meta import SMALL, meta_model
 from secc.runtime.user_model import UserModel, load
 
 PLAIN = """

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from secc.errors import UserError
+from secc.runtime.errors import UserError
 from secc.runtime.user_model import UserModel
 
 _LOCATING = ("cache_dir", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")

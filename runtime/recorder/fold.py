@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from secc.runtime.recorder import Recording
 from secc.runtime.recorder.finish import needed
+from secc.runtime.recorder.recording import Recording
 
 aten = torch.ops.aten
 _JOINS = (aten.cat.default, aten.stack.default)

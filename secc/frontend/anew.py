@@ -1,0 +1,147 @@
+"""Cases whose glue is recorded anew for each micro-batch, because values of the inputs decide its ops.
+
+Such a case has the blocks and the loss of the captures; a tensor that glue makes for a block is one op, `recorded`. A dim of such a
+tensor, or of a block's result, that no size explains is a number of rows that values decide: a symbol of its own if the rows of a batch are
+the sum of its samples' (each recorded alone), which edges can carry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from secc.frontend.compare import Generic, Probe, merged
+from secc.frontend.inputs import Inputs
+from secc.frontend.survey import Sample, Survey
+from secc.frontend.ways import Diagnostic, GlueError, Observed, Shapes, difference, signature
+from secc.ir import expr
+from secc.ir.naming import identifier, tail, unique
+from secc.runtime import plan
+from secc.runtime.recorder.match import kind, mismatch
+from secc.runtime.recorder.outline import Outline
+
+
+@dataclass
+class Rows:
+    """The symbols of numbers of rows that values decide, in all cases: (label of the tensor, dim) of each name."""
+
+    taken: set[str]
+    names: dict[tuple[str, int], str] = field(default_factory=dict)
+
+    def name(self, label: str, dim: int) -> str:
+        """The symbol of a dim of a labelled tensor."""
+        if (label, dim) not in self.names:
+            path = label.split()[1] if label.startswith("result ") else label.partition(":")[0]
+            wish = f"n_{identifier(tail(path.partition('#')[0], ()))}"
+            self.names[label, dim] = unique(wish, self.taken | set(self.names.values()))
+        return self.names[label, dim]
+
+    def of(self, shapes: Shapes) -> dict[str, int]:
+        """The symbols of a recording; a tensor that it does not have has no rows."""
+        return {name: shapes[label][dim] if label in shapes else 0 for (label, dim), name in self.names.items()}
+
+    def symbols(self) -> tuple[plan.Symbol, ...]:
+        """The symbols as a plan declares them; `key` is the label of the tensor that a recording gives."""
+        return tuple(plan.Symbol(name, "rows", label, dim) for (label, dim), name in self.names.items())
+
+
+def outlined(observed: Sequence[Observed], rows: Rows, probe: Probe | None) -> Generic:
+    """The case of these captures. Raises GlueError where blocks or the loss differ in a way that no size explains."""
+    outlines = [Outline.of(o.recording) for o in observed]
+    sources = _union(o.sources() for o in outlines)
+    skeletons = [replace(seen, recording=o.skeleton(sources)) for seen, o in zip(observed, outlines, strict=True)]
+    groups: dict[Any, list[Observed]] = {}
+    for o in skeletons:
+        groups.setdefault(signature(o.recording.graph), []).append(o)
+    if len(groups) > 1:
+        problem = difference(list(groups.values())) or Diagnostic("the glue's blocks change with the batch", "")
+        raise problem.error()
+    found = merged(skeletons, _Outlined(probe, sources) if probe is not None else None, rows)
+    nodes = outline_nodes(found)
+    for seen, outline in zip(skeletons[1:], outlines[1:], strict=True):  # the first is used up
+        problem = mismatch(seen.recording, nodes, {**seen.sizes, **rows.of(outline.shapes())})
+        if problem is not None:
+            raise GlueError("", problem.message, problem.where)
+    return found
+
+
+class _Outlined:
+    """Further captures as outlines."""
+
+    def __init__(self, probe: Probe, sources: Mapping[str, Sequence[str]]) -> None:
+        self._probe, self._sources, self.free = probe, sources, probe.free
+
+    def __call__(self, name: str, size: int) -> Observed | None:
+        found = self._probe(name, size)
+        return None if found is None else replace(found, recording=Outline.of(found.recording).skeleton(self._sources))
+
+
+def _union(found: Iterable[Mapping[str, Sequence[str]]]) -> dict[str, list[str]]:
+    """What each labelled tensor is made from in any capture."""
+    union: dict[str, dict[str, None]] = {}
+    for one in found:
+        for label, sources in one.items():
+            union.setdefault(label, {}).update(dict.fromkeys(sources))
+    return {label: list(sources) for label, sources in union.items()}
+
+
+def counted(inputs: Inputs, rows: Rows, survey: Survey, alone: Callable[[Sample], Shapes]) -> Inputs:
+    """The inputs with the symbols of rows that values decide. `alone` gives a sample's labelled shapes.
+
+    Of samples that the survey did not keep, the mean of those with the same pattern stands for the number.
+    """
+    if not rows.names:
+        return inputs
+    known = {i: rows.of(alone(d.sample)) for i, d in enumerate(survey.drawn) if d.sample is not None}
+    sizes: list[Mapping[str, int]] = []
+    for i, (d, own) in enumerate(zip(survey.drawn, inputs.sizes, strict=True)):
+        alike = [known[j] for j, other in enumerate(survey.drawn) if j in known and other.pattern == d.pattern]
+        mean = {n: round(sum(one[n] for one in alike) / len(alike)) for n in rows.names.values()}
+        sizes.append({**own, **known.get(i, mean)})
+    return replace(inputs, symbols=(*inputs.symbols, *rows.symbols()), sizes=tuple(sizes))
+
+
+def outline_nodes(generic: Generic) -> tuple[dict[str, Any], ...]:
+    """The outline of a case as plain data for `plan.json`, with sizes as expressions; see `secc.runtime.recorder.match`."""
+    number = {n: i for i, n in enumerate(generic.graph.nodes)}
+    return tuple(_node(n, number, generic.data) for n in generic.graph.nodes)
+
+
+def _node(node: fx.Node, number: Mapping[fx.Node, int], data: Sequence[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {"kind": kind(node)}
+    if node.op == "output":
+        return found | {"args": _data(list(node.args), number), "kwargs": {}}
+    if node.op in ("placeholder", "get_attr"):
+        return found
+    if "label" in node.meta:
+        found["shape"] = [None if expr.symbols(d) & set(data) else expr.text(d) for d in node.meta["shape"]]
+    if found["kind"][0] == "recorded":
+        return found | {"sources": [number[a] for a in node.args[1:] if isinstance(a, fx.Node)], "where": node.meta["where"]}
+    args = node.meta["args"][:1] if found["kind"][0] == "result" else node.meta["args"]
+    made = {"made": True} if node.meta.get("made") else {}
+    return found | made | {"args": _data(list(args), number), "kwargs": _data(node.meta["kwargs"], number)}
+
+
+def _data(value: Any, number: Mapping[fx.Node, int]) -> Any:
+    recurse: Callable[[Any], Any] = lambda v: _data(v, number)  # noqa: E731
+    match value:
+        case fx.Node():
+            return {"node": number[value]}
+        case sympy.Expr():
+            whole, over = sympy.fraction(value) if not value.has(sympy.floor) else (value, sympy.Integer(1))
+            return {"size": expr.text(whole)} | ({"over": expr.text(over)} if over != 1 else {})
+        case list() | tuple():
+            return [recurse(v) for v in value]
+        case dict():
+            return {k: recurse(v) for k, v in value.items()}
+        case slice():
+            return {"slice": [recurse(v) for v in (value.start, value.stop, value.step)]}
+        case torch.dtype() | torch.device() | torch.memory_format() | torch.layout():
+            return {"name": str(value)}
+        case _:
+            return value
