@@ -26,6 +26,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 KEPT = 12  # samples of one pattern that are held in memory; of the others only shapes
 COUNTS = (2, 3, 4, 5, 7)  # samples in the micro-batches of a pattern ...
 LACKING = (0, 1, 1, 2, 2)  # ... of which so many lack some of the pattern's keys, where there are such samples
+FEW = 3  # lengths of a pattern's samples: with fewer they are cropped to others
 LONG = 96  # tokens: longer sequences are cropped
 CROPS = (29, 43, 23, 37, 31)  # tokens of the longest sample of each micro-batch, after cropping
 PLACES = (0, 3, 1, 4, 2)  # of each micro-batch among long and short samples: lengths must not fall as counts rise
@@ -134,11 +135,11 @@ class Survey:
         return found
 
     def _cut(self, pattern: Pattern) -> bool:
-        """Crop where sequences are long, or all of one length, which would hide what depends on it."""
+        """Crop where sequences are long, or of so few lengths that what depends on them, or on what they hold, would look constant."""
         kept = [s for p in self.patterns if p <= pattern for s in self.samples(p)]
-        lengths = {length(s) for s in kept} - {0}
+        lengths = {length(s) for group in self._cover(pattern) for s in group} - {0}
         plain_long = any(length(s) > LONG and _is_plain(s) for s in kept)
-        return self.crop and bool(lengths) and (len(lengths) == 1 or plain_long)
+        return self.crop and bool(lengths) and (len(lengths) < FEW or plain_long)
 
 
 def survey(user: UserModel, count: int = 64, seed: int = 0) -> Survey:

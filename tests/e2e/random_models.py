@@ -204,9 +204,9 @@ class Plan:
     order: str
 
 
-def random_plan(seed: int, sections: Sequence[str]) -> Plan:
-    """A plan of two to four ranks for a model with these sections. Pins that cannot be had together may be refused."""
-    rng = random.Random(f"plan {seed}")
+def random_plan(seed: int, sections: Sequence[str], n: int = 0) -> Plan:
+    """The n-th plan of two to four ranks for a model with these sections. Pins that cannot be had together may be refused."""
+    rng = random.Random(f"plan {seed}" + f" {n}" * bool(n))
     ranks = rng.choice((2, 3, 4))
     pins: list[str] = []
     for name in sections:

@@ -1,6 +1,6 @@
 """Trains random models under random plans and compares with plain PyTorch.
 
-python -m tests.e2e.random_runs 0 300 -o failures      seeds 0 … 299; the model files of those that fail are kept
+python -m tests.e2e.random_runs 0 100 --plans 3 -o failures      seeds 0 … 99; the model files of those that fail are kept
 
 A model with dropout is compared with its plan for one rank, which is compared with the eager model when it is made.
 """
@@ -28,21 +28,25 @@ from tools.ranks import Trained, differences, distributed, plain, recording_mode
 STEPS = 2
 
 
-def trial(seed: int, folder: Path) -> str:
-    """What went wrong with the model and plan of a seed, "" if the run is exact. `folder` keeps the files."""
+def trial(seed: int, folder: Path, plans: int = 1) -> list[str]:
+    """What went wrong with the model of a seed under each of its plans, "" where the run is exact. `folder` keeps the files."""
     (folder / f"seed{seed}.py").write_text(random_model(seed))
     model = recording_model(f"seed{seed}", folder, folder)
     try:
         first = checked(compile_model(model, Options(cluster="local:1")), required=True)
     except UserError as error:
-        return f"compile: {error}"
-    wanted = random_plan(seed, [s.name for s in first.plan.sections])
+        return [f"compile: {error}"] * plans
+    wanted = [random_plan(seed, [s.name for s in first.plan.sections], n) for n in range(plans)]
+    return [_run(first, model, plan, folder / str(n)) for n, plan in enumerate(wanted)]
+
+
+def _run(first: Compiled, model: Path, wanted: Plan, folder: Path) -> str:
+    folder.mkdir()
     planned = _planned(first, wanted)
     planned.write(folder / "plan", page)
-    world = planned.plan.world_size
     try:
         reference = _reference(first, model, wanted, folder)
-        found = distributed(folder / "plan", world, STEPS, folder / "run", "--order", wanted.order)
+        found = distributed(folder / "plan", planned.plan.world_size, STEPS, folder / "run", "--order", wanted.order)
     except AssertionError as error:
         return f"run of {wanted}: {error}"
     return next((f"{wanted}: {d}" for d in differences(found, reference)), "")
@@ -79,22 +83,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("first", type=int)
     parser.add_argument("last", type=int)
+    parser.add_argument("--plans", type=int, default=1, help="so many plans for each model")
     parser.add_argument("-o", "--output", type=Path, help="keep the model files of failures here")
     arguments = parser.parse_args()
-    failures = 0
+    done, failures = 0, 0
     for seed in range(arguments.first, arguments.last):
         start = time.perf_counter()
         with tempfile.TemporaryDirectory() as name:
             try:
-                error = trial(seed, Path(name))
+                errors = trial(seed, Path(name), arguments.plans)
             except Exception as unexpected:
-                error = f"defect: {type(unexpected).__name__}: {unexpected}"
-            failures += bool(error)
-            if error and arguments.output:
+                errors = [f"defect: {type(unexpected).__name__}: {unexpected}"]
+            if any(errors) and arguments.output:
                 arguments.output.mkdir(parents=True, exist_ok=True)
                 shutil.copy(Path(name) / f"seed{seed}.py", arguments.output)
-        print(f"seed {seed}: {error or 'exact'} ({time.perf_counter() - start:.1f} s)", flush=True)
-    print(f"{arguments.last - arguments.first - failures} of {arguments.last - arguments.first} exact")
+        done, failures = done + len(errors), failures + sum(map(bool, errors))
+        print(f"seed {seed}: {', '.join(e or 'exact' for e in errors)} ({time.perf_counter() - start:.1f} s)", flush=True)
+    print(f"{done - failures} of {done} runs exact")
     return 1 if failures else 0
 
 

@@ -78,6 +78,11 @@ def test_no_two_keys_have_as_many_samples_in_all_micro_batches(user_of: UserOf, 
             assert counts[a] != counts[b] or not told, (pattern, counts)
 
 
+def test_one_sample_of_a_pattern_is_cropped_to_several_lengths(user_of: UserOf):
+    found = survey(user_of([text(12, x=image())] + [text(3 + i % 7) for i in range(20)]))
+    assert len({max(length(s) for s in b) for b in found.batches(frozenset("x"))}) >= 3
+
+
 def test_even_micro_batches_need_no_padding(user_of: UserOf):
     found = survey(user_of(MIXED))
     for pattern in found.unions():
