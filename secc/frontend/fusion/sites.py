@@ -71,7 +71,7 @@ def _multiplies(code: CodeType) -> bool:
     """Whether code has a product or calls one of torch's norms."""
     if _NORMS & set(code.co_names):
         return True
-    return any(i.opname == "BINARY_OP" and i.argrepr == "*" for i in dis.get_instructions(code))
+    return any(i.opname == "BINARY_OP" and i.argrepr in ("*", "*=") for i in dis.get_instructions(code))
 
 
 def signature(module: nn.Module) -> Any:

@@ -1,0 +1,25 @@
+"""Modules that `fuse-blocks` rewrites compute with the kernels what they compute themselves; here with the references, in the
+interpreter's process (`test_interpreter.py`) with the Triton kernels, in the comparison that finds them and in the modules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from secc.frontend.reference import compare
+from tests.fusion import test_rules
+from tests.fusion.fusing import fused, matched, reasons
+
+QUICK = [test_rules.OnePlus, test_rules.Block]
+SLOW = [test_rules.Inline, test_rules.ExactGelu, test_rules.Attention]
+
+
+@pytest.mark.parametrize("cls", [*QUICK, *(pytest.param(c, marks=pytest.mark.slow) for c in SLOW)])
+def test_rewritten_modules_run_the_kernels(cls: type[torch.nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, x = torch.nn.Sequential(cls()), torch.randn(2, 5, test_rules.WIDTH)
+    own = test_rules.step(model, x)
+    with fused(model) as found:
+        assert matched(found), reasons(found)
+        difference = compare(test_rules.step(model, x), own)
+    assert difference.exact, difference
