@@ -1,7 +1,7 @@
 """`coarsen`: blocks to sections, the units of allocation.
 
 Blocks of one component, one activation predicate and one mode form a group. Groups without a stack of layers (a projector, a head, an
-embedding) join the neighbour of equal predicate and mode; groups whose share of the work is below `min-share` (ten times it for one
+embedding) join the neighbour of equal predicate and mode, a frozen head behind adapters the section that trains them; groups whose share of the work is below `min-share` (ten times it for one
 without a stack behind others) join the neighbour that loses least by it; `max-sections` merges further. No merge may close a cycle of
 sections. The user can name sections by module paths: `sections="vision=model.vision_tower+model.projector"`. Glue then goes to the
 section of its latest producer (`secc.ir.placement`).
@@ -77,11 +77,12 @@ def _refuse_pinned(a: Group, b: Group) -> None:
 
 
 def _merge_stackless(grouping: Grouping) -> None:
-    """A group without a stack of layers joins a neighbour of equal predicate and mode."""
+    """A group without a stack of layers joins a neighbour of equal predicate and mode, or, frozen itself, one that trains."""
     for group in [g for g in grouping.groups if not g.has_stack and not g.pinned]:
         if group not in grouping.groups:
             continue
-        alike = [n for n in grouping.neighbours(group) if (n.when, n.mode) == (group.when, group.mode) and not n.pinned]
+        modes = {group.mode, "train"} if group.mode == "dgrad" else {group.mode}
+        alike = [n for n in grouping.neighbours(group) if n.when == group.when and n.mode in modes and not n.pinned]
         _merge_into_best(grouping, group, alike)
 
 

@@ -16,7 +16,7 @@ SECTIONS = {
     "sometimes": {"pictures": "train", "sketches": "train", "decoder": "train"},
 }
 ADAPTED = {
-    "lora_llava": {"vision_tower": "forward", "language_model": "train", "lm_head": "dgrad"},
+    "lora_llava": {"vision_tower": "forward", "language_model": "train"},
     "lora_tower": {"vision_tower": "train", "language_model": "dgrad"},
     "lora_t5": {"encoder": "train", "decoder": "train"},
     "lora_student": {"teacher": "forward", "student": "train"},
