@@ -29,6 +29,7 @@ from secc.runtime.fusion.install import installed, read
 from secc.runtime.metadata import leaves_of
 from secc.runtime.plan import Mesh, Plan
 from secc.runtime.program import MicroBatch, SampleMeta
+from secc.runtime.randomness.draws import Draws
 from secc.runtime.rerecord import Rerecorder
 from secc.runtime.section import Section, load_module, load_section
 from secc.runtime.sizes import combine, pad_batch, sizes_of
@@ -113,13 +114,23 @@ def _check_pattern(compiled: Compiled, rank: OneRank, pattern: frozenset[str]) -
     draws = Keyed(compiled.model, compiled.plan.draws, compiled.plan.symbols).of(compiled.user, samples)
     batch = compiled.user.collate(samples)
     with _only_torch_draws(compiled):
-        reference = eager(compiled.model, batch, draws)
+        reference = _reference(compiled, batch, draws)
     # Random numbers must be the same in micro-batches of any size.
     sizes = (MICRO_BATCH, 1) if draws is not None else (MICRO_BATCH,)
     if compiled.plan.checks.get("accepted"):
         sizes = (len(samples),)  # what was accepted is exact where there is one micro-batch
     found = [compare(rank.step(samples, most), reference) for most in sizes]
     return PatternCheck(tuple(sorted(pattern)), len(samples), max(found, key=lambda d: max(d.loss, d.gradient)))
+
+
+def _reference(compiled: Compiled, batch: Mapping[str, Any], draws: Draws | None) -> Result:
+    """What plain PyTorch computes. Raises UserError where it fails."""
+    assert compiled.model is not None
+    try:
+        return eager(compiled.model, batch, draws)
+    except RuntimeError as error:
+        message = f"plain PyTorch cannot train the model: {str(error).strip().splitlines()[0]}"
+        raise UserError(message, compiled.user.forward_place or str(compiled.user.path), "correct the model") from error
 
 
 @contextmanager

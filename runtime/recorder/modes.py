@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.cuda.amp import common
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -50,6 +51,9 @@ class Listener(Protocol):
 
     def silence(self) -> Any:
         """A context in which nothing is recorded."""
+
+    def idle_autocast(self) -> None:
+        """Forward asks for autocast on a device that is not here."""
 
     def function(self, cls: Any, args: Any, run: Callable[..., Any]) -> Any:
         """A `torch.autograd.Function` is applied where a gradient may flow; `run(*args)` applies it."""
@@ -123,8 +127,11 @@ def autograd_functions(listener: Listener) -> Iterator[None]:
             return original.__get__(None, cls)(*args)
 
         differentiated = torch.is_grad_enabled() and any(t.requires_grad for _, t in structure.tensors(args))
+        if cls is checkpoint.CheckpointFunction and not listener.paused:
+            with torch.set_grad_enabled(differentiated):  # without an argument that has a gradient it gives none to anything inside
+                return args[0](*args[2:])
         if listener.paused or not differentiated or cls.__module__ == checkpoint.__name__:
-            return args[0](*args[2:]) if cls is checkpoint.CheckpointFunction and not listener.paused else run(*args)
+            return run(*args)
         return listener.function(cls, args, run)
 
     base: Any = torch.autograd.function._SingleLevelFunction
@@ -133,6 +140,24 @@ def autograd_functions(listener: Listener) -> Iterator[None]:
         yield
     finally:
         del base.apply
+
+
+@contextmanager
+def idle_autocast(listener: Listener) -> Iterator[None]:
+    """Tell of autocast regions for CUDA on a machine without it, where they do nothing."""
+    original = common.amp_definitely_not_available
+
+    def asked() -> bool:
+        idle = original()
+        if idle:
+            listener.idle_autocast()
+        return idle
+
+    common.amp_definitely_not_available = asked
+    try:
+        yield
+    finally:
+        common.amp_definitely_not_available = original
 
 
 def intercept(root: nn.Module, handle: Callable[[str, nn.Module, Any, Any], Any]) -> None:

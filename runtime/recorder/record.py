@@ -27,7 +27,7 @@ from secc.runtime.recorder.finish import finish
 from secc.runtime.recorder.functional import functionalise, mutates
 from secc.runtime.recorder.glue import Executor, Glue
 from secc.runtime.recorder.hazards import Watch
-from secc.runtime.recorder.modes import Calls, Ops, autograd_functions, intercept
+from secc.runtime.recorder.modes import Calls, Ops, autograd_functions, idle_autocast, intercept
 from secc.runtime.recorder.places import class_place, drawer, is_internal, paths_of, place, short_place
 from secc.runtime.recorder.recording import BlockError, Drawn, Hazard, Recording
 from secc.runtime.recorder.tape import Tape, here
@@ -91,7 +91,7 @@ class Recorder:
         inputs = _copies(batch)
         for name, tensor in _named(inputs):
             self._tape.bind(tensor, self._tape.head("placeholder", name, tensor))
-        with Calls(self), Ops(self), autograd_functions(self):
+        with Calls(self), Ops(self), autograd_functions(self), idle_autocast(self):
             loss = self._forward(inputs)
         self._tape.graph.output(self._tape.node(loss))
         tape = self._functional(batch) if mutates(self._tape.graph) else self._tape
@@ -162,6 +162,10 @@ class Recorder:
         """Python looks at a tensor's values."""
         with self.silence():
             self._glue.read(kind, tensor)
+
+    def idle_autocast(self) -> None:
+        """Forward asks for autocast on a device that is not here."""
+        self._hazards[Hazard("", "autocast", "cuda", place())] = None
 
     def function(self, cls: Any, args: Any, run: Callable[..., Any]) -> Any:
         """The user applies a `torch.autograd.Function`."""

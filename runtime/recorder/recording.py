@@ -68,7 +68,10 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Hazard:
-    """An op inside a block that couples samples: `kind` is "batch_norm"."""
+    """What a plan must know of forward beside its graph.
+
+    `kind` is "batch_norm" for an op inside a block that couples samples, "autocast" for a region of a device that is not here.
+    """
 
     path: str
     kind: str

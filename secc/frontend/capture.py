@@ -27,6 +27,7 @@ from secc.runtime.recorder.match import digest
 from secc.runtime.recorder.places import class_place
 from secc.runtime.user_model import UserModel
 
+_IDLE = "autocast for CUDA does nothing on this machine, so the plan's ranks compute without it: compile on a machine with a GPU"
 
 @dataclass(frozen=True)
 class Block:
@@ -105,6 +106,7 @@ def capture(
     cases, observed = _Cases(model, frontier, frozenset(survey.patterns), batches, cut, rows).found(recorder)
     inputs = counted(inputs, rows, survey, lambda sample: shapes_alone(recorder, user, sample))
     hazards = list(dict.fromkeys(h for o in observed for h in o.recording.hazards))
+    frontier.notes += [Note("", _IDLE, h.where) for h in hazards if h.kind == "autocast"]
     draws = find(observed, inputs)
     called = {str(n.target): n for case in reversed(cases) for n in case.generic.graph.nodes if n.op == "call_module"}
     blocks_called = {path: _block(model, path, call) for path, call in called.items()}
