@@ -1,10 +1,10 @@
 """`coarsen`: blocks to sections, the units of allocation.
 
 Blocks of one component, one activation predicate and one mode form a group. Groups without a stack of layers (a projector, a head, an
-embedding) join the neighbour of equal predicate and mode, a frozen head behind adapters the section that trains them; groups whose share of the work is below `min-share` (ten times it for one
-without a stack behind others) join the neighbour that loses least by it; `max-sections` merges further. No merge may close a cycle of
-sections. The user can name sections by module paths: `sections="vision=model.vision_tower+model.projector"`. Glue then goes to the
-section of its latest producer (`secc.ir.placement`).
+embedding) join the neighbour of equal predicate and mode, a frozen head behind adapters the section that trains them; groups whose share
+of the work is below `min-share` (ten times it for one without a stack behind others) join the neighbour that loses least by it;
+`max-sections` merges further. No merge may close a cycle of sections. The user can name sections by module paths:
+`sections="vision=model.vision_tower+model.projector"`. Glue then goes to the section of its latest producer (`secc.ir.placement`).
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from secc.runtime.user_model import UserModel
 
 _IDLE = "autocast for CUDA does nothing on this machine, so the plan's ranks compute without it: compile on a machine with a GPU"
 
+
 @dataclass(frozen=True)
 class Block:
     """One of the user's modules that is called whole. `params` and `trainable` count entries, `layers` those of its component's stack."""
