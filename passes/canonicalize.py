@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from xdsl.context import Context
-from xdsl.dialects.builtin import ModuleOp
+from xdsl.dialects.builtin import ModuleOp, StringAttr
 from xdsl.ir import Operation, SSAValue
 from xdsl.passes import ModulePass
 
@@ -21,6 +21,7 @@ from secc.ir.dialect import CaseOp, ConstOp, GlueOp, GuardOp, InputOp, ParamOp, 
 from secc.ir.types import tensor
 
 _VIEWS = ("view", "_unsafe_view", "reshape")
+_OPPOSITE = {"eq": "ne", "ne": "eq"}
 _SWAPS = ("transpose", "t", "permute", "numpy_T")
 
 
@@ -75,7 +76,22 @@ def _view_of_view(op: GlueOp) -> SSAValue | None:
     inner = _of_first(op)
     if inner is None or inner.base != op.base:
         return None
-    new = GlueOp.create(operands=[inner.operands[0]], result_types=[tensor(op.results[0])], properties=dict(op.properties))
+    return _made_before(
+        op, GlueOp.create(operands=[inner.operands[0]], result_types=[tensor(op.results[0])], properties=dict(op.properties))
+    )
+
+
+def _other_comparison(op: GlueOp) -> SSAValue | None:
+    """`not (a == b)` as `a != b`, and the other way round."""
+    inner = _of_first(op)
+    if inner is None or inner.base not in _OPPOSITE:
+        return None
+    target = StringAttr(inner.target.data.replace(f".{inner.base}.", f".{_OPPOSITE[inner.base]}."))
+    properties = dict(inner.properties) | {"target": target}
+    return _made_before(op, GlueOp.create(operands=list(inner.operands), result_types=[tensor(op.results[0])], properties=properties))
+
+
+def _made_before(op: GlueOp, new: GlueOp) -> SSAValue:
     block = op.parent_block()
     assert block is not None
     block.insert_op_before(new, op)
@@ -105,6 +121,7 @@ RULES = (
     Rule(_SWAPS, _always, _swapped_back),
     Rule(("neg",), _always, lambda op: inner.operands[0] if (inner := _of_first(op)) is not None and inner.base == "neg" else None),
     Rule(_VIEWS, _always, _view_of_view),
+    Rule(("bitwise_not", "logical_not"), _always, _other_comparison),
 )
 
 

@@ -1,14 +1,34 @@
-"""`fuse-linear-loss`: losses on a linear head's logits become one operator that never holds the logits."""
+"""`fuse-linear-loss`: losses on the logits of linear heads become operators that never hold the logits.
+
+The loss's terms, sums over rows since `normalize-loss`, are read as formulas over heads' logits (`secc.passes.fusion.reading`), and rules
+say which operators compute them (`secc.passes.fusion.rules`). A head's call goes away only if all uses of its logits do, so a loss is
+fused where nothing else needs the logits. The operators read the user's own parameters. What was fused, and why other losses on heads
+were not, is noted in the graph (`secc.ir.fusion`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from xdsl.context import Context
 from xdsl.dialects.builtin import ModuleOp
+from xdsl.ir import Operation, SSAValue
 from xdsl.passes import ModulePass
 
 from secc.ir import fusion
+from secc.ir.dialect import CaseOp, GraphOp, GuardOp, ParamOp, ReturnOp, TermOp, graph_of
+from secc.ir.verify import where
+from secc.passes.dce import DeadCodeElimination
+from secc.passes.fusion import groups
+from secc.passes.fusion.emit import Emitter
+from secc.passes.fusion.formula import Head, Parameter
+from secc.passes.fusion.groups import Group
+from secc.passes.fusion.reading import Reader
+from secc.passes.fusion.rules import CROSS_ENTROPY, KL, KL_CE, Piece, joint, objection
+from secc.runtime.plan import Fusion
+
+_NONE = "its loss is none of those that operators compute"
 
 
 @dataclass(frozen=True)
@@ -20,3 +40,169 @@ class FuseLinearLoss(ModulePass):
 
     def apply(self, ctx: Context, op: ModuleOp) -> None:
         fusion.check(self.without)
+        graph = graph_of(op)
+        for case in graph.cases:
+            fusion.note(graph, _Fuser(graph, case, frozenset(self.without)).run())
+        DeadCodeElimination().apply(ctx, op)
+
+
+class _Fuser:
+    """Fuses the losses of one case."""
+
+    def __init__(self, graph: GraphOp, case: CaseOp, without: frozenset[str]) -> None:
+        self.graph, self.case, self.without = graph, case, without
+        self.reader = Reader(graph, case)
+        self.refused: dict[Head, tuple[str, str]] = {}  # why, where
+
+    def run(self) -> list[Fusion]:
+        found = self._accepted(groups.of(self.case, self.reader))
+        notes = _Rewriter(self.graph, self.case, found, self.without).run() if found else []
+        fused = {logits.head for group in found for piece in group.pieces for logits in piece.logits}
+        return notes + [self._refusal(head) for head in self.reader.compared if head not in fused]
+
+    def _accepted(self, found: list[Group]) -> list[Group]:
+        """The groups that operators compute, without those that share a head with something that needs its logits."""
+        kept = [g for g in found if self._fits(g)]
+        while True:
+            live = _needed(self.case, kept)
+            needed = {p_logits.head for g in kept for p in g.pieces for p_logits in p.logits if _owner(p_logits.head) in live}
+            if not needed:
+                return kept
+            self.refused |= {head: self._other_use(head, live) for head in needed}
+            kept = [g for g in kept if not any(logits.head in needed for p in g.pieces for logits in p.logits)]
+
+    def _fits(self, group: Group) -> bool:
+        for piece in group.pieces:
+            why = f"the rule {piece.rule} is off" if piece.rule in self.without else objection(piece)
+            if why:
+                self.refused |= {logits.head: (why, where(group.terms[0])) for g in [group] for p in g.pieces for logits in p.logits}
+                return False
+        return True
+
+    def _refusal(self, head: Head) -> Fusion:
+        """Why a head's loss stays as it is."""
+        rule = KL if any(len(hs) > 1 and head in hs for f in self.reader.formulas.values() if (hs := _heads(f.logits()))) else CROSS_ENTROPY
+        why, place = self.refused.get(head) or self._unread(head, _needed(self.case, [])) or (_NONE, "")
+        return Fusion(rule, title(head), place or where(head.logits.owner), why)  # pyright: ignore[reportArgumentType]
+
+    def _unread(self, head: Head, live: set[Operation]) -> tuple[str, str] | None:
+        """The first op on the way to the loss that could not be read."""
+        for op, why in self.reader.unread.items():
+            formulas = [f for o in op.operands if (f := self.reader.formula(o)) is not None]
+            if op in live and any(head in _heads(f.logits()) for f in formulas):
+                return why, where(op)
+        return None
+
+    def _other_use(self, head: Head, live: set[Operation]) -> tuple[str, str]:
+        """What keeps logits alive although a loss on them could be fused."""
+        unread = self._unread(head, live)
+        if unread is not None:
+            return f"its logits are also used elsewhere: {unread[0]}", unread[1]
+        user = next(u.operation for u in head.logits.uses if u.operation in live)
+        return "its logits are also used by a loss that is not fused", where(user)
+
+
+class _Rewriter:
+    """Puts operators in the place of groups of terms."""
+
+    def __init__(self, graph: GraphOp, case: CaseOp, found: list[Group], without: frozenset[str]) -> None:
+        self.case, self.groups = case, found
+        self.emitter = Emitter(graph, case, _terms_last(case))
+        self.partner = {} if KL_CE in without else _partners([p for g in found for p in g.pieces])
+        self.sums: dict[int, SSAValue] = {}  # of pieces, by identity: two may be equal
+        self.notes: list[Fusion] = []
+
+    def run(self) -> list[Fusion]:
+        for group in self.groups:
+            self.emitter.at(where(group.terms[0]))
+            numerator = self.emitter.total([(piece.number, self._sum(piece, group)) for piece in group.pieces])
+            first, *others = group.terms
+            first.operands[0] = numerator
+            for term in others:
+                term.detach()
+                term.erase()
+        return self.notes
+
+    def _sum(self, piece: Piece, group: Group) -> SSAValue:
+        if id(piece) not in self.sums:
+            partner = self.partner.get(id(piece))
+            if partner is not None:
+                cross_entropy, divergence = (piece, partner) if piece.rule == CROSS_ENTROPY else (partner, piece)
+                self.sums[id(cross_entropy)], self.sums[id(divergence)] = self.emitter.both(cross_entropy, divergence)
+            else:
+                made = self.emitter.cross_entropy if piece.rule == CROSS_ENTROPY else self.emitter.divergence
+                self.sums[id(piece)] = made(piece)
+            self._note(piece, partner, where(group.terms[0]))
+        return self.sums[id(piece)]
+
+    def _note(self, piece: Piece, partner: Piece | None, place: str) -> None:
+        logits = [*piece.logits, *(partner.logits if partner is not None else [])]
+        rule = KL_CE if partner is not None else piece.rule
+        kind = next((p.kind for p in (piece, partner) if p is not None and p.kind), "")
+        what = " and ".join(title(h) for h in dict.fromkeys(each.head for each in logits))
+        self.notes.append(Fusion(rule, f"{what}{f' ({kind})' if kind else ''}", place))
+
+
+def _partners(pieces: list[Piece]) -> dict[int, Piece]:
+    """Cross entropies and divergences of one student that one operator gives, each piece in one pair at most."""
+    found: dict[int, Piece] = {}
+    for piece in pieces:
+        other = next((o for o in pieces if id(piece) not in found and id(o) not in found and joint(piece, o)), None)
+        if other is not None:
+            found |= {id(piece): other, id(other): piece}
+    return found
+
+
+def _terms_last(case: CaseOp) -> Operation:
+    """Put the terms at the end of the case, behind all that operators may read; the first of them."""
+    terms = [op for op in case.ops if isinstance(op, TermOp)]
+    end = case.body.block.last_op
+    assert end is not None
+    for term in terms:
+        term.detach()
+        case.body.block.insert_op_before(term, end)
+    return terms[0]
+
+
+def _needed(case: CaseOp, replaced: Iterable[Group]) -> set[Operation]:
+    """The ops that a case needs once groups of terms are replaced: what other terms, guards and the operators themselves read."""
+    chosen = list(replaced)
+    gone = {term for group in chosen for term in group.terms}
+    stack: list[Operation] = []
+    for op in case.ops:
+        if isinstance(op, TermOp):
+            stack += [_made(o) for o in (op.operands if op not in gone else op.operands[1:])]
+        elif isinstance(op, GuardOp | ReturnOp):
+            stack += [_made(o) for o in op.operands]
+    stack += [_made(value) for group in chosen for value in group.reads()]
+    found: set[Operation] = set()
+    while stack:
+        op = stack.pop()
+        if op not in found:
+            found.add(op)
+            stack += [_made(o) for o in op.operands]
+    return found
+
+
+def _made(value: SSAValue) -> Operation:
+    assert isinstance(value.owner, Operation)
+    return value.owner
+
+
+def _owner(head: Head) -> Operation:
+    return _made(head.logits)
+
+
+def _heads(logits: Iterable[object]) -> set[Head]:
+    return {each.head for each in logits}  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def title(head: Head) -> str:
+    """A head's name for people: the module that owns its weight."""
+    path = head.weight.path if isinstance(head.weight, Parameter) else _parameter(head.weight)
+    return path.removesuffix(".weight") or "a linear head"
+
+
+def _parameter(value: SSAValue) -> str:
+    owner = value.owner
+    return owner.path.data if isinstance(owner, ParamOp) else ""

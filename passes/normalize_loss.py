@@ -88,15 +88,16 @@ def _origin(value: SSAValue) -> str:
 def _rewrite(found: CaseTerms, names: Names, structure: Structure, only: str | None) -> dict[str, str]:
     """Put sec.term ops in the place of the loss; the coefficient of each term as a text."""
     shop, terms, written = found.context.shop, list[Operation](), dict[str, str]()
-    leaves: dict[SSAValue, SSAValue] = {}
+    leaves: dict[str, SSAValue] = {}
     current = ""
 
     def leaf(value: SSAValue) -> SSAValue:
-        if value not in leaves:
-            name = StringAttr(names.leaf(structure.value(value), current))
+        key = structure.value(value)
+        if key not in leaves:
+            name = StringAttr(names.leaf(key, current))
             scalar = with_constants(shop, _scalar(found.context, value))
-            leaves[value] = shop.add(LeafOp.create(operands=[scalar], result_types=[SCALAR], properties={"sym": name})).results[0]
-        return leaves[value]
+            leaves[key] = shop.add(LeafOp.create(operands=[scalar], result_types=[SCALAR], properties={"sym": name})).results[0]
+        return leaves[key]
 
     emitter = Emitter(shop, leaf)
     for key, part in zip(keys(found.parts), found.parts, strict=True):

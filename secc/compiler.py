@@ -30,6 +30,7 @@ from secc.frontend import import_ir, widths
 from secc.frontend.capture import Capture, capture
 from secc.frontend.fusion.declare import declare
 from secc.frontend.fusion.find import find
+from secc.frontend.heads import note_linear
 from secc.frontend.inputs import Inputs, describe
 from secc.frontend.survey import Survey, survey
 from secc.ir import fusion
@@ -152,6 +153,7 @@ def compile_model(path: str | Path, options: Options, progress: Callable[[str], 
 def _module(user: UserModel, meta: nn.Module, captured: Capture, width: str, options: Options, clock: _Clock) -> ModuleOp:
     """The IR of a capture, with what else passes need to know: what blocks cost, and what in them can be fused."""
     module = import_ir.to_ir(captured)
+    note_linear(module, meta)
     graph_of(module).properties["widths"] = StringAttr(width)
     if reason := unshardable(user, meta):
         graph_of(module).attributes["unshardable"] = StringAttr(reason)

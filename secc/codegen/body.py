@@ -36,6 +36,8 @@ from secc.ir.template import Ref
 from secc.ir.verify import where
 from secc.runtime import functions
 
+_NAMESPACES = {"aten": "aten", "secc": "kernels"}  # what the section's module calls them
+
 
 @dataclass(frozen=True)
 class Line:
@@ -139,7 +141,7 @@ class BodyPrinter:
             operands = "".join(f", {self.names[o]}" for o in op.operands)
             return Line(f"{name} = self.recorded(batch, {json.dumps(made)}{operands})", _context(op), where(op))
         namespace, _, rest = op.target.data.partition(".")
-        function = op.target.data if namespace == "aten" else f"torch.ops.{namespace}.{rest}"
+        function = f"{_NAMESPACES.get(namespace, f'torch.ops.{namespace}')}.{rest}"
         wish = rest.split(".")[0].strip("_")
         if op.target.data.startswith(functions.PREFIX):
             function, wish = f"self.function({json.dumps(rest)})", identifier(rest.replace(":", ".").rpartition(".")[2])

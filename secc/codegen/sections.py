@@ -12,7 +12,21 @@ from secc.codegen.body import BodyPrinter
 from secc.codegen.names import Scope, attribute_names, class_name, identifier
 from secc.codegen.render import render
 from secc.ir import recorded
-from secc.ir.dialect import BodyOp, CallOp, ConstOp, GraphOp, GuardOp, LeafOp, ReceiveOp, SectionOp, SendOp, TermOp, section_of, strings
+from secc.ir.dialect import (
+    BodyOp,
+    CallOp,
+    ConstOp,
+    GlueOp,
+    GraphOp,
+    GuardOp,
+    LeafOp,
+    ReceiveOp,
+    SectionOp,
+    SendOp,
+    TermOp,
+    section_of,
+    strings,
+)
 from secc.ir.naming import BUFFER
 from secc.runtime.section import Section
 
@@ -77,6 +91,7 @@ def section_module(graph: GraphOp, section: SectionOp) -> str:
         methods=methods,
         guards=guards,
         optional=sorted({key for case in cases for key in case.when}),
+        kernels=any(isinstance(op, GlueOp) and op.target.data.startswith("secc.") for body in found for op in body.walk()),
     )
 
 

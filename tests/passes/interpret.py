@@ -12,7 +12,7 @@ from xdsl.ir import SSAValue
 
 from secc.ir import template
 from secc.ir.dialect import CallOp, CaseOp, ConstOp, GlueOp, InputOp, LeafOp, ParamOp, ReturnOp, SizeOp, TermOp, strings
-from secc.runtime import expr
+from secc.runtime import expr, kernels
 
 Tensors = Mapping[str, torch.Tensor]
 Env = dict[SSAValue, Any]
@@ -59,6 +59,9 @@ def _run(op: CallOp | GlueOp, env: Env, source: Source) -> Sequence[Any]:
 
 def function(target: str) -> Callable[..., Any]:
     """The operator of an op's target."""
+    namespace, _, name = target.partition(".")
+    if namespace == "secc":
+        return getattr(kernels, name)
     found: Any = torch.ops
     for name in target.split("."):
         found = getattr(found, name)

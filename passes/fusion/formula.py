@@ -1,0 +1,251 @@
+"""What a value of the glue means in terms of a head's logits: a sum of products of probabilities, log-probabilities and picked entries.
+
+A formula has one of three kinds: `entries` (one number for each row and token), `rows` (one for each row) and `total` (one number, the sum
+over rows). All spellings of a loss that compute the same come to the same formula, which is what rules match. Rows are counted through
+`View`s: what the user does to the rows of the logits is done to hidden states, labels and masks in their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from xdsl.ir import SSAValue
+
+from secc.ir.dialect import GlueOp
+from secc.ir.expr import Expr
+from secc.ir.types import tensor
+
+ENTRIES, ROWS, TOTAL = "entries", "rows", "total"
+SHAPES = frozenset({"view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "_reshape_alias"})
+SAME = frozenset({"clone", "contiguous", "alias", "lift_fresh", "positive", "detach_copy", "lift_fresh_copy"})
+SAME_ROWS = SHAPES | SAME
+
+
+@dataclass(frozen=True)
+class View:
+    """An op that rearranges or picks rows, `lead` being their dims then. Dims are counted without that of tokens or hidden states."""
+
+    op: str  # reshape, expand, permute, slice, select, index
+    lead: tuple[Expr, ...]
+    args: tuple[Any, ...] = ()  # behind the tensor
+    operands: tuple[SSAValue, ...] = ()
+
+
+def followed(rows: tuple[Expr, ...], views: tuple[View, ...], view: View) -> tuple[View, ...]:
+    """Views with one more, of what has the dims `rows` before them all. Of reshapes in a row the last one counts, if any."""
+    if view.op != "reshape":
+        return (*views, view)
+    while views and views[-1].op == "reshape":
+        views = views[:-1]
+    before = views[-1].lead if views else rows
+    return views if before == view.lead else (*views, view)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A label, or a mask of booleans, for each row."""
+
+    value: SSAValue
+    views: tuple[View, ...] = ()
+    negated: bool = False
+
+    def seen(self, view: View) -> Source:
+        return replace(self, views=followed(tensor(self.value).shape, self.views, view))
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A block's parameter by its name."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class Head:
+    """What makes logits: `hidden` [..., H] times the transpose of `weight` [V, H] ([H, V] if `transposed`), plus `bias` [V]."""
+
+    logits: SSAValue
+    hidden: SSAValue
+    weight: SSAValue | Parameter
+    bias: SSAValue | Parameter | None
+    tokens: int
+    width: int
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class Logits:
+    """Rows of a head's logits: `scale * logits[..., :tokens]`, capped to softcap * tanh(./softcap) where `softcap` is not 0.
+
+    `fixed`: no gradient flows into them.
+    """
+
+    head: Head
+    tokens: int
+    views: tuple[View, ...] = ()
+    scale: float = 1.0
+    softcap: float = 0.0
+    fixed: bool = False
+
+    def seen(self, view: View) -> Logits:
+        return replace(self, views=followed(tensor(self.head.logits).shape[:-1], self.views, view))
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A logit."""
+
+    of: Logits
+
+
+@dataclass(frozen=True)
+class Prob:
+    """Its softmax."""
+
+    of: Logits
+
+
+@dataclass(frozen=True)
+class LogProb:
+    """Its log-softmax."""
+
+    of: Logits
+
+
+@dataclass(frozen=True)
+class LogMix:
+    """log(share * softmax(one) + (1 - share) * softmax(other))."""
+
+    share: float
+    one: Logits
+    other: Logits
+
+
+Entry = Plain | Prob | LogProb | LogMix
+
+
+@dataclass(frozen=True)
+class Summed:
+    """A product of entries, summed over the tokens."""
+
+    entries: tuple[Entry, ...]
+
+
+@dataclass(frozen=True)
+class Picked:
+    """The entry of each row's label; 0 where the label is `ignore`."""
+
+    entry: Entry
+    label: Source
+    ignore: int | None = None
+
+
+@dataclass(frozen=True)
+class LogSum:
+    """The log of the sum of exponentials of a row's logits."""
+
+    of: Logits
+
+
+Factor = Entry | Summed | Picked | LogSum
+Key = tuple[frozenset[Source], tuple[Factor, ...]]  # masks that a product is multiplied by, and its factors
+Terms = Mapping[Key, float]
+
+
+@dataclass(frozen=True)
+class Formula:
+    """`kind`, the tokens' dim (`axis`, for entries), and the products with their numbers."""
+
+    kind: str
+    terms: Terms
+    axis: int = -1
+
+    @staticmethod
+    def of(kind: str, factor: Factor, number: float = 1.0, axis: int = -1) -> Formula:
+        return Formula(kind, {(frozenset(), (factor,)): number}, axis)
+
+    def single(self) -> Factor | None:
+        """The factor that the formula is, if it is one alone."""
+        if len(self.terms) != 1:
+            return None
+        ((masks, factors), number) = next(iter(self.terms.items()))
+        return factors[0] if number == 1 and not masks and len(factors) == 1 else None
+
+    def scaled(self, number: float) -> Formula:
+        return replace(self, terms={k: n * number for k, n in self.terms.items()})
+
+    def plus(self, other: Formula) -> Formula:
+        terms = dict(self.terms)
+        for key, number in other.terms.items():
+            terms[key] = terms.get(key, 0.0) + number
+        return replace(self, terms={k: n for k, n in terms.items() if n != 0})
+
+    def times(self, other: Formula) -> Formula:
+        """The product, entry by entry."""
+        found = Formula(self.kind, {}, self.axis)
+        for (masks, factors), number in self.terms.items():
+            for (more, others), weight in other.terms.items():
+                key = (masks | more, ordered((*factors, *others)))
+                found = found.plus(Formula(self.kind, {key: number * weight}, self.axis))
+        return found
+
+    def masked(self, mask: Source) -> Formula:
+        return replace(self, terms={(masks | {mask}, factors): n for (masks, factors), n in self.terms.items()})
+
+    def mapped(self, change: Callable[[Any], Any], axis: int | None = None) -> Formula:
+        """The formula with `change` made to all logits and all sources of rows in it."""
+        terms = {(frozenset(change(m) for m in ms), tuple(_mapped(f, change) for f in fs)): n for (ms, fs), n in self.terms.items()}
+        return replace(self, terms=terms, axis=self.axis if axis is None else axis)
+
+    def reduced(self, kind: str, change: Callable[[tuple[Entry, ...]], Factor]) -> Formula:
+        """Rows from entries: `change` makes one factor of the entries' factors."""
+        return Formula(kind, {(masks, (change(factors),)): n for (masks, factors), n in self.terms.items()})  # pyright: ignore[reportArgumentType]
+
+    def summed(self) -> Formula:
+        """The total over all rows, for which the shape that they have at the end does not matter."""
+        return replace(self.mapped(unshaped), kind=TOTAL)
+
+    def logits(self) -> list[Logits]:
+        """All logits that occur."""
+        found: dict[Logits, None] = {}
+
+        def see(value: Any) -> Any:
+            if isinstance(value, Logits):
+                found[value] = None
+            return value
+
+        self.mapped(see)
+        return list(found)
+
+
+def source(value: SSAValue) -> Source:
+    """A value of the case as a source of rows, with the ops behind it that only change its shape as views."""
+    root = value
+    while isinstance(owner := root.owner, GlueOp) and owner.base in SAME_ROWS:
+        root = owner.operands[0]
+    return Source(root).seen(View("reshape", tensor(value).shape))
+
+
+def unshaped(value: Any) -> Any:
+    """Rows without a change of shape at their end."""
+    views = value.views
+    return replace(value, views=views[:-1]) if views and views[-1].op == "reshape" else value
+
+
+def ordered(factors: tuple[Factor, ...]) -> tuple[Factor, ...]:
+    """Factors in an order that does not depend on how they were written; none is alone among its kind in a loss that rules know."""
+    return tuple(sorted(factors, key=lambda f: type(f).__name__))
+
+
+def _mapped(factor: Factor, change: Callable[[Any], Any]) -> Factor:
+    match factor:
+        case Plain() | Prob() | LogProb() | LogSum():
+            return replace(factor, of=change(factor.of))
+        case LogMix():
+            return replace(factor, one=change(factor.one), other=change(factor.other))
+        case Summed():
+            return Summed(tuple(_mapped(e, change) for e in factor.entries))  # pyright: ignore[reportArgumentType]
+        case Picked():
+            return replace(factor, entry=_mapped(factor.entry, change), label=change(factor.label))
