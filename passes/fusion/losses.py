@@ -12,7 +12,7 @@ from secc.ir.dialect import Computation, GlueOp
 from secc.ir.template import Ref
 from secc.ir.types import TensorType, tensor
 from secc.passes.fusion import views
-from secc.passes.fusion.formula import ENTRIES, ROWS, TOTAL, Entry, Formula, LogProb, LogSum, Picked, Plain, Source, Summed, View
+from secc.passes.fusion.formula import ENTRIES, ROWS, TOTAL, Entry, Formula, LogProb, LogSum, Picked, Plain, Source, Summed, View, source
 from secc.passes.fusion.unread import Unread
 from secc.passes.loss.reductions import NONE, SUM, reduced_dims
 from secc.passes.loss.workshop import argument
@@ -75,7 +75,7 @@ def _reduce(r: Reader, op: Computation) -> Formula:
         raise Unread("rows of a sample are summed before they are weighted")
     if op.base == "mean":
         raise Unread("a mean over rows is taken in the micro-batch")
-    return replace(formula, kind=TOTAL)
+    return formula.summed()
 
 
 def _over_tokens(op: Computation, formula: Formula, kind: TensorType) -> Formula:
@@ -111,7 +111,7 @@ def _gather(r: Reader, op: Computation) -> Formula:
     if shape[formula.axis] != 1:
         raise Unread("gather picks several tokens for each row")
     seen = formula.mapped(lambda s: s.seen(View("reshape", shape)))
-    return _picked(seen, Source(labels), None)
+    return _picked(seen, source(labels), None)
 
 
 def _picked(formula: Formula, labels: Source, ignore: int | None) -> Formula:
@@ -134,8 +134,8 @@ def _nll(r: Reader, op: Computation) -> Formula:
     labels = op.operands[1]
     if formula.kind != ENTRIES or views.rows_of(tensor(op.operands[0]).shape, formula.axis) != tensor(labels).shape:
         raise Unread("there is not one label for each row")
-    found = _picked(formula, Source(labels), int(argument(op, 4, "ignore_index", -100))).scaled(-1.0)
-    return found if reduction == NONE else replace(found, kind=TOTAL)
+    found = _picked(formula, source(labels), int(argument(op, 4, "ignore_index", -100))).scaled(-1.0)
+    return found if reduction == NONE else found.summed()
 
 
 def _where(r: Reader, op: Computation) -> Formula:
@@ -155,8 +155,8 @@ def _masked_fill(r: Reader, op: Computation) -> Formula:
 
 
 def _masked(r: Reader, op: Computation, formula: Formula, mask: SSAValue, negated: bool) -> Formula:
-    source = r.mask(mask, tensor(op.results[0]), formula.axis if formula.kind == ENTRIES else None)
-    return formula.masked(replace(source, negated=source.negated != negated))
+    kept = r.mask(mask, tensor(op.results[0]), formula.axis if formula.kind == ENTRIES else None)
+    return formula.masked(replace(kept, negated=kept.negated != negated))
 
 
 def _zero(r: Reader, op: Computation, value: Any) -> bool:

@@ -17,7 +17,21 @@ from secc.ir.expr import Expr
 from secc.ir.template import Ref
 from secc.ir.types import TensorType, tensor
 from secc.passes.fusion import heads, losses, views
-from secc.passes.fusion.formula import ENTRIES, TOTAL, Formula, Head, LogMix, LogProb, Plain, Prob, Source, View
+from secc.passes.fusion.formula import (
+    ENTRIES,
+    SAME,
+    SHAPES,
+    TOTAL,
+    Formula,
+    Head,
+    LogMix,
+    LogProb,
+    Plain,
+    Prob,
+    Source,
+    View,
+    source,
+)
 from secc.passes.fusion.unread import Unread
 from secc.passes.loss.workshop import argument
 
@@ -76,26 +90,27 @@ class Reader:
         kind = tensor(value)
         if kind.requires_grad:
             raise Unread("rows are weighted by something that is trained")
-        source = boolean(value)
-        if source is None:
+        found = boolean(value)
+        if found is None:
             raise Unread("rows are weighted by numbers that need not be 0 or 1; a comparison (mask != 0) would show that they are")
         wanted = views.rows_of(like.shape, axis)
         shape = (*(like.shape[0] * 0 + 1 for _ in range(len(like.shape) - len(kind.dims))), *kind.shape)
         if axis is not None and shape[axis] != 1:
             raise Unread("a mask differs from token to token of the vocabulary")
         rows = views.rows_of(shape, axis)
-        seen = source if rows == kind.shape else source.seen(View("reshape", rows))
+        seen = found.seen(View("reshape", rows))
         return seen if rows == wanted else seen.seen(View("expand", wanted))
 
 
 def boolean(value: SSAValue) -> Source | None:
     """A value as booleans: one, or the same as numbers 0 and 1."""
+    shape = tensor(value).shape
     while tensor(value).dtype.data != "bool":
         owner = value.owner
-        if not isinstance(owner, GlueOp) or owner.base not in {"_to_copy", "to"}:
+        if not isinstance(owner, GlueOp) or owner.base not in {"_to_copy", "to", *SHAPES, *SAME}:
             return None
         value = owner.operands[0]
-    return Source(value)
+    return source(value).seen(View("reshape", shape))
 
 
 def _move(r: Reader, op: Computation) -> Formula:

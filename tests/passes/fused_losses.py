@@ -132,7 +132,8 @@ FUSED: list[tuple[str, str, list[str]]] = [
     ),
     (
         f"{HEAD}; {TEACHER}",
-        f"0.3 * {HF}ForCausalLMLoss(y, labels, 24) + 0.7 * 4 * F.kl_div((y / 2).log_softmax(-1), (t / 2).softmax(-1), reduction='batchmean')",
+        f"0.3 * {HF}ForCausalLMLoss(y, labels, 24) "
+        "+ 0.7 * 4 * F.kl_div((y / 2).log_softmax(-1), (t / 2).softmax(-1), reduction='batchmean')",
         [BOTH],
     ),
     (
