@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from xdsl.ir import SSAValue
 
-from secc.ir.dialect import CaseOp, GlueOp, TermOp
-from secc.passes.fusion.formula import TOTAL, Formula, Logits, Parameter
+from secc.ir.dialect import CaseOp, GlueOp, LeafOp, TermOp
+from secc.ir.types import tensor
+from secc.passes.fusion.formula import TOTAL, Formula, Logits, Parameter, source, unshaped
 from secc.passes.fusion.reading import Reader
 from secc.passes.fusion.rules import Piece, pieces
 from secc.passes.loss.identity import Structure
@@ -30,9 +31,9 @@ class Group:
         for piece in self.pieces:
             for logits in piece.logits:
                 yield from _behind(logits)
-            for source in (*piece.masks, *([piece.label] if piece.label is not None else [])):
-                yield source.value
-                yield from (o for view in source.views for o in view.operands)
+            for rows in (*piece.masks, *([piece.label] if piece.label is not None else [])):
+                yield rows.value
+                yield from (o for view in rows.views for o in view.operands)
 
 
 def _behind(logits: Logits) -> Iterator[SSAValue]:
@@ -65,11 +66,21 @@ def _sum(parts: Sequence[tuple[Formula, float]]) -> Formula:
 def _alike(terms: Sequence[TermOp]) -> list[list[tuple[TermOp, float]]]:
     """Terms by what their coefficients have in common, each with the number by which its own differs."""
     structure = Structure()
-    found: dict[str, list[tuple[TermOp, float]]] = {}
+    found: dict[object, list[tuple[TermOp, float]]] = {}
     for op in terms:
         base, number = _factored(op.coefficient)
-        found.setdefault("" if base is None else structure.value(base), []).append((op, number))
+        found.setdefault(None if base is None else _identity(structure, base), []).append((op, number))
     return list(found.values())
+
+
+def _identity(structure: Structure, value: SSAValue) -> object:
+    """Equal for coefficients that are computed alike; the shape of labels does not matter to how many of them count."""
+    op = value.owner
+    if isinstance(op, LeafOp):
+        return _identity(structure, op.value)
+    if isinstance(op, GlueOp) and op.base in {"reciprocal", "sum", "ne", "eq"} and len(op.operands) == 1:
+        return op.callee, op.args.data, _identity(structure, op.operands[0])
+    return unshaped(source(value)) if tensor(value).dims else structure.value(value)
 
 
 def _factored(value: SSAValue | None) -> tuple[SSAValue | None, float]:
