@@ -12,15 +12,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from xdsl.context import Context
-from xdsl.dialects.builtin import ModuleOp
+from xdsl.dialects.builtin import ModuleOp, UnitAttr
 from xdsl.ir import Operation, SSAValue
 from xdsl.passes import ModulePass
 
 from secc.ir import fusion
-from secc.ir.dialect import CaseOp, GraphOp, GuardOp, ParamOp, ReturnOp, TermOp, graph_of
+from secc.ir.dialect import CallOp, CaseOp, GraphOp, GuardOp, ParamOp, ReturnOp, TermOp, graph_of
 from secc.ir.verify import where
 from secc.passes.dce import DeadCodeElimination
-from secc.passes.fusion import groups
+from secc.passes.fusion import groups, heads
 from secc.passes.fusion.emit import Emitter
 from secc.passes.fusion.formula import Head, Parameter
 from secc.passes.fusion.groups import Group
@@ -44,6 +44,17 @@ class FuseLinearLoss(ModulePass):
         for case in graph.cases:
             fusion.note(graph, _Fuser(graph, case, frozenset(self.without)).run())
         DeadCodeElimination().apply(ctx, op)
+        _mark(graph)
+
+
+def _mark(graph: GraphOp) -> None:
+    """Mark the heads that are gone: their parameters belong to the section of the operator that reads them."""
+    ops = [op for case in graph.cases for op in case.ops]
+    called = {op.target.data for op in ops if isinstance(op, CallOp)}
+    read = {op.path.data.rpartition(".")[0] for op in ops if isinstance(op, ParamOp)}
+    for path, block in graph.blocks.items():
+        if path in read and path not in called and heads.WEIGHT in block.attributes:
+            block.attributes[fusion.FUSED] = UnitAttr()
 
 
 class _Fuser:

@@ -18,6 +18,7 @@ from xdsl.ir import Operation, SSAValue
 
 from secc.cost.again import Again, AgainSum, recomputed, selected
 from secc.cost.estimate import CallCost, default, entries
+from secc.cost.linear_loss import FusedCost, fused_cost
 from secc.cost.texts import largest, total
 from secc.ir import expr
 from secc.ir.dialect import BlockOp, CallOp, CaseOp, GlueOp, GraphOp, ParamOp, SectionOp, TieOp, section_of, strings
@@ -151,7 +152,20 @@ def _backward_share(block: BlockOp) -> Fraction:
     return 1 + (Fraction(block.trainable.data, block.params.data) if block.params.data else Fraction(0))
 
 
+def _add_fused(op: GlueOp, cost: FusedCost, total: _Sum) -> None:
+    total.ops += cost.ops
+    total.flops[expr.text(cost.flops)] += 1
+    total.glue[expr.text(cost.moved)] += 1
+    if _owes_backward(op):
+        total.backward[expr.text(cost.backward)] += 1
+        total.saved[expr.text(cost.saved)] += 1
+        total.again.add_saved(expr.text(cost.saved))
+
+
 def _add_glue(op: GlueOp, total: _Sum) -> None:
+    if (fused := fused_cost(op)) is not None:
+        _add_fused(op, fused, total)
+        return
     total.ops += 1
     kind = op.target.data.split(".")[1] if "." in op.target.data else op.target.data
     if kind in VIEWS:

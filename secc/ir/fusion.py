@@ -16,6 +16,7 @@ from secc.ir.dialect import GraphOp, texts
 from secc.runtime.plan import Fusion
 
 ATTRIBUTE = "fusions"  # of a graph
+FUSED = "fused"  # of a block that no case calls any more, because fused operators read its parameters
 RULES = {
     "linear-cross-entropy": "fuse-linear-loss",
     "linear-kl": "fuse-linear-loss",

@@ -17,6 +17,7 @@ from secc.ir import digraph
 from secc.ir.analysis import MODES, Statistics, flops_of, mode_of, number_of, strongest, texts_of
 from secc.ir.dialect import BlockOp, CallOp, CaseOp, GraphOp
 from secc.ir.expr import Expr
+from secc.ir.fusion import FUSED
 from secc.ir.naming import identifier
 
 _WORK = {"forward": 1, "dgrad": 2, "train": 3}  # a mode's work in forward passes
@@ -154,7 +155,7 @@ def initial_groups(graph: GraphOp, each_block: bool, pinned: Mapping[str, str]) 
         known = groups.setdefault(name or (component, when, mode), group)
         if known is not group:
             known.absorb(group)
-    idle = [b for path, b in graph.blocks.items() if path not in calls]
+    idle = [b for path, b in graph.blocks.items() if path not in calls and FUSED not in b.attributes]
     return list(groups.values()) or [Group([], "", frozenset(), "train", 0.0, False)], idle
 
 
