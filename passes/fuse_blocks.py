@@ -14,14 +14,11 @@ from xdsl.context import Context
 from xdsl.dialects.builtin import ModuleOp
 from xdsl.passes import ModulePass
 
-from secc.cluster import parse
 from secc.cost.fused import broken, choose, inside
-from secc.errors import UserError
 from secc.ir import fusion
 from secc.ir.dialect import GraphOp, RewriteOp, graph_of, strings
+from secc.passes.fusion.switch import reason_against
 from secc.runtime.plan import Fusion
-
-WHEN = ("auto", "always", "never")
 
 
 @dataclass(frozen=True)
@@ -50,15 +47,6 @@ class FuseBlocks(ModulePass):
                 rewrite.detach()
                 rewrite.erase()
         choose(graph, kept, dropped)
-
-
-def reason_against(when: str, cluster: str) -> str:
-    """Why no module is rewritten, "" if some may be. Raises UserError for another `when`."""
-    if when not in WHEN:
-        raise UserError(f"fuse-blocks has no {when!r}", remedy=f"choose one of {', '.join(WHEN)}")
-    if when == "auto" and parse(cluster).device.backend != "cuda":
-        return "on CPUs the operators are the ops that they replace; --fuse-blocks always puts them in"
-    return "it is off" if when == "never" else ""
 
 
 def _failure(modules: tuple[str, ...], faulty: set[str]) -> str:

@@ -26,6 +26,7 @@ from secc.passes.fusion.formula import Head, Parameter
 from secc.passes.fusion.groups import Group
 from secc.passes.fusion.reading import Reader
 from secc.passes.fusion.rules import CROSS_ENTROPY, KL, KL_CE, Piece, joint, objection
+from secc.passes.fusion.switch import reason_against
 from secc.runtime.plan import Fusion
 
 _NONE = "its loss is none of those that operators compute"
@@ -33,14 +34,19 @@ _NONE = "its loss is none of those that operators compute"
 
 @dataclass(frozen=True)
 class FuseLinearLoss(ModulePass):
-    """`without`: rules that are off."""
+    """`without`: rules that are off. `when`: auto (where `cluster`, as `secc.cluster.parse` reads it, runs Triton), always or never."""
 
     name = "fuse-linear-loss"
     without: tuple[str, ...] = ()
+    when: str = "always"
+    cluster: str = "local"
 
     def apply(self, ctx: Context, op: ModuleOp) -> None:
         fusion.check(self.without)
         graph = graph_of(op)
+        if why := reason_against(self.when, self.cluster):
+            fusion.note(graph, [Fusion(self.name, "all losses", "", why)])
+            return
         for case in graph.cases:
             fusion.note(graph, _Fuser(graph, case, frozenset(self.without)).run())
         DeadCodeElimination().apply(ctx, op)

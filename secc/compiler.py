@@ -36,7 +36,7 @@ from secc.frontend.survey import Survey, survey
 from secc.ir import fusion
 from secc.ir.dialect import graph_of
 from secc.ir.text import print_module
-from secc.passes.fuse_blocks import reason_against
+from secc.passes.fusion.switch import reason_against
 from secc.runtime import plan as plan_schema
 from secc.runtime.elementwise import refusal
 from secc.runtime.fusion.install import installed
@@ -65,10 +65,9 @@ class Options:
     stats_samples: int = 64
     widths: str = "auto"
     small: bool = False
-    fuse: bool = True
+    fuse: bool | None = None  # None: where the cluster has GPUs
     without: tuple[str, ...] = ()
     accept: tuple[str, ...] = ()
-    fuse_blocks: str = "auto"
 
 
 @dataclass
@@ -166,7 +165,7 @@ def _module(user: UserModel, meta: nn.Module, captured: Capture, width: str, opt
 
 def _look_for_fusions(module: ModuleOp, meta: nn.Module, options: Options) -> None:
     """Declare what `fuse-blocks` may rewrite in the user's modules, and measure the calls with all of it too."""
-    if not options.fuse or reason_against(options.fuse_blocks, options.cluster):
+    if reason_against(_when(options), options.cluster):
         return
     graph = graph_of(module)
     declare(graph, find(meta, graph.blocks, options.without))
@@ -219,11 +218,15 @@ def _fusing(options: Options) -> str:
     """The pipeline with the options of its fusing passes, or without these passes. Raises UserError for a rule that there is not."""
     fusion.check(options.without)
     text = PASSES
-    more = {"fuse-blocks": {"when": options.fuse_blocks, "cluster": options.cluster}}
     for name in dict.fromkeys(fusion.RULES.values()):
-        asked = _spec({"without": fusion.of_pass(options.without, name), **more.get(name, {})})
-        text = text.replace(f"{name}{{{name}}}", f"{name}{asked}") if options.fuse else text.replace(f"{name}{{{name}}},", "")
+        asked = _spec({"without": fusion.of_pass(options.without, name), "when": _when(options), "cluster": options.cluster})
+        text = text.replace(f"{name}{{{name}}}", f"{name}{asked}") if options.fuse is not False else text.replace(f"{name}{{{name}}},", "")
     return text
+
+
+def _when(options: Options) -> str:
+    """When the fusing passes put operators in, as they take it."""
+    return {None: "auto", True: "always", False: "never"}[options.fuse]
 
 
 def _spec(options: Mapping[str, object]) -> str:

@@ -28,9 +28,11 @@ def command(
     max_sections: Annotated[int | None, typer.Option(help="at most so many sections")] = None,
     stats_samples: Annotated[int, typer.Option(help="samples of dataset() to draw for statistics and patterns")] = 64,
     widths: Annotated[str, typer.Option(help="auto, own or global: the padded width of micro-batches")] = "auto",
-    fuse: Annotated[bool, typer.Option("--fuse/--no-fuse", help="put fused operators in place of your ops where rules match")] = True,
+    fuse: Annotated[
+        bool | None,
+        typer.Option("--fuse/--no-fuse", help="put fused operators into the model (default: on GPUs)", show_default=False),
+    ] = None,
     no_fuse_rule: Annotated[list[str] | None, typer.Option(help="leave this fusion rule out", metavar="RULE")] = None,
-    fuse_blocks: Annotated[str, typer.Option(help="auto (on GPUs), always or never: fused operators inside your modules")] = "auto",
     explain_fusion: Annotated[bool, typer.Option("--explain-fusion", help="say what was fused, and why other places were not")] = False,
     accept: ACCEPT = None,
     check: Annotated[bool, typer.Option(help="compare the plan with the eager model, if it fits here")] = True,
@@ -43,7 +45,7 @@ def command(
     check_output(output)
     options = Options(
         cluster, global_batch, strategy, tuple(set_ or ()), tuple(section or ()), max_sections, stats_samples, widths, fuse=fuse,
-        without=tuple(no_fuse_rule or ()), accept=tuple(accept or ()), fuse_blocks=fuse_blocks,
+        without=tuple(no_fuse_rule or ()), accept=tuple(accept or ()),
     )  # fmt: skip
     with progress(quiet=json) as show:
         compiled = compile_model(model, options, show)

@@ -1,0 +1,17 @@
+"""When the fusing passes put operators in: where the devices run Triton, unless told otherwise."""
+
+from __future__ import annotations
+
+from secc.cluster import parse
+from secc.errors import UserError
+
+WHEN = ("auto", "always", "never")
+
+
+def reason_against(when: str, cluster: str) -> str:
+    """Why nothing is fused on a cluster (as `secc.cluster.parse` reads it), "" if rules may. Raises UserError for another `when`."""
+    if when not in WHEN:
+        raise UserError(f"fusing passes have no {when!r}", remedy=f"choose one of {', '.join(WHEN)}")
+    if when == "auto" and parse(cluster).device.backend != "cuda":
+        return "on CPUs the operators take longer than the ops that they replace; --fuse puts them in"
+    return "it is off" if when == "never" else ""
