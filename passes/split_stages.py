@@ -62,7 +62,7 @@ def _split(graph: GraphOp, section: SectionOp, device: Device) -> list[SectionOp
     """Put the stages of a section in its place. Raises UserError if it cannot be cut into so many."""
     parts, units = int(number_of(section, "pp") or 1), Units(graph, section.sym.data)
     if parts > len(units.layers):
-        raise _refused(section, parts, _whole(units))
+        raise _refused(section, parts, _whole(units), most=len(units.layers))
     ends = cut(_times(graph, section, units, device), units.cuts, parts)
     if ends is None:
         reason, where = next(iter(units.impossible.values()), ("it has too few places to cut", ""))
@@ -88,11 +88,10 @@ def _whole(units: Units) -> str:
     return f"it has {len(units.layers)} layers"
 
 
-def _refused(section: SectionOp, parts: int, reason: str, where: str = "") -> UserError:
+def _refused(section: SectionOp, parts: int, reason: str, where: str = "", most: int = 1) -> UserError:
     name = section.sym.data
-    return UserError(
-        f"section {name!r} cannot be cut into {parts} stages: {reason}", where, f"set {name}.pp to a smaller number, or leave it out"
-    )
+    remedy = f"set {name}.pp to at most {most}" if most > 1 else f"leave out {name}.pp"
+    return UserError(f"section {name!r} cannot be cut into {parts} stages: {reason}", where, remedy)
 
 
 def _times(graph: GraphOp, section: SectionOp, units: Units, device: Device) -> list[int]:

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import compile_to, differences, distributed, plain, recording_model
+from secc.errors import UserError
+from tests.e2e.harness import Trained, compile_to, differences, distributed, plain, recording_model
 
 MODELS = Path(__file__).parent.parent / "models"
 STEPS, GLOBAL_BATCH = 4, 12
 
-# (model file, ranks, choices)
+# (model file, ranks, choices); ranks that the choices leave over train nothing
 CASES = [
-    ("qwen_distil", 2, ("student.pp=2", "teacher.with=student")),
-    ("llava_tiny", 3, ("language_model.pp=2",)),
+    ("skips", 3, ("model.pp=3", "model.sharding=none")),
+    ("llava_tiny", 3, ("language_model.pp=2", "vision_tower.dp=1")),
 ]  # fmt: skip
 SLOW = [
+    ("skips", 4, ("model.pp=2", "model.dp=2", "model.sharding=zero2", "model.recompute=full")),
+    ("skips", 4, ("model.pp=2", "model.dp=2", "model.sharding=zero1", "model.recompute=selective", "model.micro_batch=2")),
+    ("skips", 5, ("model.pp=5", "model.micro_batch=1")),
+    ("qwen_distil", 2, ("student.pp=2", "teacher.with=student")),
     ("qwen_distil", 4, ("student.pp=2", "teacher.pp=2")),
     ("qwen_distil", 5, ("student.pp=2", "teacher.pp=3")),
+    ("llava_tiny", 4, ("language_model.pp=2", "vision_tower.pp=2")),
+    ("llava_tiny", 4, ("language_model.pp=2", "language_model.dp=2", "vision_tower.with=language_model")),
+    ("whisper_tiny", 4, ("decoder.pp=2", "encoder.pp=2")),
 ]  # fmt: skip
 
 
@@ -28,8 +37,49 @@ SLOW = [
 def test_stages_train_as_plain_pytorch(name: str, ranks: int, choices: tuple[str, ...], tmp_path: Path) -> None:
     model = recording_model(name, tmp_path, MODELS)
     reference = plain(model, GLOBAL_BATCH, STEPS, tmp_path / "plain")
-    compile_to(model, tmp_path / "plan", cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, set=choices)
+    compiled = compile_to(model, tmp_path / "plan", cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, set=choices)
     sections = json.loads((tmp_path / "plan" / "plan.json").read_text())["sections"]
     for section, pp in ((choice.partition(".pp=")[0], choice.partition(".pp=")[2]) for choice in choices if ".pp=" in choice):
         assert (sections[section]["mesh"]["pp"], len(sections[section]["stages"])) == (int(pp), int(pp))
-    assert list(differences(distributed(tmp_path / "plan", ranks, STEPS, tmp_path / "run"), reference)) == []
+    found = distributed(tmp_path / "plan", compiled.plan.world_size, STEPS, tmp_path / "run")
+    assert list(differences(found, reference)) == []
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_a_checkpoint_may_change_its_stages(tmp_path: Path) -> None:
+    model = recording_model("skips", tmp_path, MODELS)
+    reference, losses, options = plain(model, GLOBAL_BATCH, 6, tmp_path / "plain"), list[float](), tuple[str, ...]()
+    for steps, choices in ((2, ("pp=2",)), (4, ("pp=1", "dp=2", "sharding=zero1")), (6, ("pp=3", "recompute=full"))):
+        plan, work = tmp_path / f"plan{steps}", tmp_path / f"run{steps}"
+        pins = tuple(f"model.{choice}" for choice in choices)
+        compiled = compile_to(model, plan, check=False, cluster="local:3", global_batch=GLOBAL_BATCH, set=pins)
+        found = distributed(plan, compiled.plan.world_size, steps, work, *options)
+        losses += found.losses
+        options = ("--resume", str(work / "saved"))
+    assert list(differences(replace(found, losses=losses, gradients=reference.gradients), reference)) == []
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_random_ops_and_clipping_do_not_see_stages(tmp_path: Path) -> None:
+    model = recording_model("gpt2_dropout", tmp_path, MODELS)
+    runs: list[Trained] = []
+    for ranks, pins in ((1, ()), (4, ("model.pp=2", "model.dp=2", "model.micro_batch=2"))):
+        plan = tmp_path / f"plan{ranks}"
+        compile_to(model, plan, cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, set=pins)
+        runs.append(distributed(plan, ranks, STEPS, tmp_path / f"run{ranks}", "--clip", "0.5"))
+    assert list(differences(runs[1], runs[0])) == []
+
+
+REFUSED = [
+    ("skips", "model.pp=6", "'model' cannot be cut into 6 stages: it has 5 layers", "at most 5"),
+    ("padded_mean", "model.pp=2", "model.pp=2 is impossible: the section has 0 layers to cut between", ""),
+]
+
+
+@pytest.mark.parametrize(("name", "choice", "message", "remedy"), REFUSED)
+def test_stages_that_cannot_be_are_refused(name: str, choice: str, message: str, remedy: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as error:
+        compile_to(MODELS / f"{name}.py", tmp_path / "plan", cluster="local:8", global_batch=GLOBAL_BATCH, set=(choice,))
+    assert message in error.value.message and remedy in error.value.remedy
