@@ -23,6 +23,7 @@ from secc.codegen import plan as plan_codegen
 from secc.codegen.directory import plan_files, section_files
 from secc.codegen.fused import fused_module, rewrites
 from secc.codegen.write import write
+from secc.cost.examples import Samples
 from secc.cost.fused import PREFIX
 from secc.cost.measure import measure
 from secc.errors import UserError
@@ -127,7 +128,7 @@ def compile_model(path: str | Path, options: Options, progress: Callable[[str], 
         model = _real_model(user, meta, options.small)
     with clock.step("compare widths"):
         width = options.widths if options.widths != "auto" else widths.choose(user, drawn, inputs, model, captured.draws)
-    module = _module(user, meta, captured, width, options, clock)
+    module = _module(user, meta, drawn, captured, width, options, clock)
     start, last = print_module(module), next(i for i, step in enumerate(passes) if step.name == "split-stages")
     with clock.step("passes"):
         run = pipeline.run(module, passes[:last], dump=True, progress=clock.progress)
@@ -135,7 +136,7 @@ def compile_model(path: str | Path, options: Options, progress: Callable[[str], 
         with clock.step("capture layers"):
             captured = capture(user, meta, drawn, inputs, staged.cut)
             staging.check(staged, captured)
-        module = _module(user, meta, captured, width, options, clock)
+        module = _module(user, meta, drawn, captured, width, options, clock)
         start, passes = print_module(module), pipeline.parse(pipeline_text(dataclasses.replace(options, sections=staged.sections)))
         with clock.step("passes"):
             run = pipeline.run(module, passes[:last], dump=True, progress=clock.progress)
@@ -149,7 +150,7 @@ def compile_model(path: str | Path, options: Options, progress: Callable[[str], 
     )
 
 
-def _module(user: UserModel, meta: nn.Module, captured: Capture, width: str, options: Options, clock: _Clock) -> ModuleOp:
+def _module(user: UserModel, meta: nn.Module, drawn: Survey, captured: Capture, width: str, options: Options, clock: _Clock) -> ModuleOp:
     """The IR of a capture, with what else passes need to know: what blocks cost, and what in them can be fused."""
     module = import_ir.to_ir(captured)
     note_linear(module, meta)
@@ -157,13 +158,14 @@ def _module(user: UserModel, meta: nn.Module, captured: Capture, width: str, opt
     if reason := unshardable(user, meta):
         graph_of(module).attributes["unshardable"] = StringAttr(reason)
     with clock.step("measure blocks"):
-        measure(module, meta)
+        samples = Samples([user.collate([d.sample]) for d in drawn.drawn if d.sample is not None], captured.constants)
+        measure(module, meta, samples)
     with clock.step("look for what fused operators can compute"):
-        _look_for_fusions(module, meta, options)
+        _look_for_fusions(module, meta, options, samples)
     return module
 
 
-def _look_for_fusions(module: ModuleOp, meta: nn.Module, options: Options) -> None:
+def _look_for_fusions(module: ModuleOp, meta: nn.Module, options: Options, samples: Samples) -> None:
     """Declare what `fuse-blocks` may rewrite in the user's modules, and measure the calls with all of it too."""
     if reason_against(_when(options), options.cluster):
         return
@@ -171,7 +173,7 @@ def _look_for_fusions(module: ModuleOp, meta: nn.Module, options: Options) -> No
     declare(graph, find(meta, graph.blocks, options.without))
     if graph.rewrites:
         with installed(meta, rewrites(graph), fused_module(graph)):
-            measure(module, meta, PREFIX)
+            measure(module, meta, samples, PREFIX)
 
 
 def unshardable(user: UserModel, meta: nn.Module) -> str:

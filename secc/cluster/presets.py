@@ -1,7 +1,7 @@
 """Figures of known devices: peak rates of dense matrix products, memory, links, each with its source (`SOURCES`).
 
-Peaks are the vendor's; what training reaches of them (`efficiency_percent`) is an assumption, a large GEMM in bf16 reaching about 0.7 to
-0.8 of peak and whole training steps about half. Latencies and the CPU's figures are assumptions, too.
+Peaks are the vendor's; what large matrix products reach of them (`efficiency_percent`) is an
+assumption, 0.7 to 0.8 being usual in bf16. Latencies and the CPU's figures are assumptions, too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def _gpu(kind: str, bf16: float, f32: float, memory: int, hbm_gb_s: int) -> Devi
     """A GPU from TFLOP/s in bf16 and f32 (CUDA cores, as torch multiplies float32 by default), bytes of memory and GB/s of HBM."""
     rates = (("bf16", round(bf16 * 1000)), ("f16", round(bf16 * 1000)), ("f32", round(f32 * 1000)), ("f64", round(f32 * 500)))
     # One eager PyTorch operator takes the host about 5 us; a CUDA context with NCCL's buffers about 1.5 GiB.
-    return Device(kind, "cuda", rates, memory, hbm_gb_s * GB, 50, 5_000, GIB * 3 // 2, "roofline")
+    return Device(kind, "cuda", rates, memory, hbm_gb_s * GB, 70, 5_000, GIB * 3 // 2, "roofline")
 
 
 H100 = _gpu("H100", 989, 67, 80 * GIB, 3350)

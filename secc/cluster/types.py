@@ -25,7 +25,8 @@ class Link:
 
 @dataclass(frozen=True)
 class Device:
-    """A kind of device. `gflops` lists (dtype, peak GFLOP/s of dense matrix products); `efficiency_percent` is what of it training reaches.
+    """A kind of device. `gflops` lists (dtype, peak GFLOP/s of dense matrix products); `efficiency_percent` is what
+    of it large ones reach (narrow ones less: `secc.cost.efficiency`).
 
     `op_ns` is the time that issuing one operation takes, `reserved` the bytes of `memory` that no tensor can have. `label` says where
     the rates come from: "roofline" (the vendor's peaks) or "default" (assumed).

@@ -22,12 +22,13 @@ from secc.runtime.alternate import every_second
 @dataclass(frozen=True)
 class Again:
     """One way of recomputation (texts over a micro-batch's symbols): bytes `saved` until the backward, bytes that are `working` while one
-    unit runs again, FLOPs and operations of all second runs."""
+    unit runs again; work (FLOPs of large products), operations and bytes moved of all second runs."""
 
     saved: str
     working: str
-    flops: str
+    work: str
     ops: int
+    moved: str = "0"
 
 
 @dataclass
@@ -36,14 +37,16 @@ class _Way:
 
     saved: Counter[str] = field(default_factory=Counter[str])
     working: set[str] = field(default_factory=set[str])
-    flops: Counter[str] = field(default_factory=Counter[str])
+    work: Counter[str] = field(default_factory=Counter[str])
+    moved: Counter[str] = field(default_factory=Counter[str])
     ops: int = 0
 
     def add(self, cost: CallCost, share: Fraction) -> None:
         """Add a call of whose units `share` run again."""
         part = sympy.Rational(share.numerator, share.denominator)
         self.saved[expr.text(sympy.expand(cost.saved + part * (cost.kept - cost.saved)))] += 1
-        self.flops[expr.text(sympy.expand(part * cost.again))] += 1
+        self.work[expr.text(sympy.expand(part * cost.again))] += 1
+        self.moved[expr.text(sympy.expand(part * cost.again_moved))] += 1
         self.ops += int(share * cost.ops)
 
 
@@ -76,8 +79,9 @@ def _largest(sums: Sequence[_Way]) -> Again:
     return Again(
         largest(total(s.saved) for s in sums),
         largest(text for s in sums for text in s.working),
-        largest(total(s.flops) for s in sums),
+        largest(total(s.work) for s in sums),
         max((s.ops for s in sums), default=0),
+        largest(total(s.moved) for s in sums),
     )
 
 

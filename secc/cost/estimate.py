@@ -14,37 +14,45 @@ from secc.ir.types import TensorType, tensor
 
 SAVED_PER_RESULT = 16  # a transformer layer keeps about this many tensors of its result's size for backward
 OPS = 20  # operations that a call issues
+ZERO: Expr = expr.parse("0")
 
 
 @dataclass(frozen=True)
 class CallCost:
-    """Cost of one call: forward FLOPs, bytes saved for backward, operations issued; `label` is "counted" or "default".
+    """Cost of one call: forward FLOPs, of which `attention` in one kernel; `work` and `attention_work`, the same as FLOPs of large products
+    (`secc.cost.efficiency`), attention apart; bytes that other operations move; bytes saved for backward; operations issued; `label` is
+    "counted", "sampled" (values of inputs decide, so the mean of samples) or "default".
 
     Where the call's `units` run again in the backward, it saves `kept` bytes, a unit's second run adds `working` bytes while it lasts, and
-    all of them take `again` FLOPs.
+    all of them take `again` work and move `again_moved` bytes. `narrow` is the smallest dim of the weights that take longest, 0 if unknown.
     """
 
     flops: Expr
+    work: Expr
     saved: Expr
     ops: int
     label: str
-    units: int
-    kept: Expr
-    working: Expr
-    again: Expr
+    units: int = 0
+    kept: Expr = ZERO
+    working: Expr = ZERO
+    again: Expr = ZERO
+    again_moved: Expr = ZERO
+    attention: Expr = ZERO
+    attention_work: Expr = ZERO
+    moved: Expr = ZERO
+    narrow: int = 0
 
 
 def default(call: CallOp, block: BlockOp) -> CallCost:
     """The estimate from the block's parameters and the call's types."""
     result = _widest(call)
-    zero = expr.parse("0")
     if result is None:
-        return CallCost(zero, zero, OPS, "default", 0, zero, zero, zero)
+        return CallCost(ZERO, ZERO, ZERO, OPS, "default")
     rows = expr.parse("1")
     for dim in result.shape[:-1] or result.shape:
         rows = rows * dim
     flops, one = 2 * block.params.data * rows, entries(result) * result.itemsize
-    return CallCost(flops, one * SAVED_PER_RESULT, OPS, "default", 1, one, one * (SAVED_PER_RESULT - 1), flops)
+    return CallCost(flops, flops, one * SAVED_PER_RESULT, OPS, "default", 1, one, one * (SAVED_PER_RESULT - 1), flops)
 
 
 def entries(kind: TensorType) -> Expr:

@@ -7,34 +7,43 @@ the estimate by its parameters and the label `default`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from functools import partial
+from math import prod
 from typing import Any
 
 import sympy
 import torch
 from torch import nn
 from xdsl.dialects.builtin import IntegerAttr, IntegerType, ModuleOp, StringAttr
+from xdsl.ir import SSAValue
 
 from secc.cost.estimate import CallCost, default
-from secc.cost.fit import fit
-from secc.cost.trial import Trial, run
+from secc.cost.examples import NO_SAMPLES, NO_VALUES, Examples, Samples, Values
+from secc.cost.fit import fit, means
+from secc.cost.trial import Makes, Trial, run
 from secc.ir import expr
 from secc.ir.attributes import integer
-from secc.ir.dialect import BlockOp, CallOp, GraphOp, TieOp, graph_of, strings
+from secc.ir.dialect import BlockOp, CallOp, CaseOp, GraphOp, TieOp, graph_of, strings
+from secc.ir.expr import Expr
 from secc.ir.template import Name, Ref
-from secc.ir.types import tensor
+from secc.ir.types import TensorType, tensor
 from secc.runtime.recompute import units
 
 Key = tuple[object, ...]
+FITTED = ("flops", "attention", "work", "attention_work", "moved", "saved", "kept", "working", "again", "again_moved")
+WORK = frozenset({"work", "attention_work", "again"})
 
 
-def measure(module: ModuleOp, model: nn.Module, prefix: str = "") -> None:
+def measure(module: ModuleOp, model: nn.Module, samples: Samples = NO_SAMPLES, prefix: str = "") -> None:
     """Put `flops`, `saved` (texts over symbols), `ops` and `cost` (counted or default) on every `sec.call`, and bytes on blocks and ties.
 
     The keys on calls get a `prefix`: a model whose modules are rewritten is measured beside the user's own.
 
     A call with `units` that may run again also gets `kept`, `working` and `again` (see `secc.cost.estimate.CallCost`).
 
-    `model` is the user's, on any device; it is neither run with values nor changed.
+    `model` is the user's, on any device; it is neither run with values nor changed. `samples` are for blocks that read values
+    of their integer arguments.
     """
     graph = graph_of(module)
     for path, block in graph.blocks.items():
@@ -42,11 +51,11 @@ def measure(module: ModuleOp, model: nn.Module, prefix: str = "") -> None:
     for op in graph.body.block.ops:
         if isinstance(op, TieOp):
             _note_bytes(op, [model.get_parameter(strings(op.names)[0])])
-    known: dict[Key, CallCost | None] = {}
+    measuring = _Measuring(graph, model, Examples(graph, samples))
     for case in graph.cases:
         for op in case.ops:
             if isinstance(op, CallOp):
-                _note_cost(op, _cost(graph, op, model.get_submodule(op.target.data), known), prefix)
+                _note_cost(op, measuring.cost(case, op), prefix)
 
 
 def _note_bytes(op: BlockOp | TieOp, parameters: list[nn.Parameter]) -> None:
@@ -59,63 +68,97 @@ def _note_bytes(op: BlockOp | TieOp, parameters: list[nn.Parameter]) -> None:
 
 def _note_cost(call: CallOp, cost: CallCost, prefix: str) -> None:
     noted: dict[str, StringAttr | IntegerAttr[IntegerType]] = {
-        "flops": StringAttr(expr.text(cost.flops)),
-        "saved": StringAttr(expr.text(cost.saved)),
-        "ops": integer(cost.ops),
-        "cost": StringAttr(cost.label),
+        key: StringAttr(expr.text(getattr(cost, key))) for key in ("flops", "work", "saved", "attention", "attention_work", "moved")
     }
+    noted |= {"ops": integer(cost.ops), "cost": StringAttr(cost.label), "narrow": integer(cost.narrow)}
     if cost.units:
         noted["layers"] = integer(cost.units)
     if cost.units and cost.saved != 0:
         noted["units"] = integer(cost.units)
-        noted |= {key: StringAttr(expr.text(getattr(cost, key))) for key in ("kept", "working", "again")}
+        noted |= {key: StringAttr(expr.text(getattr(cost, key))) for key in ("kept", "working", "again", "again_moved")}
     call.attributes |= {prefix + key: value for key, value in noted.items()}
 
 
-def _cost(graph: GraphOp, call: CallOp, block: nn.Module, known: dict[Key, CallCost | None]) -> CallCost:
-    shapes = tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in block.named_parameters())
-    key = (type(block), shapes, call.args.data, tuple(str(o.type) for o in call.operands), call.no_grad is None)
-    if key not in known:
-        known[key] = _measured(graph, call, block)
-    return known[key] or default(call, graph.blocks[call.target.data])
+class _Measuring:
+    """Costs of calls, alike ones measured once."""
+
+    def __init__(self, graph: GraphOp, model: nn.Module, examples: Examples) -> None:
+        self._graph, self._model, self._examples = graph, model, examples
+        self._known: dict[Key, CallCost | None] = {}
+
+    def cost(self, case: CaseOp, call: CallOp) -> CallCost:
+        """Counted on the meta device, else from samples, else the estimate."""
+        block = self._model.get_submodule(call.target.data)
+        shapes = tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in block.named_parameters())
+        key = (type(block), shapes, call.args.data, tuple(str(o.type) for o in call.operands), call.no_grad is None)
+        if key not in self._known:
+            self._known[key] = self._counted(call, block) or self._sampled(case, call, block)
+        return self._known[key] or default(call, self._graph.blocks[call.target.data])
+
+    def _counted(self, call: CallOp, block: nn.Module) -> CallCost | None:
+        """Polynomials that hold exactly, or None for a block that needs values or whose numbers no small polynomial gives."""
+        trials: list[Trial] = []
+
+        def at(sizes: dict[str, int]) -> tuple[int, ...]:
+            trials.append(run(block, lambda makes: _arguments(call, sizes, makes), call.no_grad is None, units(block)))
+            return tuple(getattr(trials[-1], key) for key in FITTED)
+
+        try:
+            found = fit(at, {name: self._graph.symbols[name].kind.data for name in _symbols(call)})
+        except Exception:  # whatever the user's code does on tensors without values
+            return None
+        return None if found is None else _call_cost(trials, found, "counted", len(units(block)))
+
+    def _sampled(self, case: CaseOp, call: CallOp, block: nn.Module) -> CallCost | None:
+        """What samples of the dataset cost in the mean, by their rows: values of inputs decide (where samples begin, grids of images)."""
+        names = sorted(_symbols(call, floating=True))
+        trials: list[Trial] = []
+        points: list[list[int]] = []
+        try:
+            for example in self._examples.of(case, call):
+                at = partial(_arguments, call, example.sizes, values=example.values)
+                trials.append(run(block, at, call.no_grad is None, units(block), real=True))
+                points.append([example.sizes[name] for name in names])
+        except Exception:  # as above
+            return None
+        if not trials or not names:
+            return None
+        found = [means(names, points, [getattr(t, key) for t in trials]) for key in FITTED]
+        return _call_cost(trials, found, "sampled", len(units(block)))
 
 
-def _measured(graph: GraphOp, call: CallOp, block: nn.Module) -> CallCost | None:
-    trials: list[Trial] = []
-    again = units(block)
-
-    def at(sizes: dict[str, int]) -> tuple[int, ...]:
-        trials.append(run(block, lambda: _arguments(call, sizes), call.no_grad is None, again))
-        found = trials[-1]
-        return found.flops, found.saved, found.kept, found.working, found.again
-
-    try:
-        found = fit(at, {name: graph.symbols[name].kind.data for name in _symbols(call)})
-    except Exception:  # whatever the user's code does on tensors without values
-        return None
-    if found is None:
-        return None
-    flops, saved, *recomputed = found
-    return CallCost(flops, saved, max(t.ops for t in trials), "counted", len(again), *recomputed)
+def _call_cost(trials: Sequence[Trial], found: Sequence[Expr], label: str, layers: int) -> CallCost:
+    by = {key: _hundredths(value) if key in WORK else value for key, value in zip(FITTED, found, strict=True)}
+    return CallCost(ops=max(t.ops for t in trials), label=label, units=layers, narrow=trials[-1].narrow, **by)
 
 
-def _symbols(call: CallOp) -> set[str]:
-    """The symbols in the operands' shapes and in the arguments."""
-    sizes = [d for o in call.operands for d in tensor(o).shape]
+def _hundredths(work: Expr) -> Expr:
+    """Work as whole FLOPs of each monomial."""
+    terms = sympy.expand(work).as_coefficients_dict()
+    return sympy.Add(*(round(c / 100) * monomial for monomial, c in terms.items()))
+
+
+def _symbols(call: CallOp, floating: bool = False) -> set[str]:
+    """The symbols in the operands' shapes (with `floating`, only of those that hold no integers) and in the arguments."""
+    sizes = [d for o in call.operands if not floating or _is_floating(o) for d in tensor(o).shape]
     sizes += [leaf for leaf in call.arguments.leaves() if isinstance(leaf, sympy.Expr)]
     return set[str]().union(*(expr.symbols(s) for s in sizes))
 
 
-def _arguments(call: CallOp, sizes: dict[str, int]) -> tuple[list[Any], dict[str, Any]]:
-    """The call's arguments at given sizes, on the meta device."""
-    operands = [_operand(tensor(o).shape, tensor(o).torch_dtype, tensor(o).requires_grad, sizes) for o in call.operands]
+def _is_floating(value: SSAValue) -> bool:
+    return getattr(torch, tensor(value).torch_dtype).is_floating_point
+
+
+def _arguments(call: CallOp, sizes: Mapping[str, int], makes: Makes, values: Values = NO_VALUES) -> tuple[list[Any], dict[str, Any]]:
+    """The call's arguments at given sizes: tensors that `makes` makes, and the known values of integers."""
+    operands = [values[o] if o in values else _operand(tensor(o), sizes, makes) for o in call.operands]
 
     def value(leaf: Any) -> Any:
         match leaf:
             case Ref(index=index):
                 return operands[index]
             case Name(text="device"):
-                return torch.device("meta")
+                return makes.device
             case Name(text=text):
                 return getattr(torch, text.removeprefix("torch."))
             case sympy.Expr():
@@ -127,6 +170,7 @@ def _arguments(call: CallOp, sizes: dict[str, int]) -> tuple[list[Any], dict[str
     return made.args, made.kwargs
 
 
-def _operand(shape: tuple[sympy.Expr, ...], dtype: str, grad: bool, sizes: dict[str, int]) -> torch.Tensor:
-    dims = [int(expr.evaluate(d, sizes)) for d in shape]
-    return torch.empty(dims, dtype=getattr(torch, dtype), device="meta", requires_grad=grad)
+def _operand(kind: TensorType, sizes: Mapping[str, int], makes: Makes) -> torch.Tensor:
+    dims = [int(expr.evaluate(d, sizes)) for d in kind.shape]
+    strides = [prod(dims[i + 1 :]) for i in range(len(dims))]
+    return makes(dims, strides, getattr(torch, kind.torch_dtype), kind.requires_grad)

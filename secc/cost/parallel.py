@@ -15,6 +15,7 @@ from fractions import Fraction
 
 from secc.cluster import Cluster
 from secc.cost.again import Again
+from secc.cost.efficiency import DEFAULT
 from secc.cost.section import SectionCost
 
 CUT_PARTS, KEPT_PARTS = 24, 34
@@ -36,14 +37,18 @@ def on_rank(cost: SectionCost, tp: int, pp: int) -> SectionCost:
         return cost
     stage = largest_stage(cost, pp)
     cut, kept = stage / tp, stage * (KEPT_PARTS - CUT_PARTS + Fraction(CUT_PARTS, tp)) / KEPT_PARTS
-    again = {way: _again(a, stage, cut, kept) for way, a in cost.again.items()}
+    slower = _slower(cost.narrow, tp)
+    again = {way: _again(a, stage, cut * slower, kept) for way, a in cost.again.items()}
     counts = {key: _part(getattr(cost, key), cut) for key in ("params", "trainable", "param_bytes", "trainable_bytes")}
     return replace(
         cost,
         flops=_times(cost.flops, cut),
         backward_flops=_times(cost.backward_flops, cut),
+        work=_times(cost.work, cut * slower),
+        backward_work=_times(cost.backward_work, cut * slower),
         saved=_times(cost.saved, kept),
-        glue_bytes=_times(cost.glue_bytes, stage),
+        glue_bytes=_times(cost.glue_bytes, kept),
+        narrow=cost.narrow // tp,
         summed=_times(cost.summed, stage),
         ops=_part(cost.ops, stage),
         layers=_part(cost.layers, stage),
@@ -54,7 +59,16 @@ def on_rank(cost: SectionCost, tp: int, pp: int) -> SectionCost:
 
 def _again(way: Again, stage: Fraction, cut: Fraction, kept: Fraction) -> Again:
     """What runs again: the layers' inputs, which are kept, are whole on every rank of tp."""
-    return Again(_times(way.saved, stage), _times(way.working, kept / stage), _times(way.flops, cut), _part(way.ops, stage))
+    return Again(
+        _times(way.saved, stage), _times(way.working, kept / stage), _times(way.work, cut), _part(way.ops, stage), _times(way.moved, kept)
+    )
+
+
+def _slower(narrow: int, tp: int) -> Fraction:
+    """How much longer the same work takes where tp cuts the smallest dim of the weights, in hundredths."""
+    if not narrow:
+        return Fraction(1)
+    return Fraction(round(100 * DEFAULT.percent(narrow) / DEFAULT.percent(max(1, narrow // tp))), 100)
 
 
 def largest_stage(cost: SectionCost, pp: int) -> Fraction:

@@ -17,7 +17,7 @@ from xdsl.dialects.builtin import IntegerAttr, StringAttr
 from xdsl.ir import Operation, SSAValue
 
 from secc.cost.again import Again, AgainSum, recomputed, selected
-from secc.cost.estimate import CallCost, default, entries
+from secc.cost.estimate import ZERO, CallCost, default, entries
 from secc.cost.linear_loss import FusedCost, fused_cost
 from secc.cost.texts import largest, total
 from secc.ir import expr
@@ -31,6 +31,8 @@ VIEWS = frozenset({
     "view", "_unsafe_view", "reshape", "slice", "select", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "detach", "alias",
     "split", "split_with_sizes", "unbind", "as_strided", "unfold", "diagonal", "narrow", "chunk",
 })  # fmt: skip
+ATTENTION_BACKWARD = 2  # FLOPs over those of forward: gradients of queries, keys, values and scores, whatever trains
+ATTENTION_AGAIN = sympy.Rational(5, 2)  # time over forward's: a kernel that keeps no scores computes them again
 MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 
 
@@ -38,14 +40,18 @@ MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 class SectionCost:
     """Costs of one micro-batch (texts over its symbols) and the section's parameters.
 
-    flops, backward_flops: FLOPs. saved: bytes kept from forward to backward. glue_bytes: bytes that glue reads and writes in forward.
+    flops, backward_flops: FLOPs; work, backward_work: the same as FLOPs of large products (`secc.cost.efficiency`), what times come from.
+    saved: bytes kept from forward to backward. glue_bytes: bytes that glue, and operations in blocks other than products, move in forward.
     ops: operations issued in forward. params, trainable: entries; param_bytes, trainable_bytes: their bytes. dtype: short name of what
     the blocks compute in. label: "counted", or "default" where any part was estimated. again: what recomputation changes, for each way
-    but "none". layers: how many layers of stacks the calls run, summed: bytes of what enters them.
+    but "none". layers: how many layers of stacks the calls run, summed: bytes of what enters them. narrow: the smallest dim of the
+    weights that take longest.
     """
 
     flops: str
     backward_flops: str
+    work: str
+    backward_work: str
     saved: str
     glue_bytes: str
     ops: int
@@ -58,6 +64,7 @@ class SectionCost:
     again: Mapping[str, Again] = field(default_factory=dict[str, Again])
     layers: int = 0
     summed: str = "0"
+    narrow: int = 0
 
 
 @dataclass
@@ -66,6 +73,8 @@ class _Sum:
 
     flops: Counter[str] = field(default_factory=Counter[str])
     backward: Counter[str] = field(default_factory=Counter[str])
+    work: Counter[str] = field(default_factory=Counter[str])
+    backward_work: Counter[str] = field(default_factory=Counter[str])
     saved: Counter[str] = field(default_factory=Counter[str])
     glue: Counter[str] = field(default_factory=Counter[str])
     ops: int = 0
@@ -86,6 +95,8 @@ def section_cost(graph: GraphOp, section: SectionOp) -> SectionCost:
     return SectionCost(
         largest(total(s.flops) for s in sums),
         largest(total(s.backward) for s in sums) if _mode(section) != "forward" else "0",
+        largest(total(s.work) for s in sums),
+        largest(total(s.backward_work) for s in sums) if _mode(section) != "forward" else "0",
         largest(total(s.saved) for s in sums) if _mode(section) != "forward" else "0",
         largest(total(s.glue) for s in sums),
         max((s.ops for s in sums), default=0),
@@ -98,6 +109,7 @@ def section_cost(graph: GraphOp, section: SectionOp) -> SectionCost:
         recomputed([s.again for s in sums]) if _mode(section) != "forward" else {},
         max((s.layers for s in sums), default=0),
         largest(total(s.summed) for s in sums),
+        _narrow(calls),
     )
 
 
@@ -113,8 +125,10 @@ def call_cost(graph: GraphOp, call: CallOp) -> CallCost:
         return estimate
     saved = _text(call, "saved", estimate.saved)
     ops, units = number(call, "ops", estimate.ops), number(call, "units", 0)
-    again = _text(call, "kept", saved), _text(call, "working", sympy.Integer(0)), _text(call, "again", sympy.Integer(0))
-    return CallCost(_text(call, "flops", estimate.flops), saved, ops, _label(call), units, *again)
+    flops = _text(call, "flops", estimate.flops)
+    again = _text(call, "kept", saved), *(_text(call, key, ZERO) for key in ("working", "again", "again_moved"))
+    parts = (_text(call, key, ZERO) for key in ("attention", "attention_work", "moved"))
+    return CallCost(flops, _text(call, "work", flops), saved, ops, _label(call), units, *again, *parts, number(call, "narrow", 0))
 
 
 def _text(op: Operation, key: str, default: Expr) -> Expr:
@@ -135,6 +149,8 @@ def _case_sum(graph: GraphOp, ops: list[Operation], picked: Collection[str]) -> 
 def _add_call(graph: GraphOp, call: CallOp, total: _Sum, picked: Collection[str]) -> None:
     cost = call_cost(graph, call)
     total.flops[expr.text(cost.flops)] += 1
+    total.work[_sum(cost.work, cost.attention_work)] += 1
+    total.glue[expr.text(cost.moved)] += 1
     total.ops += cost.ops
     layers = number(call, "layers", cost.units)
     if layers:
@@ -142,7 +158,9 @@ def _add_call(graph: GraphOp, call: CallOp, total: _Sum, picked: Collection[str]
         total.summed[expr.text(cost.kept if cost.kept != 0 else layers * sum((_bytes(r) for r in call.results), expr.parse("0")))] += 1
     if _owes_backward(call):
         share = _backward_share(graph.blocks[call.target.data])
-        total.backward[expr.text(sympy.expand(cost.flops * sympy.Rational(share.numerator, share.denominator)))] += 1
+        part = sympy.Rational(share.numerator, share.denominator)
+        total.backward[_sum((cost.flops - cost.attention) * part, cost.attention * ATTENTION_BACKWARD)] += 1
+        total.backward_work[_sum(cost.work * part, cost.attention_work * ATTENTION_AGAIN)] += 1
         total.saved[expr.text(cost.saved)] += 1
         total.again.add_call(cost, call.target.data in picked)
 
@@ -155,9 +173,11 @@ def _backward_share(block: BlockOp) -> Fraction:
 def _add_fused(op: GlueOp, cost: FusedCost, total: _Sum) -> None:
     total.ops += cost.ops
     total.flops[expr.text(cost.flops)] += 1
+    total.work[expr.text(cost.flops)] += 1
     total.glue[expr.text(cost.moved)] += 1
     if _owes_backward(op):
         total.backward[expr.text(cost.backward)] += 1
+        total.backward_work[expr.text(cost.backward)] += 1
         total.saved[expr.text(cost.saved)] += 1
         total.again.add_saved(expr.text(cost.saved))
 
@@ -176,11 +196,23 @@ def _add_glue(op: GlueOp, total: _Sum) -> None:
     flops = _matmul_flops(op) if kind in MATMULS else None
     if flops is not None:
         total.flops[expr.text(flops)] += 1
+        total.work[expr.text(flops)] += 1
     if _owes_backward(op):
         total.saved[expr.text(written)] += 1
         total.again.add_saved(expr.text(written))
         if flops is not None:
-            total.backward[expr.text(flops * sum(tensor(o).requires_grad for o in op.operands[-2:]))] += 1
+            back = expr.text(flops * sum(tensor(o).requires_grad for o in op.operands[-2:]))
+            total.backward[back] += 1
+            total.backward_work[back] += 1
+
+
+def _sum(*parts: Expr) -> str:
+    return expr.text(sympy.expand(sum(parts, ZERO)))
+
+
+def _narrow(calls: list[CallOp]) -> int:
+    """That of the call with the most parameters' worth of operations; 0 where nobody counted."""
+    return max(((number(c, "ops", 0), number(c, "narrow", 0)) for c in calls), default=(0, 0))[1]
 
 
 def _matmul_flops(op: GlueOp) -> Expr:

@@ -1,7 +1,7 @@
 """Times on a cluster: a roofline for compute, latency plus bytes over bandwidth for communication.
 
-A micro-batch's time is `ops x op_ns + FLOPs / rate + bytes / bandwidth`, a text that ranks evaluate in integer nanoseconds. Rates are
-per microsecond, hence the factor 1000.
+A micro-batch's time is `ops x op_ns + work / rate + bytes / bandwidth`, a text that ranks evaluate in integer nanoseconds; work is in FLOPs
+of large products (`secc.cost.efficiency`), bytes are those that other operations move. Rates are per microsecond, hence the factor 1000.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ OPTIMIZER_PASSES = 7  # AdamW reads parameter, gradient and two states, and writ
 
 def forward_ns(cost: SectionCost, device: Device) -> str:
     """Nanoseconds of a micro-batch's forward."""
-    return _roofline(cost.ops, cost.flops, cost.glue_bytes, 1, cost.dtype, device)
+    return _roofline(cost.ops, cost.work, cost.glue_bytes, 1, cost.dtype, device)
 
 
 def backward_ns(cost: SectionCost, mode: str, device: Device, recompute: str = "none") -> str:
-    """Nanoseconds of a micro-batch's backward: "0" for a section that owes none. Glue's backward moves its bytes about twice.
+    """Nanoseconds of a micro-batch's backward: "0" for a section that owes none. Bytes other than products' move about twice.
 
     What recomputation runs again is added.
     """
     if mode == "forward":
         return "0"
-    once = _roofline(2 * cost.ops, cost.backward_flops, cost.glue_bytes, 2, cost.dtype, device)
+    once = _roofline(2 * cost.ops, cost.backward_work, cost.glue_bytes, 2, cost.dtype, device)
     again = cost.again.get(recompute)
-    return once if again is None else f"{once} + {_roofline(again.ops, again.flops, '0', 1, cost.dtype, device)}"
+    return once if again is None else f"{once} + {_roofline(again.ops, again.work, again.moved, 1, cost.dtype, device)}"
 
 
-def _roofline(ops: int, flops: str, glue: str, passes: int, dtype: str, device: Device) -> str:
+def _roofline(ops: int, work: str, moved: str, passes: int, dtype: str, device: Device) -> str:
     terms = [str(ops * device.op_ns)]
-    if flops != "0":
-        terms.append(f"1000*({flops})//{device.rate(dtype)}")
-    if glue != "0":
-        terms.append(f"{1000 * passes}*({glue})//{device.bandwidth}")
+    if work != "0":
+        terms.append(f"1000*({work})//{device.rate(dtype)}")
+    if moved != "0":
+        terms.append(f"{1000 * passes}*({moved})//{device.bandwidth}")
     return " + ".join(terms)
 
 

@@ -1,4 +1,7 @@
-"""One run of a user's block on the meta device: FLOPs, bytes saved for backward and operations, without values or weights.
+"""One run of a user's block without values or weights: FLOPs, bytes saved for backward, bytes moved, operations.
+
+A block runs on the meta device. One that reads values of its integer arguments (where samples begin, grids of images) gets those for
+real and everything else as fake tensors.
 
 Beside what a plain run keeps, a trial tells what one keeps whose units (`secc.runtime.recompute`) run again in the backward: their inputs
 and what is saved outside of them. Attention counts as a fused kernel does: it keeps queries, keys, values, output and a log-sum, never
@@ -8,6 +11,7 @@ that is read makes the run fail.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,54 +19,95 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
-from torch.nn.functional import scaled_dot_product_attention
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
+from secc.cost.attention import FusedAttention, valueless
+from secc.cost.efficiency import DEFAULT, Efficiency
+
+NOTHING = frozenset({"_unsafe_view", "new_empty", "empty", "empty_like", "empty_strided"})  # operations that neither compute nor move
+HEAD = 128  # the smallest dim of products between activations, as in attention that is spelt out
+
 
 @dataclass(frozen=True)
 class Trial:
-    """What one forward took: FLOPs, bytes saved for backward, operations; with units that run again, the bytes `kept` until the backward,
-    the bytes that one unit's second run adds (`working`), and the FLOPs of all second runs (`again`)."""
+    """What one forward took: FLOPs, of which products of matrices and `attention`, in hundredths of FLOPs of large products too
+    (`work`, `attention_work`); bytes saved for backward; bytes that operations other than those move; the number of operations.
+
+    With units that run again: the bytes `kept` until the backward, the bytes that one unit's second run adds (`working`), and the work and
+    bytes moved of all second runs (`again`, `again_moved`). `narrow` is the smallest fixed dim of the products that take longest.
+    """
 
     flops: int
+    attention: int
+    work: int
+    attention_work: int
+    moved: int
     saved: int
-    ops: int
     kept: int
     working: int
     again: int
+    again_moved: int
+    ops: int
+    narrow: int
 
 
-def run(module: nn.Module, arguments: Callable[[], tuple[list[Any], dict[str, Any]]], grad: bool, units: Sequence[nn.Module] = ()) -> Trial:
-    """Run `module` on meta copies of its parameters and buffers. Raises whatever the block raises on the meta device.
+def run(
+    module: nn.Module,
+    arguments: Callable[[Makes], tuple[list[Any], dict[str, Any]]],
+    grad: bool,
+    units: Sequence[nn.Module] = (),
+    real: bool = False,
+    efficiency: Efficiency = DEFAULT,
+) -> Trial:
+    """Run `module` on copies of its parameters and buffers that have no values. Raises whatever the block raises then.
 
-    `units` are the modules inside it, or itself, that may run again.
+    `arguments` makes the call's arguments with what makes tensors here. `units` are the modules inside the block, or itself, that may run
+    again. `real`: integer arguments have values.
     """
-    state: dict[str, torch.Tensor] = _meta_state(module)
-    args, kwargs = arguments()
+    makes = Makes(FakeTensorMode(allow_non_fake_inputs=True) if real else None)
+    state = _state(module, makes)
+    args, kwargs = arguments(makes)
     saved = _Saved(state)
-    counter, fused = _Counter(saved), _FusedAttention(saved)
+    counter = _Counter(saved, makes, efficiency)
+    fused = FusedAttention(counter.attend)
     with torch.set_grad_enabled(grad), saved_tensors_hooks(saved.pack, lambda t: t), saved.watching(units), fused, counter:
         functional_call(module, state, tuple(args), kwargs)
-    flops = counter.flops + fused.flops
-    if not grad:
-        return Trial(flops, 0, counter.ops, 0, 0, 0)
-    return Trial(flops, saved.bytes, counter.ops, saved.kept(), saved.working(), counter.again + fused.again)
+    return counter.trial(grad)
 
 
-def _meta_state(module: nn.Module) -> dict[str, torch.Tensor]:
-    """A meta tensor for each parameter and buffer, one for each name; tied names share one."""
+class Makes:
+    """Makes tensors without values: on the meta device, or fake ones, which may meet real ones."""
+
+    def __init__(self, mode: FakeTensorMode | None) -> None:
+        self.mode = mode
+
+    def __call__(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, grad: bool = False) -> torch.Tensor:
+        if self.mode is None:
+            return torch.empty_strided(size, stride, dtype=dtype, device="meta", requires_grad=grad)
+        with self.mode:
+            return torch.empty_strided(size, stride, dtype=dtype, device="cpu", requires_grad=grad)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("meta" if self.mode is None else "cpu")
+
+
+def _state(module: nn.Module, makes: Makes) -> dict[str, torch.Tensor]:
+    """A tensor without values for each parameter, one for each name, tied names sharing one; buffers keep values that they have."""
     state: dict[str, torch.Tensor] = {}
     made: dict[int, torch.Tensor] = {}
-    for name, tensor in [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]:
-        if id(tensor) not in made:
-            made[id(tensor)] = torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
+    for name, tensor in module.named_parameters(remove_duplicate=False):
+        made.setdefault(id(tensor), makes(tensor.size(), tensor.stride(), tensor.dtype, tensor.requires_grad))
         state[name] = made[id(tensor)]
+    for name, tensor in module.named_buffers(remove_duplicate=False):
+        keeps = makes.mode is not None and not tensor.is_meta
+        state[name] = tensor.detach().clone() if keeps else makes(tensor.size(), tensor.stride(), tensor.dtype)
     return state
 
 
@@ -85,6 +130,10 @@ class _Saved:
     def inside(self) -> bool:
         """Whether a unit is running."""
         return self._depth > 0
+
+    def is_state(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a parameter or buffer, or a view of one."""
+        return _storage(tensor) in self._state
 
     @property
     def bytes(self) -> int:
@@ -140,21 +189,23 @@ class _Counter(TorchDispatchMode):
     The layers of a stack repeat the same operations, and torch computes shapes slowly, so the shapes of results are remembered.
     """
 
-    def __init__(self, saved: _Saved) -> None:
+    def __init__(self, saved: _Saved, makes: Makes, efficiency: Efficiency) -> None:
         super().__init__()
-        self.flops = self.ops = self.again = 0
-        self._saved = saved
+        self._saved, self._makes, self._efficiency = saved, makes, efficiency
+        self._flops, self._again_by = Counter[int](), Counter[int]()  # of products by their smallest fixed dim
+        self.attention = self._attention_again = self._moved = self._again_moved = self._ops = 0
+        self._attending = False
         self._known: dict[object, tuple[int, list[_Layout]]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.is_view:
+        if func.is_view or func.namespace == "prim" or func._opname in NOTHING:
             return func(*args, **kwargs)
-        self.ops += 1
+        self._ops, self._attending = self._ops + 1, False
         key = _key((func, args, kwargs))
         if key in self._known:
             flops, layouts = self._known[key]
-            made = [torch.empty_strided(size, stride, dtype=dtype, device="meta") for size, stride, dtype in layouts]
+            made = [self._makes(size, stride, dtype) for size, stride, dtype in layouts]
             out = made[0] if len(made) == 1 else tuple(made)
         else:
             out = func(*args, **kwargs)
@@ -163,9 +214,60 @@ class _Counter(TorchDispatchMode):
             if key is not None and _is_fresh(func, out, args):
                 made = out if isinstance(out, tuple) else (out,)
                 self._known[key] = flops, [(t.size(), t.stride(), t.dtype) for t in made]
-        self.flops += flops
-        self.again += flops if self._saved.inside else 0
+        self._add(flops, args, out)
         return out
+
+    def _add(self, flops: int, args: Any, out: Any) -> None:
+        """A product's FLOPs, or the bytes that another operation reads and writes."""
+        if flops:
+            dim = self._narrow(args)
+            self._flops[dim] += flops
+            self._again_by[dim] += flops if self._saved.inside else 0
+            return
+        tensors = {id(t): t for t in (*_tensors(args), *_tensors(out))}
+        size = sum(t.numel() * t.element_size() for t in tensors.values() if valueless(t))
+        self._moved += size
+        self._again_moved += size if self._saved.inside else 0
+
+    def _narrow(self, args: Any) -> int:
+        """The smallest dim of the weight of a product; without one, of the last two dims of its second operand, which one head fixes."""
+        operands = list(_tensors(args))
+        weights = [t for t in operands if t.ndim > 1 and self._saved.is_state(t)]
+        if weights:
+            weight = weights[0]
+            return min(weight.shape[0], weight.numel() // weight.shape[0]) if weight.ndim > 2 else min(weight.shape)
+        return HEAD
+
+    def attend(self, flops: int) -> None:
+        """Attention in one kernel; pieces with nothing between them, such as packed samples, are one operation."""
+        self.attention += flops
+        self._attention_again += flops if self._saved.inside else 0
+        self._ops += not self._attending
+        self._attending = True
+
+    def trial(self, grad: bool) -> Trial:
+        """What was counted."""
+        table, saved = self._efficiency, self._saved
+        work = sum(table.work(n, dim) for dim, n in self._flops.items())
+        again = sum(table.work(n, dim) for dim, n in self._again_by.items()) + table.attention_work(self._attention_again)
+        return Trial(
+            flops=sum(self._flops.values()) + self.attention,
+            attention=self.attention,
+            work=work,
+            attention_work=table.attention_work(self.attention),
+            moved=self._moved,
+            saved=saved.bytes if grad else 0,
+            kept=saved.kept() if grad else 0,
+            working=saved.working() if grad else 0,
+            again=again if grad else 0,
+            again_moved=self._again_moved if grad else 0,
+            ops=self._ops,
+            narrow=max(self._flops, key=lambda dim: table.work(self._flops[dim], dim), default=0),
+        )
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 _Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
@@ -175,7 +277,7 @@ def _key(value: Any) -> Any:
     """What decides the shapes that an operation returns, or None where that is not plain data."""
     match value:
         case torch.Tensor():
-            return (value.size(), value.stride(), value.dtype) if value.is_meta else None
+            return (value.size(), value.stride(), value.dtype) if valueless(value) else None
         case list() | tuple():
             parts = tuple(_key(v) for v in value)
             return None if any(p is None for p in parts) else parts
@@ -190,42 +292,7 @@ def _key(value: Any) -> Any:
 def _is_fresh(func: Any, out: Any, args: Any) -> bool:
     """Whether an operation's results are new tensors on the meta device: it neither writes to nor returns its arguments."""
     made = out if isinstance(out, tuple) else (out,)
-    if func._schema.is_mutable or not all(isinstance(t, torch.Tensor) and t.is_meta for t in made) or len(made) == 0:
+    if func._schema.is_mutable or not all(isinstance(t, torch.Tensor) and valueless(t) for t in made) or len(made) == 0:
         return False
     given = {_storage(a) for a in args if isinstance(a, torch.Tensor)}
     return not any(_storage(t) in given for t in made) and (len(made) > 1 or out is made[0])
-
-
-class _FusedAttention(TorchFunctionMode):
-    """Takes `scaled_dot_product_attention` as one kernel, and truth values of meta tensors as true."""
-
-    def __init__(self, saved: _Saved) -> None:
-        super().__init__()
-        self.flops = self.again = 0
-        self._saved = saved
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is scaled_dot_product_attention:
-            query, key, value = (args[i] if i < len(args) else kwargs[n] for i, n in enumerate(("query", "key", "value")))
-            flops = 2 * query[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
-            self.flops += flops
-            self.again += flops if self._saved.inside else 0
-            return _Attention.apply(query, key, value)
-        if func is torch.Tensor.__bool__ and args[0].is_meta:
-            return True
-        return func(*args, **kwargs)
-
-
-class _Attention(torch.autograd.Function):
-    """The shapes of a fused attention, and what it saves."""
-
-    @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        out = query.new_empty(*query.shape[:-1], value.shape[-1])
-        ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32))
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        raise NotImplementedError("a trial runs forward only")

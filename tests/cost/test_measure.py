@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -57,14 +58,22 @@ def measured(block: nn.Module, calls: str = CALL) -> Any:
     return attributes(module)[0]
 
 
+def on_meta(block: nn.Module, again: Sequence[nn.Module] = ()) -> trial.Trial:
+    return trial.run(block, lambda makes: ([makes((3, 5, 8), (40, 8, 1), torch.float32)], {}), grad=True, units=again)
+
+
 def test_linear() -> None:
-    assert measured(nn.Linear(8, 8)) == {"flops": "128*B*S", "saved": "32*B*S", "cost": "counted"}
+    """A product over 8 features reaches a fiftieth of a large one's rate."""
+    found = measured(nn.Linear(8, 8))
+    assert (found["flops"], found["saved"], found["cost"]) == ("128*B*S", "32*B*S", "counted")
+    assert found["work"] == f"{128 * 50}*B*S"
 
 
 def test_attention_counts_as_a_fused_kernel() -> None:
     found = measured(Attention())
     # 2*8*24 for the projection; 4*S*head for each of two heads. Saved: x, qkv (one storage), the output, a log-sum of each head.
-    assert found["flops"] == "32*B*S*S + 384*B*S"
+    # Causal: S*(S + 1)/2 pairs of each head.
+    assert found["flops"] == "16*B*S*S + 400*B*S" and found["attention"] == "16*B*S*S + 16*B*S"
     assert found["saved"] == f"{4 * (8 + 24 + 8 + 2)}*B*S"
 
 
@@ -79,7 +88,7 @@ def test_no_grad_keeps_nothing() -> None:
 
 
 def test_a_block_that_reads_values_gets_the_estimate() -> None:
-    again = {"kept": "32*B*S", "working": "480*B*S", "again": "0"}
+    again = {"kept": "32*B*S", "working": "480*B*S", "again": "0", "again_moved": "0"}
     assert measured(ReadsValues()) == {"flops": "0", "saved": "512*B*S", "cost": "default", **again}
 
 
@@ -87,9 +96,9 @@ def test_what_is_kept_where_layers_run_again() -> None:
     """Each layer of the stack keeps its input, and its second run what it keeps otherwise: the inner 32 features twice and its input."""
     found = measured(Stack(5))
     assert found["kept"] == f"{5 * 4 * 8}*B*S" and found["working"] == f"{4 * (32 + 32)}*B*S"
-    assert found["saved"] == f"{5 * 4 * (8 + 32 + 32)}*B*S" and found["again"] == found["flops"]
+    assert found["saved"] == f"{5 * 4 * (8 + 32 + 32)}*B*S" and found["again"] == found["work"]
     block = Stack(2)
-    plain = trial.run(block, lambda: ([torch.empty(3, 5, 8, device="meta")], {}), grad=True)
+    plain = on_meta(block)
     assert (plain.kept, plain.working, plain.again) == (plain.saved, 0, 0)
 
 
@@ -97,7 +106,7 @@ def test_what_is_kept_where_layers_run_again() -> None:
 def test_kept_bytes_are_what_recomputation_keeps(mode: str) -> None:
     """Against a real run under the wrappers that ranks use; of selective, the share of layers that the cost model takes."""
     model, depth = nn.ModuleDict({"f": Stack(6)}), 6
-    found = trial.run(model["f"], lambda: ([torch.empty(3, 5, 8, device="meta")], {}), grad=True, units=units(model["f"]))
+    found = on_meta(model["f"], units(model["f"]))
     install(model, ["f"], mode)
     kept: dict[int, torch.Tensor] = {}
 
@@ -123,7 +132,7 @@ def test_flops_are_those_of_torch(depth: int) -> None:
     block = Stack(depth)
     with FlopCounterMode(display=False) as counter:
         block(torch.zeros(3, 5, 8))
-    found = trial.run(block, lambda: ([torch.empty(3, 5, 8, device="meta")], {}), grad=True)
+    found = on_meta(block)
     assert found.flops == counter.get_total_flops()
 
 
@@ -138,16 +147,16 @@ def test_saved_bytes_are_what_autograd_keeps(depth: int) -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         block(torch.zeros(3, 5, 8))
-    found = trial.run(block, lambda: ([torch.empty(3, 5, 8, device="meta")], {}), grad=True)
+    found = on_meta(block)
     assert found.saved == sum(t.untyped_storage().nbytes() for t in kept.values())
 
 
 def test_alike_layers_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[nn.Module] = []
 
-    def counted(module: nn.Module, *rest: Any) -> trial.Trial:
+    def counted(module: nn.Module, *rest: Any, **options: Any) -> trial.Trial:
         runs.append(module)
-        return trial.run(module, *rest)
+        return trial.run(module, *rest, **options)
 
     monkeypatch.setattr("secc.cost.measure.run", counted)
     model = nn.ModuleDict({"f": nn.Linear(8, 8), "g": nn.Linear(8, 8)})

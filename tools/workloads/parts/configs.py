@@ -5,7 +5,7 @@ from __future__ import annotations
 import transformers as T
 from torch import nn
 
-from parts.packing import PER_SAMPLE
+from parts.packing import PER_IMAGE, PER_SAMPLE
 
 Config = T.PreTrainedConfig
 SMALL_VOCABULARY = 512
@@ -75,8 +75,9 @@ def _qwen_vit(depth: int, hidden: int, heads: int, ffn: int, out: int, full: lis
     config = T.models.qwen2_5_vl.configuration_qwen2_5_vl.Qwen2_5_VLVisionConfig(
         depth=depth, hidden_size=hidden, num_heads=heads, intermediate_size=ffn, out_hidden_size=out, fullatt_block_indexes=full
     )
-    config._attn_implementation = "sdpa"
-    return T.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel(config)
+    tower = T.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel(config)
+    tower.config._attn_implementation = PER_IMAGE
+    return tower
 
 
 def qwen_vit(out: int, ffn: int = 3420) -> nn.Module:

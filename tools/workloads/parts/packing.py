@@ -14,6 +14,7 @@ import transformers as T
 from torch.nn import functional as F
 
 PER_SAMPLE = "per_sample"
+PER_IMAGE = "per_image_flash"  # Hugging Face's vision towers hand offsets of images and windows to attention of this kind of name
 IGNORED = -100
 ROWS = ("input_ids", "labels")  # one row of tokens; everything else is stacked along its dim 0
 
@@ -67,4 +68,5 @@ def _no_mask(*_: Any, **__: Any) -> None:
 
 
 T.AttentionInterface.register(PER_SAMPLE, per_sample)
+T.AttentionInterface.register(PER_IMAGE, per_sample)
 T.AttentionMaskInterface.register(PER_SAMPLE, _no_mask)
