@@ -31,6 +31,7 @@ from secc.cost.attention import FusedAttention, valueless
 from secc.cost.efficiency import DEFAULT, Efficiency
 
 NOTHING = frozenset({"_unsafe_view", "new_empty", "empty", "empty_like", "empty_strided"})  # operations that neither compute nor move
+GATHERS = frozenset({"embedding", "index", "index_select", "gather"})  # they read what they give, not all of their operand
 HEAD = 128  # the smallest dim of products between activations, as in attention that is spelt out
 
 
@@ -214,18 +215,18 @@ class _Counter(TorchDispatchMode):
             if key is not None and _is_fresh(func, out, args):
                 made = out if isinstance(out, tuple) else (out,)
                 self._known[key] = flops, [(t.size(), t.stride(), t.dtype) for t in made]
-        self._add(flops, args, out)
+        self._add(func._opname, flops, args, out)
         return out
 
-    def _add(self, flops: int, args: Any, out: Any) -> None:
+    def _add(self, name: str, flops: int, args: Any, out: Any) -> None:
         """A product's FLOPs, or the bytes that another operation reads and writes."""
         if flops:
             dim = self._narrow(args)
             self._flops[dim] += flops
             self._again_by[dim] += flops if self._saved.inside else 0
             return
-        tensors = {id(t): t for t in (*_tensors(args), *_tensors(out))}
-        size = sum(t.numel() * t.element_size() for t in tensors.values() if valueless(t))
+        read = _tensors(out) if name in GATHERS else _tensors(args)
+        size = sum(t.numel() * t.element_size() for t in (*read, *_tensors(out)) if valueless(t))
         self._moved += size
         self._again_moved += size if self._saved.inside else 0
 
