@@ -12,8 +12,7 @@ that is read makes the run fail.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +24,11 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
-from torch.utils.hooks import RemovableHandle
 
+from secc.cost.alike import Counted, alike
 from secc.cost.attention import FusedAttention, valueless
 from secc.cost.efficiency import DEFAULT, Efficiency
+from secc.cost.saved import Saved, storage
 
 NOTHING = frozenset({"_unsafe_view", "new_empty", "empty", "empty_like", "empty_strided"})  # operations that neither compute nor move
 GATHERS = frozenset({"embedding", "index", "index_select", "gather"})  # they read what they give, not all of their operand
@@ -74,10 +74,17 @@ def run(
     makes = Makes(FakeTensorMode(allow_non_fake_inputs=True) if real else None)
     state = _state(module, makes)
     args, kwargs = arguments(makes)
-    saved = _Saved(state)
+    saved = Saved(state)
     counter = _Counter(saved, makes, efficiency)
     fused = FusedAttention(counter.attend)
-    with torch.set_grad_enabled(grad), saved_tensors_hooks(saved.pack, lambda t: t), saved.watching(units), fused, counter:
+    with (
+        torch.set_grad_enabled(grad),
+        saved_tensors_hooks(saved.pack, lambda t: t),
+        saved.watching(units),
+        alike(units, counter, makes),
+        fused,
+        counter,
+    ):
         functional_call(module, state, tuple(args), kwargs)
     return counter.trial(grad)
 
@@ -112,85 +119,13 @@ def _state(module: nn.Module, makes: Makes) -> dict[str, torch.Tensor]:
     return state
 
 
-class _Saved:
-    """Counts each storage once that autograd keeps, except those of parameters and buffers, and knows in which unit's run that was."""
-
-    def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
-        self._alive = list(state.values())  # keeps addresses from being used again
-        self._state = {_storage(t) for t in self._alive}
-        self._sizes: dict[int, int] = {}  # of each storage that is saved
-        self._outside: dict[int, int] = {}  # of each that is saved outside of units or goes into one
-        self._inside: list[dict[int, int]] = []  # of each that a run of a unit saves
-        self._depth = 0
-
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._note(tensor, self._sizes, self._inside[-1] if self.inside else self._outside)
-        return tensor
-
-    @property
-    def inside(self) -> bool:
-        """Whether a unit is running."""
-        return self._depth > 0
-
-    def is_state(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is a parameter or buffer, or a view of one."""
-        return _storage(tensor) in self._state
-
-    @property
-    def bytes(self) -> int:
-        return sum(self._sizes.values())
-
-    def kept(self) -> int:
-        """Bytes kept where every unit runs again."""
-        return sum(self._outside.values())
-
-    def working(self) -> int:
-        """The most bytes that the second run of a unit adds to them."""
-        return max((sum(n for s, n in sizes.items() if s not in self._outside) for sizes in self._inside), default=0)
-
-    @contextmanager
-    def watching(self, units: Sequence[nn.Module]) -> Iterator[None]:
-        """Notice when the units run."""
-        hooks: list[RemovableHandle] = []
-        for unit in units:
-            hooks.append(unit.register_forward_pre_hook(self._enter, with_kwargs=True))
-            hooks.append(unit.register_forward_hook(self._leave, always_call=True))
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not self.inside:
-            for tensor in tree_leaves((args, kwargs)):
-                if isinstance(tensor, torch.Tensor):
-                    self._note(tensor, self._outside)
-            self._inside.append({})
-        self._depth += 1
-
-    def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
-        self._depth -= 1
-
-    def _note(self, tensor: torch.Tensor, *sizes: dict[int, int]) -> None:
-        storage = _storage(tensor)
-        if storage not in self._state:
-            self._alive.append(tensor)
-            for table in sizes:
-                table[storage] = tensor.untyped_storage().nbytes()
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]  # torch has no public name for it
-
-
 class _Counter(TorchDispatchMode):
     """Counts operations and, by torch's own formulas, their FLOPs.
 
     The layers of a stack repeat the same operations, and torch computes shapes slowly, so the shapes of results are remembered.
     """
 
-    def __init__(self, saved: _Saved, makes: Makes, efficiency: Efficiency) -> None:
+    def __init__(self, saved: Saved, makes: Makes, efficiency: Efficiency) -> None:
         super().__init__()
         self._saved, self._makes, self._efficiency = saved, makes, efficiency
         self._flops, self._again_by = Counter[int](), Counter[int]()  # of products by their smallest fixed dim
@@ -246,6 +181,20 @@ class _Counter(TorchDispatchMode):
         self._ops += not self._attending
         self._attending = True
 
+    def state(self) -> Counted:
+        """What was counted so far."""
+        flat = self.attention, self._attention_again, self._moved, self._again_moved, self._ops, self._saved.bytes, self._saved.kept()
+        return Counted(Counter(self._flops), Counter(self._again_by), flat)
+
+    def add(self, more: Counted) -> None:
+        """Count what a layer does that is like one that ran."""
+        self._flops += more.flops
+        self._again_by += more.again
+        attention, again, moved, again_moved, ops, saved, kept = more.flat
+        self.attention, self._attention_again = self.attention + attention, self._attention_again + again
+        self._moved, self._again_moved, self._ops = self._moved + moved, self._again_moved + again_moved, self._ops + ops
+        self._saved.add_alike(saved, kept)
+
     def trial(self, grad: bool) -> Trial:
         """What was counted."""
         table, saved = self._efficiency, self._saved
@@ -295,5 +244,5 @@ def _is_fresh(func: Any, out: Any, args: Any) -> bool:
     made = out if isinstance(out, tuple) else (out,)
     if func._schema.is_mutable or not all(isinstance(t, torch.Tensor) and valueless(t) for t in made) or len(made) == 0:
         return False
-    given = {_storage(a) for a in args if isinstance(a, torch.Tensor)}
-    return not any(_storage(t) in given for t in made) and (len(made) > 1 or out is made[0])
+    given = {storage(a) for a in args if isinstance(a, torch.Tensor)}
+    return not any(storage(t) in given for t in made) and (len(made) > 1 or out is made[0])

@@ -88,8 +88,30 @@ def test_no_grad_keeps_nothing() -> None:
 
 
 def test_a_block_that_reads_values_gets_the_estimate() -> None:
-    again = {"kept": "32*B*S", "working": "480*B*S", "again": "0", "again_moved": "0"}
-    assert measured(ReadsValues()) == {"flops": "0", "saved": "512*B*S", "cost": "default", **again}
+    found = measured(ReadsValues())
+    assert (found["flops"], found["saved"], found["cost"]) == ("0", "512*B*S", "default")
+    assert (found["kept"], found["working"], found["again"]) == ("32*B*S", "480*B*S", "0")
+
+
+class PerSample(nn.Module):
+    """Attends within each sample of a packed batch, and reads how long they are."""
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        parts = x.split(lengths.tolist(), dim=1)
+        return torch.cat([functional.scaled_dot_product_attention(p, p, p) for p in parts], dim=1)
+
+
+def test_a_block_that_reads_integers_costs_what_samples_do() -> None:
+    """Samples of 10 and 30 tokens: pairs 100 and 900, so 25 for each token in the mean, of 2*(8 + 8) FLOPs."""
+    packed = """    %l = sec.input "lengths" : !sec.tensor<[B], i64>
+    %t = sec.input "t" : !sec.tensor<[1, T, 8], f32, grad>
+    %y = sec.call "f" (%t, %l) args "$0, $1" outs [""] : !sec.tensor<[1, T, 8], f32, grad>
+"""
+    model = nn.ModuleDict({"f": PerSample()})
+    module = graph(model, packed, '  sec.symbol "T" kind "rows" key "t" dim 1\n')
+    measure(module, model, batches=[{"lengths": torch.tensor([n]), "t": torch.zeros(1, n, 8)} for n in (10, 30)])
+    found = attributes(module)[0]
+    assert (found["attention"], found["cost"]) == (f"{25 * 32}*T", "sampled")
 
 
 def test_what_is_kept_where_layers_run_again() -> None:
@@ -125,6 +147,15 @@ def test_what_a_whole_block_keeps_includes_its_inputs() -> None:
     found = measured(Attention())
     assert (found["kept"], found["working"]) == ("32*B*S", f"{4 * (24 + 8 + 2)}*B*S")
     assert "kept" not in measured(nn.Linear(8, 8))  # nothing is inside it that could run again
+
+
+def test_layers_like_others_are_counted_without_running() -> None:
+    """Of every depth, the counts with and without it agree."""
+    block = Stack(6)
+    whole, short = on_meta(block), on_meta(block, units(block))
+    for key in ("flops", "work", "moved", "saved", "ops"):
+        assert getattr(whole, key) == getattr(short, key), key
+    assert not any("forward" in vars(m) for m in block.modules())
 
 
 @pytest.mark.parametrize("depth", [1, 5])
