@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from secc.cost import trial
+from secc.cost.examples import Samples
 from secc.cost.measure import measure
 from secc.cost.section import number
 from secc.ir.dialect import BlockOp, TieOp, graph_of
@@ -109,7 +110,7 @@ def test_a_block_that_reads_integers_costs_what_samples_do() -> None:
 """
     model = nn.ModuleDict({"f": PerSample()})
     module = graph(model, packed, '  sec.symbol "T" kind "rows" key "t" dim 1\n')
-    measure(module, model, batches=[{"lengths": torch.tensor([n]), "t": torch.zeros(1, n, 8)} for n in (10, 30)])
+    measure(module, model, Samples([{"lengths": torch.tensor([n]), "t": torch.zeros(1, n, 8)} for n in (10, 30)], {}))
     found = attributes(module)[0]
     assert (found["attention"], found["cost"]) == (f"{25 * 32}*T", "sampled")
 
