@@ -41,7 +41,8 @@ def moved(op: Computation, axis: int | None) -> Moved | None:
         return None
     place = dim - (axis is not None and dim > axis)
     if op.base == "slice":
-        args = (place, argument(op, 2, "start"), argument(op, 3, "end"), argument(op, 4, "step", 1))
+        step = argument(op, 4, "step", 1)
+        args = (place, argument(op, 2, "start"), argument(op, 3, "end"), *([] if step == 1 else [step]))
         return View("slice", rows_of(after, axis), args), -1 if axis is None else axis
     if op.base == "select":
         new = -1 if axis is None else axis - (dim < axis)
