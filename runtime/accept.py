@@ -14,11 +14,13 @@ from itertools import pairwise
 
 from secc.runtime.collector import collector_paused
 from secc.runtime.plan import Plan
-from secc.runtime.program import Instruction, SampleMeta, Schedule, active, owes_backward, pairs, replica_ranks, returns_gradient
+from secc.runtime.program import Instruction, SampleMeta, Schedule, active, owes_backward, pairs, returns_gradient
+from secc.runtime.routes import Ranks, replicas, routes
 
-Job = tuple[str, str, int]  # kind, section, micro-batch
-Key = tuple[str, str, int, int]  # edge, direction, producer's and consumer's micro-batch
-Link = tuple[int, int, Job, Job]  # sender, receiver, and the jobs that make and use the message
+Job = tuple[str, str, int, int]  # kind, section, micro-batch, rank
+Key = tuple[str, str, int, int, int, int]  # edge, direction, producer's and consumer's micro-batch, sender, receiver
+Link = tuple[Job, Job, tuple[int, int]]  # the jobs that make and use the message, and which part of how many it is
+Half = tuple[str, str, int]  # a job on any rank
 Channel = tuple[str, str, int, int]  # edge, direction, sender, receiver
 
 
@@ -58,52 +60,56 @@ class _Run:
 
     def __init__(self, plan: Plan, schedule: Schedule) -> None:
         self.programs = schedule.programs
-        self.replica = {s.name: {rank: r for r, rank in enumerate(replica_ranks(s))} for s in plan.sections}  # of each rank
         self.stage = {s.name: s.stage for s in plan.sections}
-        self.rank: dict[Job, int] = {}  # of every job that is not yet computed
+        self.replicas = {s.name: replicas(s) for s in plan.sections}
+        self.replica = {name: {rank: r for r, ranks in enumerate(some) for rank in ranks} for name, some in self.replicas.items()}
+        self.open: set[Job] = set()  # jobs that are not yet computed
         self.left: Counter[tuple[str, int]] = Counter()  # backwards on a rank that are not yet computed
         self.needs: defaultdict[Job, int] = defaultdict(int)  # inputs that are not yet on the job's rank
         self.feeds: defaultdict[Job, list[Job]] = defaultdict(list)  # jobs of the same rank that use what a job makes
         self.unsent: dict[Key, Link] = {}
-        self.sent: defaultdict[Channel, deque[tuple[Key, Job]]] = defaultdict(deque)  # messages not yet received
-        self.reached: defaultdict[str, set[int]] = defaultdict(set)  # ranks that reached their section's reduction
-        self.passed: set[tuple[str, int]] = set()  # ... and completed it
-        self.waiting: defaultdict[object, list[int]] = defaultdict(list)  # ranks that wait for a message on a channel or for a section
+        self.sent: defaultdict[Channel, deque[tuple[Key, Link]]] = defaultdict(deque)  # messages not yet received
+        self.reached: defaultdict[object, set[int]] = defaultdict(set)  # ranks that reached a reduction, or a job of their replica
+        self.passed: set[tuple[str, int]] = set()  # ... and completed the reduction
+        self.waiting: defaultdict[object, list[int]] = defaultdict(list)  # ranks that wait for a message on a channel or for others
         self.runnable = deque(range(len(self.programs)))
         self._add(plan, schedule)
         self._connect(plan, schedule)
 
     def _add(self, plan: Plan, schedule: Schedule) -> None:
         for section in plan.sections:
-            name, ranks, backward = section.name, replica_ranks(section), owes_backward(section)
+            name, backward = section.name, owes_backward(section)
             for m in schedule.micro_batches[name]:
-                rank = ranks[m.replica]
-                self.rank["F", name, m.index] = rank
-                if backward:
-                    self.rank["B", name, m.index] = rank
-                    self.left[name, rank] += 1
-                    self._feed(("F", name, m.index), ("B", name, m.index))
+                for rank in self.replicas[name][m.replica]:
+                    self.open.add(("F", name, m.index, rank))
+                    if backward:
+                        self.open.add(("B", name, m.index, rank))
+                        self.left[name, rank] += 1
+                        self._feed(("F", name, m.index, rank), ("B", name, m.index, rank))
 
     def _connect(self, plan: Plan, schedule: Schedule) -> None:
         sections = {s.name: s for s in plan.sections}
         for edge in plan.edges:
             gradient = returns_gradient(edge, sections)
+            sources, targets = schedule.micro_batches[edge.src], schedule.micro_batches[edge.dst]
             for src, dst in pairs(edge, schedule):
-                self._link((edge.name, "fwd", src, dst), ("F", edge.src, src), ("F", edge.dst, dst))
+                a, b = self.replicas[edge.src][sources[src].replica], self.replicas[edge.dst][targets[dst].replica]
+                self._link(edge.name, "fwd", (src, dst), ("F", edge.src, src), ("F", edge.dst, dst), a, b)
                 if gradient:
-                    self._link((edge.name, "bwd", src, dst), ("B", edge.dst, dst), ("B", edge.src, src))
+                    self._link(edge.name, "bwd", (src, dst), ("B", edge.dst, dst), ("B", edge.src, src), b, a)
 
     def _feed(self, made: Job, used: Job) -> None:
         self.needs[used] += 1
         self.feeds[made].append(used)
 
-    def _link(self, key: Key, made: Job, used: Job) -> None:
-        sender, receiver = self.rank[made], self.rank[used]
-        if sender == receiver:
-            self._feed(made, used)
-        else:
-            self.needs[used] += 1
-            self.unsent[key] = sender, receiver, made, used
+    def _link(self, edge: str, direction: str, pair: tuple[int, int], made: Half, used: Half, sources: Ranks, targets: Ranks) -> None:
+        """What travels from the ranks of one job to those of another; a rank that has both needs no message."""
+        for rank in targets:
+            if rank in sources:
+                self._feed((*made, rank), (*used, rank))
+        for part in routes(sources, targets):
+            self.needs[*used, part.receiver] += 1
+            self.unsent[edge, direction, *pair, part.sender, part.receiver] = (*made, part.sender), (*used, part.receiver), part[2:]
 
     # -- running ------------------------------------------------------------------------------------------------------------------
 
@@ -125,41 +131,53 @@ class _Run:
                 at[rank] += 1
         ended = all(program and program[-1].kind == "STEP" and i == len(program) for i, program in zip(at, self.programs, strict=True))
         reduced = len(self.passed) == sum(len(ranks) for ranks in self.replica.values())
-        return ended and reduced and not self.rank and not self.unsent and not any(self.sent.values())
+        return ended and reduced and not self.open and not self.unsent and not any(self.sent.values())
 
     def compute(self, rank: int, i: Instruction) -> bool:
         kind, section, replica, stage, micro = i[:5]
-        job = (kind, section, micro)
-        if self.rank.pop(job, None) != rank or self.needs[job] or i[5:] != _NO_MESSAGE:
+        job = (kind, section, micro, rank)
+        if job not in self.open or self.needs[job] or i[5:] != _NO_MESSAGE:
             raise _Wrong
         if replica != self.replica[section][rank] or stage != self.stage[section]:
             raise _Wrong
+        together = self.replicas[section][replica]
+        if len(together) > 1 and not self._joined(i[:5], rank, len(together)):
+            return False
+        self.open.discard(job)
         for used in self.feeds.get(job, ()):
             self.needs[used] -= 1
         if kind == "B":
             self.left[section, rank] -= 1
         return True
 
+    def _joined(self, what: object, rank: int, count: int) -> bool:
+        """Whether all `count` ranks have reached what they do together; a rank that has to wait is woken by the last one."""
+        self.reached[what].add(rank)
+        if len(self.reached[what]) < count:
+            self.waiting[what].append(rank)
+            return False
+        self.runnable += self.waiting.pop(what, ())
+        return True
+
     def send(self, rank: int, i: Instruction) -> bool:
-        edge, direction, peer, src, dst = i[5:]
-        key = (edge, direction, src, dst)
-        sender, receiver, made, used = self.unsent.pop(key, _NOBODY)
-        if sender != rank or peer != receiver or made in self.rank or i[1:5] != _NO_COMPUTE:
+        edge, direction, peer, src, dst, *part = i[5:]
+        made, _, which = found = self.unsent.pop((edge, direction, src, dst, rank, peer), _NOTHING)
+        if which != tuple(part) or made in self.open or i[1:5] != _NO_COMPUTE:
             raise _Wrong
-        channel = (edge, direction, rank, receiver)
-        self.sent[channel].append((key, used))
+        channel = (edge, direction, rank, peer)
+        self.sent[channel].append(((edge, direction, src, dst, rank, peer), found))
         if channel in self.waiting:
             self.runnable += self.waiting.pop(channel)
         return True
 
     def receive(self, rank: int, i: Instruction) -> bool:
-        edge, direction, peer, src, dst = i[5:]
+        edge, direction, peer, src, dst, *part = i[5:]
         channel = (edge, direction, peer, rank)
         if not self.sent[channel]:
             self.waiting[channel].append(rank)
             return False
-        key, used = self.sent[channel].popleft()
-        if key != (edge, direction, src, dst) or i[1:5] != _NO_COMPUTE:
+        key, (_, used, which) = self.sent[channel].popleft()
+        if key != (edge, direction, src, dst, peer, rank) or which != tuple(part) or i[1:5] != _NO_COMPUTE:
             raise _Wrong
         self.needs[used] -= 1
         return True
@@ -169,14 +187,11 @@ class _Run:
         ranks = self.replica.get(name, {})
         if ranks.get(rank) != replica or self.left[name, rank] or (name, rank) in self.passed or i[3:] != _NO_REST:
             raise _Wrong
-        self.reached[name].add(rank)
-        if len(self.reached[name]) < len(ranks):
-            self.waiting[name].append(rank)
+        if not self._joined(name, rank, len(ranks)):
             return False
         self.passed.add((name, rank))
-        self.runnable += self.waiting.pop(name, ())
         return True
 
 
-_NO_MESSAGE, _NO_COMPUTE, _NO_REST = ("", "", -1, -1, -1), ("", 0, 0, -1), (0, -1, "", "", -1, -1, -1)
-_NOBODY: Link = (-1, -1, ("", "", -1), ("", "", -1))
+_NO_MESSAGE, _NO_COMPUTE, _NO_REST = ("", "", -1, -1, -1, 0, 1), ("", 0, 0, -1), (0, -1, "", "", -1, -1, -1, 0, 1)
+_NOTHING: Link = (("", "", -1, -1), ("", "", -1, -1), (-1, -1))

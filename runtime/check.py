@@ -7,13 +7,14 @@ runs the programs, instruction by instruction, against a model of the communicat
   is posted. Each channel (an edge, a direction and a pair of ranks) delivers in order.
 - With `strict=True` a SEND blocks too, until its peer has reached the matching RECV (rendezvous without buffers). Sections that run
   all their forwards before their backwards rely on posted sends, so their schedules do not pass it in general.
-- A REDUCE blocks until every replica of its section has reached it.
+- A REDUCE blocks until every rank of its section has reached it, and an F or B until every rank of its replica has.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from secc.runtime.accept import accepts
 from secc.runtime.grid import Cell, grid
@@ -26,11 +27,23 @@ from secc.runtime.program import (
     active,
     owes_backward,
     pairs,
-    replica_ranks,
     returns_gradient,
 )
+from secc.runtime.routes import Part, Ranks, replicas, routes
 
-Link = tuple[str, str, int, int, int, int]  # edge, direction, producer's and consumer's micro-batch, sending and receiving rank
+Placed = tuple[int, Instruction]  # an instruction in the program of a rank
+
+
+class Link(NamedTuple):
+    """What passes from a micro-batch's rank to another's: a part of a message, or the whole of it within a rank (`part` is None)."""
+
+    edge: str
+    direction: str
+    src: int
+    dst: int
+    sender: int
+    receiver: int
+    part: Part | None
 
 
 class ScheduleError(Exception):
@@ -61,9 +74,9 @@ class Checker:
     def __init__(self, plan: Plan, samples: Sequence[SampleMeta], schedule: Schedule) -> None:
         self.plan, self.samples, self.schedule = plan, samples, schedule
         self.sections = {s.name: s for s in plan.sections}
-        self.ranks = {s.name: replica_ranks(s) for s in plan.sections}
+        self.ranks = {s.name: replicas(s) for s in plan.sections}
         self.links: list[Link] = []
-        self.cell: dict[Instruction, Cell] = {}  # STEP apart, an instruction stands once in all programs
+        self.cell: dict[Placed, Cell] = {}  # STEP apart, an instruction stands once in a program
 
     # -- which samples ------------------------------------------------------------------------------------------------------------
 
@@ -96,28 +109,30 @@ class Checker:
         if len(self.schedule.programs) != self.plan.world_size:
             self.fail(f"it has {len(self.schedule.programs)} programs for {self.plan.world_size} ranks")
         self.links = list(self._links())
-        expected = dict(self._expected())
+        expected = dict.fromkeys(self._expected())
         for rank, program in enumerate(self.schedule.programs):
             for index, instruction in enumerate(program):
                 self._place(instruction, (rank, index), expected)
             if not program or program[-1].kind != "STEP":
                 self.fail(f"the program of rank {rank} does not end with STEP", [(rank, len(program) - 1)])
-        for instruction, rank in expected.items():
-            if instruction not in self.cell:
+        for rank, instruction in expected:
+            if (rank, instruction) not in self.cell:
                 self.fail(f"rank {rank} lacks `{instruction}`", [(rank, len(self.schedule.programs[rank]) - 1)])
 
-    def _place(self, instruction: Instruction, cell: Cell, expected: dict[Instruction, int]) -> None:
+    def _place(self, instruction: Instruction, cell: Cell, expected: dict[Placed, None]) -> None:
         rank, index = cell
+        placed = (rank, instruction)
         if instruction.kind == "STEP":
             if index != len(self.schedule.programs[rank]) - 1:
                 self.fail(f"rank {rank} goes on after STEP", [cell])
-        elif instruction not in expected:
-            self.fail(f"rank {rank} has `{instruction}`, which nothing calls for", [cell])
-        elif expected[instruction] != rank:
-            self.fail(f"rank {rank} has `{instruction}`, which belongs to rank {expected[instruction]}", [cell])
-        elif instruction in self.cell:
-            self.fail(f"rank {rank} has `{instruction}` twice", [self.cell[instruction], cell])
-        self.cell[instruction] = cell
+        elif placed not in expected:
+            owner = next((r for r, i in expected if i == instruction), None)
+            if owner is None:
+                self.fail(f"rank {rank} has `{instruction}`, which nothing calls for", [cell])
+            self.fail(f"rank {rank} has `{instruction}`, which belongs to rank {owner}", [cell])
+        elif placed in self.cell:
+            self.fail(f"rank {rank} has `{instruction}` twice", [self.cell[placed], cell])
+        self.cell[placed] = cell
 
     def _links(self) -> Iterator[Link]:
         """Every tensor and gradient that passes from one micro-batch to another, also within a rank."""
@@ -125,64 +140,64 @@ class Checker:
             sources, targets = self.schedule.micro_batches[edge.src], self.schedule.micro_batches[edge.dst]
             for src, dst in pairs(edge, self.schedule):
                 a, b = self.ranks[edge.src][sources[src].replica], self.ranks[edge.dst][targets[dst].replica]
-                yield edge.name, "fwd", src, dst, a, b
+                yield from _between(edge.name, "fwd", src, dst, a, b)
                 if returns_gradient(edge, self.sections):
-                    yield edge.name, "bwd", src, dst, b, a
+                    yield from _between(edge.name, "bwd", src, dst, b, a)
 
-    def _expected(self) -> Iterator[tuple[Instruction, int]]:
+    def _expected(self) -> Iterator[Placed]:
         """Every instruction but STEP, with its rank."""
         for name, micros in self.schedule.micro_batches.items():
             for m in micros:
                 for kind in ("F", "B") if owes_backward(self.sections[name]) else ("F",):
-                    yield self._compute(kind, m), self.ranks[name][m.replica]
-            for replica, rank in enumerate(self.ranks[name]):
-                yield Instruction("REDUCE", name, replica), rank
+                    yield from ((rank, self._compute(kind, m)) for rank in self.ranks[name][m.replica])
+            for replica, ranks in enumerate(self.ranks[name]):
+                yield from ((rank, Instruction("REDUCE", name, replica)) for rank in ranks)
         for link in self.links:
-            sender, receiver = link[4:]
-            if sender != receiver:
-                yield _transfer("SEND", link), sender
-                yield _transfer("RECV", link), receiver
+            if link.part is not None:
+                yield _send(link)
+                yield _receive(link)
 
     # -- in which order -----------------------------------------------------------------------------------------------------------
 
     def order(self) -> None:
         """On every rank, what makes data stands before what uses it."""
-        for first, then in self._before():
-            (rank, a), (_, b) = self.cell[first], self.cell[then]
+        for rank, first, then in self._before():
+            (_, a), (_, b) = self.cell[rank, first], self.cell[rank, then]
             if a > b:
                 self.fail(f"rank {rank} has `{then}` before `{first}`, on which it depends", [(rank, a), (rank, b)])
 
-    def _before(self) -> Iterator[tuple[Instruction, Instruction]]:
-        """Pairs of instructions of one rank of which the first must stand first."""
+    def _before(self) -> Iterator[tuple[int, Instruction, Instruction]]:
+        """A rank and two of its instructions of which the first must stand first."""
         for name, micros in self.schedule.micro_batches.items():
             for m in micros if owes_backward(self.sections[name]) else ():
-                yield self._compute("F", m), self._compute("B", m)
-                yield self._compute("B", m), Instruction("REDUCE", name, m.replica)
+                for rank in self.ranks[name][m.replica]:
+                    yield rank, self._compute("F", m), self._compute("B", m)
+                    yield rank, self._compute("B", m), Instruction("REDUCE", name, m.replica)
         edges = {e.name: e for e in self.plan.edges}
         for link in self.links:
-            name, direction, src, dst, sender, receiver = link
-            source, target = self.schedule.micro_batches[edges[name].src][src], self.schedule.micro_batches[edges[name].dst][dst]
-            ends = (("F", source), ("F", target)) if direction == "fwd" else (("B", target), ("B", source))
+            edge = edges[link.edge]
+            source, target = self.schedule.micro_batches[edge.src][link.src], self.schedule.micro_batches[edge.dst][link.dst]
+            ends = (("F", source), ("F", target)) if link.direction == "fwd" else (("B", target), ("B", source))
             made, used = (self._compute(kind, m) for kind, m in ends)
-            if sender == receiver:
-                yield made, used
+            if link.part is None:
+                yield link.sender, made, used
             else:
-                yield made, _transfer("SEND", link)
-                yield _transfer("RECV", link), used
+                yield link.sender, made, _send(link)[1]
+                yield link.receiver, _receive(link)[1], used
 
     def channels(self) -> None:
         """The receives of each channel stand in the order of its sends."""
         channels: dict[tuple[str, str, int, int], list[Link]] = defaultdict(list)
         for link in self.links:
-            if link[4] != link[5]:
-                channels[link[0], link[1], link[4], link[5]].append(link)
+            if link.part is not None:
+                channels[link.edge, link.direction, link.sender, link.receiver].append(link)
         for links in channels.values():
-            sends = sorted(links, key=lambda link: self.cell[_transfer("SEND", link)])
-            receives = sorted(links, key=lambda link: self.cell[_transfer("RECV", link)])
+            sends = sorted(links, key=lambda link: self.cell[_send(link)])
+            receives = sorted(links, key=lambda link: self.cell[_receive(link)])
             for sent, received in zip(sends, receives, strict=True):
                 if sent != received:
-                    send, receive = _transfer("SEND", sent), _transfer("RECV", received)
-                    message = f"`{receive}` on rank {received[5]} would get what `{send}` on rank {sent[4]} sends"
+                    send, receive = _send(sent), _receive(received)
+                    message = f"`{receive[1]}` on rank {received.receiver} would get what `{send[1]}` on rank {sent.sender} sends"
                     self.fail(f"{message}: the channel delivers in order", [self.cell[send], self.cell[receive]])
 
     # -- whether it ends ----------------------------------------------------------------------------------------------------------
@@ -191,16 +206,16 @@ class Checker:
         """Run the programs; every rank must reach its end."""
         programs = self.schedule.programs
         awaited = dict(self._awaited(strict))
-        at, reached = [0] * len(programs), set[Instruction]()
-        waiting: dict[Instruction, list[int]] = defaultdict(list)
+        at, reached = [0] * len(programs), set[Placed]()
+        waiting: dict[Placed, list[int]] = defaultdict(list)
         runnable = deque(range(len(programs)))
         while runnable:
             rank = runnable.popleft()
             while at[rank] < len(programs[rank]):
-                instruction = programs[rank][at[rank]]
-                reached.add(instruction)
-                runnable += waiting.pop(instruction, ())
-                missing = next((i for i in awaited.get(instruction, ()) if i not in reached), None)
+                placed = (rank, programs[rank][at[rank]])
+                reached.add(placed)
+                runnable += waiting.pop(placed, ())
+                missing = next((i for i in awaited.get(placed, ()) if i not in reached), None)
                 if missing is not None:
                     waiting[missing].append(rank)
                     break
@@ -208,26 +223,31 @@ class Checker:
         if waiting:
             self._blocked({rank: missing for missing, ranks in waiting.items() for rank in ranks}, at)
 
-    def _awaited(self, strict: bool) -> Iterator[tuple[Instruction, Sequence[Instruction]]]:
+    def _awaited(self, strict: bool) -> Iterator[tuple[Placed, Sequence[Placed]]]:
         """What other ranks must have reached before an instruction completes."""
         for link in self.links:
-            if link[4] != link[5]:
-                yield _transfer("RECV", link), (_transfer("SEND", link),)
+            if link.part is not None:
+                yield _receive(link), (_send(link),)
                 if strict:
-                    yield _transfer("SEND", link), (_transfer("RECV", link),)
-        for name, ranks in self.ranks.items():
-            members = [Instruction("REDUCE", name, replica) for replica in range(len(ranks))]
+                    yield _send(link), (_receive(link),)
+        for name, groups in self.ranks.items():
+            members = [(rank, Instruction("REDUCE", name, replica)) for replica, ranks in enumerate(groups) for rank in ranks]
             yield from ((member, members) for member in members)
+            for m in self.schedule.micro_batches[name]:
+                ranks = groups[m.replica]
+                for kind in ("F", "B") if owes_backward(self.sections[name]) and len(ranks) > 1 else ("F",):
+                    together = [(rank, self._compute(kind, m)) for rank in ranks]
+                    yield from ((member, together) for member in together)
 
-    def _blocked(self, missing: dict[int, Instruction], at: list[int]) -> None:
+    def _blocked(self, missing: dict[int, Placed], at: list[int]) -> None:
         """Name the ranks that wait for each other in a circle; every blocked rank waits for a blocked one."""
         rank, path = min(missing), []
         while rank not in path:
             path.append(rank)
-            rank = self.cell[missing[rank]][0]
+            rank = missing[rank][0]
         circle = path[path.index(rank) :]
         stuck = {r: self.schedule.programs[r][at[r]] for r in circle}
-        waits = [f"rank {r} at `{stuck[r]}` waits for `{missing[r]}` on rank {self.cell[missing[r]][0]}" for r in circle]
+        waits = [f"rank {r} at `{stuck[r]}` waits for `{missing[r][1]}` on rank {missing[r][0]}" for r in circle]
         self.fail("deadlock: " + "; ".join(waits), [(r, at[r]) for r in missing])
 
     def _compute(self, kind: str, m: MicroBatch) -> Instruction:
@@ -238,7 +258,28 @@ class Checker:
         raise ScheduleError(f"the schedule is not valid: {message}\n{grid(self.schedule, marked)}")
 
 
-def _transfer(kind: str, link: Link) -> Instruction:
-    edge, direction, src, dst, sender, receiver = link
-    peer = receiver if kind == "SEND" else sender
-    return Instruction(kind, edge=edge, direction=direction, peer=peer, src_micro=src, dst_micro=dst)
+def _between(edge: str, direction: str, src: int, dst: int, sources: Ranks, targets: Ranks) -> Iterator[Link]:
+    yield from (Link(edge, direction, src, dst, r, r, None) for r in targets if r in sources)
+    yield from (Link(edge, direction, src, dst, part.sender, part.receiver, part) for part in routes(sources, targets))
+
+
+def _send(link: Link) -> Placed:
+    return link.sender, _transfer("SEND", link, link.receiver)
+
+
+def _receive(link: Link) -> Placed:
+    return link.receiver, _transfer("RECV", link, link.sender)
+
+
+def _transfer(kind: str, link: Link, peer: int) -> Instruction:
+    assert link.part is not None
+    return Instruction(
+        kind,
+        edge=link.edge,
+        direction=link.direction,
+        peer=peer,
+        src_micro=link.src,
+        dst_micro=link.dst,
+        part=link.part.index,
+        parts=link.part.count,
+    )

@@ -26,6 +26,7 @@ from torch import nn
 
 from secc.runtime.errors import UserError
 from secc.runtime.sharding import Piece
+from secc.runtime.tensor_parallel.shards import Cut
 from secc.runtime.weights import canonical_names
 
 Pieces = Mapping[nn.Parameter, Piece]  # what each entry of the rank's optimizer is of the user's parameters
@@ -101,20 +102,25 @@ def read_manifest(checkpoint: Path) -> Manifest:
         raise UserError(f"not a checkpoint: {error}", str(checkpoint), _REMEDY) from None
 
 
-def model_state(model: nn.Module) -> dict[str, Any]:
+def model_state(model: nn.Module, cuts: Mapping[str, Cut]) -> dict[str, Any]:
     """What this rank holds of the model's state dict, under `model/NAME`; the tensors share the model's memory."""
+    from secc.runtime.tensor_store import Slice
+
     tied = manifest(model, 0, 0, False, 0).tied
-    return {f"model/{n}": v for n, v in model.state_dict().items() if n not in tied and not (isinstance(v, torch.Tensor) and v.is_meta)}
+    held = {n: v for n, v in model.state_dict().items() if n not in tied and not (isinstance(v, torch.Tensor) and v.is_meta)}
+    return {f"model/{n}": Slice(v.view(-1), v.shape, 0, cuts[n]) if n in cuts else v for n, v in held.items()}
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer, pieces: Pieces, owned: Iterable[str], rank: int) -> dict[str, Any]:
-    """The optimizer's state by the user's names: of the parameters `owned` all, of parts of parameters also their entries.
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, pieces: Pieces, owned: Iterable[str], options_owned: Iterable[str], rank: int
+) -> dict[str, Any]:
+    """The optimizer's state by the user's names: of the parameters `owned` what this rank has.
 
-    The options of a group are stored with the names of those of its parameters that are `owned`.
+    Options of groups, and states that are not like their parameter, are stored for the parameters `options_owned`.
     """
     from secc.runtime.tensor_store import Slice
 
-    wanted, packed = set(owned), optimizer.state_dict()
+    written, wanted, packed = set(owned), set(options_owned), optimizer.state_dict()
     state: dict[str, Any] = {}
     options: list[tuple[list[str], dict[str, Any]]] = []
     for group, indices in zip(optimizer.param_groups, packed["param_groups"], strict=True):
@@ -123,26 +129,28 @@ def optimizer_state(optimizer: torch.optim.Optimizer, pieces: Pieces, owned: Ite
         options.append(([m.name for m in members if m.name in wanted], kept))
         for param, piece, index in zip(group["params"], members, indices["params"], strict=True):
             for key, value in packed["state"].get(index, {}).items():
-                if not piece.whole and isinstance(value, torch.Tensor) and value.shape == param.shape:
-                    state[f"optimizer/{piece.name}/{key}"] = Slice(value, piece.shape, piece.start)
+                if isinstance(value, torch.Tensor) and value.shape == param.shape and value.ndim:
+                    if piece.name in written:
+                        state[f"optimizer/{piece.name}/{key}"] = Slice(value.reshape(-1), piece.shape, piece.start, piece.cut)
                 elif piece.name in wanted:
                     state[f"optimizer/{piece.name}/{key}"] = value
     return state | {f"groups/{rank}": options}
 
 
-def load_model(checkpoint: Path, model: nn.Module) -> None:
+def load_model(checkpoint: Path, model: nn.Module, cuts: Mapping[str, Cut]) -> None:
     """Read into `model` what this rank holds of it. Collective. Raises UserError if the checkpoint is of another model."""
     from secc.runtime import tensor_store
 
-    target, stored = model_state(model), tensor_store.entries(checkpoint)
+    target, stored = model_state(model, cuts), tensor_store.entries(checkpoint)
     for key, value in target.items():
         entry = stored.get(key)
-        if key not in stored or (isinstance(value, torch.Tensor) and (entry is None or entry.shape != value.shape)):
-            found = "lacks it" if entry is None else f"has it with shape {list(entry.shape)}, not {list(value.shape)}"
+        shape = value.size() if isinstance(value, torch.Tensor | tensor_store.Slice) else None
+        if key not in stored or (shape is not None and (entry is None or entry.shape != shape)):
+            found = "lacks it" if entry is None else f"has it with shape {list(entry.shape)}, not {list(shape or ())}"
             remedy = "resume with the model that wrote the checkpoint"
             raise UserError(f"the checkpoint does not fit the model: {key.removeprefix('model/')}: it {found}", str(checkpoint), remedy)
     tensor_store.read(checkpoint, target)
-    objects = {k.removeprefix("model/"): v for k, v in target.items() if not isinstance(v, torch.Tensor)}
+    objects = {k.removeprefix("model/"): v for k, v in target.items() if not isinstance(v, torch.Tensor | tensor_store.Slice)}
     if objects:
         model.load_state_dict(objects, strict=False)
 
@@ -199,13 +207,15 @@ def _packed(optimizer: torch.optim.Optimizer, stored: Mapping[str, Any], pieces:
     for key, value in stored.items():
         if key.startswith("optimizer/"):
             name, _, entry = key.removeprefix("optimizer/").rpartition("/")
-            values.setdefault(name, {})[entry] = value.values if isinstance(value, Slice) else value
+            values.setdefault(name, {})[entry] = value
     state: dict[int, Any] = {}
     for group, indices in zip(optimizer.param_groups, packed["param_groups"], strict=True):
         members = [pieces[p].name for p in group["params"]]
         known = next((options[n] for n in members if n in options), {})
         indices.update(known)
-        state |= {index: values[name] for name, index in zip(members, indices["params"], strict=True) if name in values}
+        for param, name, index in zip(group["params"], members, indices["params"], strict=True):
+            if name in values:
+                state[index] = {k: v.values.view(param.shape) if isinstance(v, Slice) else v for k, v in values[name].items()}
     return {"state": state, "param_groups": packed["param_groups"]}
 
 
@@ -213,9 +223,9 @@ def _part(entry: torch.Tensor | None, piece: Piece) -> Any:
     """What an entry of a parameter's state is loaded into: room for the rank's piece of it, where the entry is like the parameter."""
     from secc.runtime.tensor_store import Slice
 
-    if entry is None or piece.whole or entry.shape != piece.shape:
+    if entry is None or entry.shape != (piece.cut.shape if piece.cut else piece.shape) or not entry.ndim:
         return _room(entry)
-    return Slice(torch.empty(piece.stop - piece.start, dtype=entry.dtype), piece.shape, piece.start)
+    return Slice(torch.empty(piece.stop - piece.start, dtype=entry.dtype), piece.shape, piece.start, piece.cut)
 
 
 def _room(entry: torch.Tensor | None) -> torch.Tensor | None:

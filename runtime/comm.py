@@ -14,14 +14,15 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 
 from secc.runtime.edges import EdgeLayout, Pair
 from secc.runtime.plan import Plan
-from secc.runtime.program import Instruction, replica_ranks, returns_gradient
+from secc.runtime.program import Instruction, returns_gradient
+from secc.runtime.routes import bounds, replicas, routes
 from secc.runtime.sends import SENDS
 
 WINDOW = 16  # receives that are posted ahead of the program
@@ -29,20 +30,29 @@ WINDOW = 16  # receives that are posted ahead of the program
 
 @dataclass(frozen=True)
 class Message:
-    """The rows of one edge that a producer's and a consumer's micro-batch share ("fwd"), or their gradient ("bwd")."""
+    """The rows of one edge that a producer's and a consumer's micro-batch share ("fwd"), or their gradient ("bwd"): the part of them that
+    passes between this rank and `peer`."""
 
     edge: str
     direction: str
     pair: Pair
+    peer: int
+    part: int = 0
+    parts: int = 1
+
+    def bounds(self, layout: EdgeLayout) -> tuple[int, int]:
+        """Where the part starts and ends in the flat message."""
+        return bounds(layout.numel(self.pair), self.part, self.parts)
 
     def numel(self, layout: EdgeLayout) -> int:
         """The entries sent: a gradient is led by one that says whether there is a gradient at all."""
-        return layout.numel(self.pair) + (self.direction == "bwd")
+        start, stop = self.bounds(layout)
+        return stop - start + (self.direction == "bwd")
 
 
 def message_of(i: Instruction) -> Message:
     """The message of a SEND or RECV."""
-    return Message(i.edge, i.direction, (i.src_micro, i.dst_micro))
+    return Message(i.edge, i.direction, (i.src_micro, i.dst_micro), i.peer, i.part, i.parts)
 
 
 @dataclass
@@ -56,7 +66,7 @@ class _Step:
     """What is under way in one step."""
 
     layouts: Mapping[str, EdgeLayout]
-    receives: list[tuple[Message, int]]  # message and peer, in program order
+    receives: list[Message]  # in program order
     posted: int = 0
     passed: int = 0
     arriving: dict[Message, _Receive] = field(default_factory=dict)
@@ -75,14 +85,14 @@ class Transport:
 
     def begin(self, layouts: Mapping[str, EdgeLayout], program: Iterable[Instruction], limit: int = SENDS) -> None:
         """Start a step: the first receives of the program are posted. At most `limit` sends will be left unreceived."""
-        self._step = _Step(layouts, [(message_of(i), i.peer) for i in program if i.kind == "RECV"], limit=limit)
+        self._step = _Step(layouts, [message_of(i) for i in program if i.kind == "RECV"], limit=limit)
         self._post_ahead()
 
-    def send(self, message: Message, peer: int, values: torch.Tensor) -> None:
+    def send(self, message: Message, values: torch.Tensor) -> None:
         """Start to send `values`, which must be a flat buffer of its own."""
         if values.numel() == 0:
             return
-        group, tag = self._channel(message, self.rank, peer), self._tag(message)
+        peer, group, tag = message.peer, self._channel(message, self.rank, message.peer), self._tag(message)
         sent = self._step.sent
         while sent and (len(sent) >= self._step.limit or _completed(next(iter(sent.values())))):
             self._received(next(iter(sent)))
@@ -99,10 +109,10 @@ class Transport:
         for work, _ in self._step.sent.pop(message, ()):
             work.wait()
 
-    def receive(self, message: Message, peer: int) -> None:
+    def receive(self, message: Message) -> None:
         """The program has come to this RECV: post the receives that follow it. With headers, take and check this one."""
         if self.debug:
-            self._step.arriving[message] = self._checked(message, peer)
+            self._step.arriving[message] = self._checked(message)
             return
         self._step.passed += 1
         self._post_ahead()
@@ -113,7 +123,7 @@ class Transport:
         if receive.work is not None:
             receive.work.wait()
         if message.direction == "bwd":
-            self._received(Message(message.edge, "fwd", message.pair))
+            self._received(replace(message, direction="fwd"))
         return receive.buffer
 
     def finish(self) -> None:
@@ -124,35 +134,35 @@ class Transport:
     def _post_ahead(self) -> None:
         step = self._step
         while not self.debug and step.posted < min(step.passed + WINDOW, len(step.receives)):
-            message, peer = step.receives[step.posted]
-            step.arriving[message] = self._post(message, peer)
+            message = step.receives[step.posted]
+            step.arriving[message] = self._post(message)
             step.posted += 1
 
-    def _post(self, message: Message, peer: int) -> _Receive:
+    def _post(self, message: Message) -> _Receive:
         layout = self._step.layouts[message.edge]
         buffer = torch.empty(message.numel(layout), dtype=layout.dtype, device=self.device)
         if buffer.numel() == 0:
             return _Receive(buffer)
-        group = self._channel(message, peer, self.rank)
-        return _Receive(buffer, _started(dist.irecv(_wire(buffer), peer, group, tag=self._tag(message) + 1)))
+        group = self._channel(message, message.peer, self.rank)
+        return _Receive(buffer, _started(dist.irecv(_wire(buffer), message.peer, group, tag=self._tag(message) + 1)))
 
-    def _checked(self, message: Message, peer: int) -> _Receive:
+    def _checked(self, message: Message) -> _Receive:
         """The header first; only if it is the expected one, the values."""
-        layout = self._step.layouts[message.edge]
+        layout, peer = self._step.layouts[message.edge], message.peer
         numel = message.numel(layout)
         if numel > 0:
             expected = self._header(message, numel, layout.dtype)
             found = torch.empty_like(expected)
             _started(dist.irecv(found, peer, self._channel(message, peer, self.rank), tag=self._tag(message))).wait()
-            _compare(message, peer, found, expected)
-        receive = self._post(message, peer)
+            _compare(message, found, expected)
+        receive = self._post(message)
         if receive.work is not None:
             receive.work.wait()
         return _Receive(receive.buffer)
 
     def _header(self, message: Message, numel: int, dtype: torch.dtype) -> torch.Tensor:
         samples = self._step.layouts[message.edge].pairs[message.pair]
-        words = (2 * self._edges[message.edge] + (message.direction == "bwd"), _hash(samples), numel, _hash(dtype))
+        words = (2 * self._edges[message.edge] + (message.direction == "bwd"), _hash((samples, message.part)), numel, _hash(dtype))
         return torch.tensor(words, dtype=torch.int64, device=self.device)
 
     def _tag(self, message: Message) -> int:
@@ -173,21 +183,21 @@ def channels(plan: Plan) -> dict[tuple[str, str, bool], list[int]]:
     groups: dict[tuple[str, str, bool], list[int]] = {}
     sections = {s.name: s for s in plan.sections}
     for edge in plan.edges:
-        ends = list(itertools.product(replica_ranks(sections[edge.src]), replica_ranks(sections[edge.dst])))
+        ends = list(itertools.product(replicas(sections[edge.src]), replicas(sections[edge.dst])))
         for direction in ("fwd", "bwd") if returns_gradient(edge, sections) else ("fwd",):
+            parts = [p for a, b in ends for p in (routes(a, b) if direction == "fwd" else routes(b, a))]
             for upward in (True, False):
-                way = [(a, b) if direction == "fwd" else (b, a) for a, b in ends]
-                ranks = sorted({r for a, b in way if a != b and (a < b) == upward for r in (a, b)})
+                ranks = sorted({r for p in parts if (p.sender < p.receiver) == upward for r in (p.sender, p.receiver)})
                 if ranks:
                     groups[edge.name, direction, upward] = ranks
     return groups
 
 
-def _compare(message: Message, peer: int, found: torch.Tensor, expected: torch.Tensor) -> None:
-    names = ("edge and direction", "samples", "number of entries", "dtype")
+def _compare(message: Message, found: torch.Tensor, expected: torch.Tensor) -> None:
+    names = ("edge and direction", "samples and part", "number of entries", "dtype")
     wrong = [n for n, a, b in zip(names, found.tolist(), expected.tolist(), strict=True) if a != b]
     if wrong:
-        raise RuntimeError(f"the header of {message} from rank {peer} differs in {', '.join(wrong)}")
+        raise RuntimeError(f"the header of {message} from rank {message.peer} differs in {', '.join(wrong)}")
 
 
 def _wire(tensor: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ from secc.runtime.graph import Graph
 from secc.runtime.lots import Lot, lots
 from secc.runtime.plan import Plan, Section
 from secc.runtime.program import MicroBatch, SampleMeta, active, replica_ranks, returns_gradient
+from secc.runtime.routes import replicas
 
 Cut = list[tuple[int, Lot]]  # a section's micro-batches: (replica, positions of the samples)
 Column = list[int]  # one number for each sample of the global batch
@@ -168,6 +169,7 @@ class Composer:
         positions: dict[str, list[list[int]]] = {}
         critical: list[list[Lot]] = []
         for weights, ranks, team in sorted(map(self._weighed, self.graph.teams()), key=lambda x: (-sum(x[0][x[1]]) // len(x[1]), x[1])):
+            _level(load, team)
             if self.critical in team and self.critical.micro_batch > 1:
                 critical, owner = self._deal_lots(ranks, weights[ranks], load)
             else:
@@ -175,6 +177,7 @@ class Composer:
             for others, column in weights.items():
                 for p, weight in enumerate(column) if others != ranks else ():
                     load[others[owner[p]]] += weight
+            _level(load, team)
             for s in team:
                 positions[s.name] = dealt = [[] for _ in ranks]
                 for p in self.active[s.name]:
@@ -314,3 +317,9 @@ class Composer:
         upstream, urgencies = ([sum(c[p] for p in t) for t in lots] for c in (owed, urgency))
         wave = [min(waves[self.kind[p]] for p in t) for t in lots]
         return Table(micros, forward, backward, upstream, wave, urgencies, [min(turn[p] for p in t) for t in lots])
+
+
+def _level(load: dict[int, int], team: Iterable[Section]) -> None:
+    """All ranks of a replica are as busy as the busiest of them."""
+    for ranks in (ranks for s in team for ranks in replicas(s) if len(ranks) > 1):
+        load |= dict.fromkeys(ranks, max(load[r] for r in ranks))

@@ -2,7 +2,8 @@
 
 A SEND stands directly after the job that made its data. Receives on a channel (an edge, a direction and a pair of ranks) stand in
 the order of the sends, because not every backend can match messages out of order; so before a job its rank receives what it needs
-and what was sent before that on the same channel. Those were sent even earlier, so nothing waits longer for it. Gradients are
+and what was sent before that on the same channel. Those were sent even earlier, so nothing waits longer for it. A job stands in the
+programs of all ranks of its replica; each of them sends and receives its own parts of the messages. Gradients are
 reduced after the last backward of the rank, sections in one order on all ranks: a rank that waits in a reduction then owes nobody
 anything.
 """
@@ -17,7 +18,8 @@ from secc.runtime.compose import Table
 from secc.runtime.graph import Graph
 from secc.runtime.jobs import Messages, Step
 from secc.runtime.plan import Edge, Plan
-from secc.runtime.program import Instruction, Schedule, replica_ranks, returns_gradient
+from secc.runtime.program import Instruction, Schedule, returns_gradient
+from secc.runtime.routes import Part, Ranks, replicas, routes
 
 
 @dataclass(slots=True, eq=False)
@@ -41,52 +43,56 @@ def emit(plan: Plan, graph: Graph, tables: dict[str, Table], messages: Messages,
     for source, message in _messages(plan, step, messages):
         outgoing[source].append(message)
         incoming[message.target].append(message)
-    compute = _compute(tables, step)
-    replicas = [(s.name, {rank: r for r, rank in enumerate(replica_ranks(s))}) for s in reversed(graph.order)]
+    compute, where = _compute(tables, step), _where(step)
     programs: list[list[Instruction]] = [[] for _ in range(plan.world_size)]
     for job in order:
-        program = programs[step.jobs.rank[job]]
         for message in incoming.get(job, ()):
             while not message.received:
                 first = message.channel.popleft()
                 first.received = True
-                program.append(first.receive)
-        program += compute[job]
+                programs[first.send.peer].append(first.receive)
+        for rank in where[job]:
+            programs[rank] += compute[job]
         sent = outgoing.get(job, ())
         for message in sent if len(sent) < 2 else sorted(sent, key=lambda m: place[m.target]):
-            program.append(message.send)
+            programs[message.receive.peer].append(message.send)
             message.channel.append(message)
+    members = [(s.name, {rank: r for r, ranks in enumerate(replicas(s)) for rank in ranks}) for s in reversed(graph.order)]
     for rank, program in enumerate(programs):
-        program += _closing(replicas, rank)
+        program += _closing(members, rank)
     return Schedule({name: t.micro_batches for name, t in tables.items()}, tuple(map(tuple, programs)))
 
 
+def _where(step: Step) -> list[Ranks]:
+    """The ranks that execute each job: those of the replica whose first rank is the job's."""
+    found: list[Ranks] = [()] * len(step.jobs.rank)
+    for n in step.numbers.values():
+        together = {ranks[0]: ranks for ranks in replicas(n.section)}
+        for start in {n.forward, n.backward} - {-1}:
+            found[start : start + n.count] = [together[r] for r in step.jobs.rank[start : start + n.count]]
+    return found
+
+
 def _messages(plan: Plan, step: Step, messages: Messages) -> Iterator[tuple[int, _Message]]:
-    """Every message between different ranks, with the job that makes it."""
-    sections, rank = {s.name: s for s in plan.sections}, step.jobs.rank
+    """Every part of a message between different ranks, with the job that makes it."""
+    sections, where = {s.name: s for s in plan.sections}, _where(step)
     channels: dict[tuple[str, str, int, int], deque[_Message]] = defaultdict(deque)
     for edge in plan.edges:
         src, dst, gradient = step.numbers[edge.src], step.numbers[edge.dst], returns_gradient(edge, sections)
         for pair in messages[edge.name]:
-            a, b = rank[src.forward + pair[0]], rank[dst.forward + pair[1]]
-            if a != b:
-                yield src.forward + pair[0], _message(edge, "fwd", pair, a, b, dst.forward + pair[1], channels)
-                if gradient:
-                    yield dst.backward + pair[1], _message(edge, "bwd", pair, b, a, src.backward + pair[0], channels)
+            a, b = where[src.forward + pair[0]], where[dst.forward + pair[1]]
+            for part in routes(a, b):
+                yield src.forward + pair[0], _message(edge, "fwd", pair, part, dst.forward + pair[1], channels)
+            for part in routes(b, a) if gradient else ():
+                yield dst.backward + pair[1], _message(edge, "bwd", pair, part, src.backward + pair[0], channels)
 
 
 def _message(
-    edge: Edge,
-    direction: str,
-    pair: tuple[int, int],
-    a: int,
-    b: int,
-    target: int,
-    channels: dict[tuple[str, str, int, int], deque[_Message]],
+    edge: Edge, direction: str, pair: tuple[int, int], part: Part, target: int, channels: dict[tuple[str, str, int, int], deque[_Message]]
 ) -> _Message:
-    """The message from rank `a` to rank `b`."""
-    send = Instruction._make(("SEND", "", 0, 0, -1, edge.name, direction, b, *pair))
-    receive = Instruction._make(("RECV", "", 0, 0, -1, edge.name, direction, a, *pair))
+    a, b, index, count = part
+    send = Instruction._make(("SEND", "", 0, 0, -1, edge.name, direction, b, *pair, index, count))
+    receive = Instruction._make(("RECV", "", 0, 0, -1, edge.name, direction, a, *pair, index, count))
     return _Message(send, receive, target, channels[edge.name, direction, a, b])
 
 
@@ -95,7 +101,7 @@ def _compute(tables: dict[str, Table], step: Step) -> list[tuple[Instruction, ..
     found: list[tuple[Instruction, ...]] = [()] * len(step.jobs.rank)
     for name, n in step.numbers.items():
         micros = tables[name].micro_batches
-        forwards = [Instruction._make(("F", name, m.replica, n.section.stage, m.index, "", "", -1, -1, -1)) for m in micros]
+        forwards = [Instruction._make(("F", name, m.replica, n.section.stage, m.index, "", "", -1, -1, -1, 0, 1)) for m in micros]
         backwards = [Instruction._make(("B", *i[1:])) for i in forwards] if n.backward >= 0 else []
         if n.backward == n.forward:
             found[n.forward : n.forward + len(micros)] = zip(forwards, backwards, strict=True)

@@ -18,11 +18,13 @@ import torch
 from secc.runtime.comm import Message, Transport, message_of
 from secc.runtime.edges import EdgeLayout, Pair
 from secc.runtime.plan import Edge, Plan
-from secc.runtime.program import Instruction, MicroBatch, SampleMeta, Schedule, owes_backward, replica_ranks, returns_gradient
+from secc.runtime.program import Instruction, MicroBatch, SampleMeta, Schedule, owes_backward, returns_gradient
 from secc.runtime.randomness.draws import Draws, Randomness, backward_of, forward_of, sample_keys
+from secc.runtime.routes import Part, Ranks, gathered, replicas, routes
 from secc.runtime.section import Batch, Section, Tensors
 from secc.runtime.sends import limit_of
 from secc.runtime.sizes import combine
+from secc.runtime.tensor_parallel.group import Group
 from secc.runtime.trace import Trace
 
 
@@ -70,6 +72,7 @@ class Engine:
     """Runs step programs on one rank.
 
     `on_reduce(section)` is called where the program has REDUCE, `on_last(section)` before the last backward of a section on this rank.
+    `groups` has the ranks of this rank's replica of each section whose replicas have several.
     """
 
     def __init__(
@@ -80,14 +83,15 @@ class Engine:
         on_reduce: Callable[[str], None],
         trace: Trace,
         on_last: Callable[[str], None] = lambda section: None,
+        groups: Mapping[str, Group] | None = None,
     ) -> None:
         self.plan, self.sections, self.transport, self.trace = plan, sections, transport, trace
-        self.on_reduce, self.on_last = on_reduce, on_last
+        self.on_reduce, self.on_last, self.groups = on_reduce, on_last, groups or {}
         self.rank, self.device = transport.rank, transport.device
         planned = {s.name: s for s in plan.sections}
         self.backward_owed = {name: owes_backward(s) for name, s in planned.items()}
         self.whole = {name: s.whole for name, s in planned.items()}
-        self.ranks = {name: replica_ranks(s) for name, s in planned.items()}
+        self.ranks = {name: replicas(s) for name, s in planned.items()}
         self.returns_grad = {e.name: returns_gradient(e, planned) for e in plan.edges}
         self.into = {name: [e for e in plan.edges if e.dst == name] for name in planned}
         self.out_of = {name: [e for e in plan.edges if e.src == name] for name in planned}
@@ -130,7 +134,7 @@ class _Execution:
                 case "SEND":
                     self.send(i)
                 case "RECV":
-                    transport.receive(message_of(i), i.peer)
+                    transport.receive(message_of(i))
                 case "REDUCE":
                     self.engine.on_reduce(i.section)
                 case "STEP":
@@ -156,10 +160,11 @@ class _Execution:
             raise RuntimeError(f"`{i}`: case {case.method} takes edges {sorted(case.receives)}, but {sorted(edges)} have come")
         with self.compute_event(i, micro), torch.set_grad_enabled(with_grad), forward_of(live.draws):
             live.outs, live.terms = section(case, batch, edges)
-        self.add_loss(live.terms)
+        if engine.rank == self.ranks_of(i.section, i.micro)[0]:
+            self.add_loss(live.terms)
         for edge in engine.out_of[i.section]:
             self.check_shape(i, edge, live.outs)
-            live.waiting += len(self.layouts[edge.name].of("src", i.micro))
+            live.waiting += sum(self.takers(self.ends(edge, pair)) for pair in self.layouts[edge.name].of("src", i.micro))
         if with_grad or live.waiting:
             self.live[i.section, i.micro] = live
 
@@ -175,7 +180,11 @@ class _Execution:
         constant = (e.name for e in self.engine.out_of[i.section] if not self.engine.returns_grad[e.name])
         live.outs = {name: live.outs[name].detach() for name in constant if name in live.outs}
         live.terms, live.backward_owed = {}, False
-        live.waiting += sum(len(self.layouts[name].of("dst", i.micro)) for name in live.leaves)
+        live.waiting += sum(
+            self.takers(self.ends(self.engine.edges[name], pair)[::-1])
+            for name in live.leaves
+            for pair in self.layouts[name].of("dst", i.micro)
+        )
         if live.waiting == 0:
             del self.live[i.section, i.micro]
 
@@ -212,10 +221,11 @@ class _Execution:
         return tensor
 
     def forward_message(self, edge: Edge, pair: Pair) -> torch.Tensor:
-        """The values of the rows of `pair`, from another rank or from a section of this one."""
-        peer = self.rank_of(edge.src, pair[0])
-        if peer != self.engine.rank:
-            return self.take(Message(edge.name, "fwd", pair), peer)
+        """The values of the rows of `pair`, from other ranks or from a section of this one."""
+        sources, targets = self.ends(edge, pair)
+        if self.engine.rank not in sources:
+            parts = [self.take(edge, "fwd", pair, part) for part in self.arriving(sources, targets)]
+            return self.gather(parts, edge.dst, gathered(sources, targets, self.layouts[edge.name].numel(pair)))
         message = self.layouts[edge.name].pack(self.live[edge.src, pair[0]].outs[edge.name].detach(), "src", pair)
         self.release(edge.src, pair[0])
         return message
@@ -236,13 +246,20 @@ class _Execution:
 
     def backward_message(self, edge: Edge, pair: Pair) -> torch.Tensor | None:
         """The gradient of the rows of `pair`, None where the loss does not depend on them."""
-        peer = self.rank_of(edge.dst, pair[1])
-        if peer == self.engine.rank:
+        targets, sources = self.ends(edge, pair)
+        if self.engine.rank in sources:
             message = self.gradient_of(edge, pair)
             self.release(edge.dst, pair[1])
             return message
-        message = self.take(Message(edge.name, "bwd", pair), peer)
-        return message[1:] if bool(message[0]) else None
+        parts = [self.take(edge, "bwd", pair, part) for part in self.arriving(sources, targets)]
+        if not all(bool(part[0]) for part in parts):
+            return None
+        return self.gather([part[1:] for part in parts], edge.src, gathered(sources, targets, self.layouts[edge.name].numel(pair)))
+
+    def gather(self, parts: Sequence[torch.Tensor], section: str, lengths: Sequence[int]) -> torch.Tensor:
+        """The whole message from this rank's parts and those of the others of its replica, who received `lengths` entries."""
+        own = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+        return self.engine.groups[section].gather(own, lengths) if any(lengths) else own
 
     def gradient_of(self, edge: Edge, pair: Pair) -> torch.Tensor | None:
         gradient = self.live[edge.dst, pair[1]].leaves[edge.name].grad
@@ -251,17 +268,19 @@ class _Execution:
     def send(self, i: Instruction) -> None:
         edge, message = self.engine.edges[i.edge], message_of(i)
         layout = self.layouts[edge.name]
+        start, stop = message.bounds(layout)
         with self.transfer_event("SEND", message, self.engine.rank, i.peer):
             if message.direction == "fwd":
-                values = layout.pack(self.live[edge.src, i.src_micro].outs[edge.name].detach(), "src", message.pair)
+                values = layout.pack(self.live[edge.src, i.src_micro].outs[edge.name].detach(), "src", message.pair)[start:stop]
                 self.release(edge.src, i.src_micro)
             else:
-                values = with_flag(self.gradient_of(edge, message.pair), layout, message.pair, self.engine.device)
+                values = with_flag(self.gradient_of(edge, message.pair), layout, start, stop, self.engine.device)
                 self.release(edge.dst, i.dst_micro)
-            self.engine.transport.send(message, i.peer, values)
+            self.engine.transport.send(message, values)
 
-    def take(self, message: Message, peer: int) -> torch.Tensor:
-        with self.transfer_event("RECV", message, peer, self.engine.rank):
+    def take(self, edge: Edge, direction: str, pair: Pair, part: Part) -> torch.Tensor:
+        message = Message(edge.name, direction, pair, part.sender, part.index, part.count)
+        with self.transfer_event("RECV", message, part.sender, self.engine.rank):
             return self.engine.transport.take(message)
 
     def release(self, section: str, micro: int) -> None:
@@ -284,8 +303,22 @@ class _Execution:
         keys = [self.keys[s] for s in micro.samples]
         return self.engine.randomness.micro_batch(self.step.seed, keys, sizes, self.widths)
 
-    def rank_of(self, section: str, index: int) -> int:
+    def ranks_of(self, section: str, index: int) -> Ranks:
+        """The ranks of a micro-batch's replica."""
         return self.engine.ranks[section][self.micro(section, index).replica]
+
+    def ends(self, edge: Edge, pair: Pair) -> tuple[Ranks, Ranks]:
+        """The ranks of the producer and of the consumer."""
+        return self.ranks_of(edge.src, pair[0]), self.ranks_of(edge.dst, pair[1])
+
+    def arriving(self, sources: Ranks, targets: Ranks) -> list[Part]:
+        """The parts of a message that come to this rank."""
+        return [part for part in routes(sources, targets) if part.receiver == self.engine.rank]
+
+    def takers(self, ends: tuple[Ranks, Ranks]) -> int:
+        """How often this rank's tensor is taken: once for each part that it sends, and once if it is at the other end, too."""
+        rank = self.engine.rank
+        return sum(part.sender == rank for part in routes(*ends)) + (rank in ends[1])
 
     def check_shape(self, i: Instruction, edge: Edge, outs: Tensors) -> None:
         """A tensor of another shape than the consumer expects would be cut wrongly without an error.
@@ -320,8 +353,9 @@ class _Execution:
         return self.engine.trace.event(f"{kind} {message.edge}", **args, samples=self.ids(layout.pairs[message.pair]), bytes=size)
 
 
-def with_flag(gradient: torch.Tensor | None, layout: EdgeLayout, pair: Pair, device: torch.device) -> torch.Tensor:
-    """A gradient message: a leading 1 and the values, or zeros where there is no gradient, which is not the same as a zero one."""
+def with_flag(gradient: torch.Tensor | None, layout: EdgeLayout, start: int, stop: int, device: torch.device) -> torch.Tensor:
+    """A part of a gradient message: a leading 1 and the values, or zeros where there is no gradient, which
+    is not the same as a zero one."""
     if gradient is None:
-        return torch.zeros(layout.numel(pair) + 1, dtype=layout.dtype, device=device)
-    return torch.cat([gradient.new_ones(1), gradient])
+        return torch.zeros(stop - start + 1, dtype=layout.dtype, device=device)
+    return torch.cat([gradient.new_ones(1), gradient[start:stop]])

@@ -13,7 +13,7 @@ starts, under `zero1` when all sums are there.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -23,23 +23,28 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from secc.runtime.buckets import BUCKET_BYTES, WINDOW
-from secc.runtime.plan import Plan
+from secc.runtime.plan import Plan, Section
 from secc.runtime.sharding import Flat, Piece, reduce_scatter, whole
+from secc.runtime.tensor_parallel.shards import Cut
 
 _EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 @dataclass(frozen=True)
 class Holders:
-    """Parameters that live in the same sections: their names, the sections, the ranks of all of them, how their optimizer is sharded.
+    """Parameters that live in the same sections: names, sections, the ranks that sum their gradients, how their optimizer is sharded.
 
-    Parameters of several sections are never sharded, because their sections may be.
+    Parameters of several sections are never sharded, because their sections may be. Under tensor parallelism each rank of a replica sums
+    with the like ranks of the others. Of a parameter that is whole on all of them, one of these sums counts for the norm: in the
+    others it is `repeated`. Where ranks of one replica sum together, only the first one's gradient counts: the others are `silent`.
     """
 
     names: tuple[str, ...]
     sections: tuple[str, ...]
     ranks: tuple[int, ...]
     sharding: str = "none"
+    repeated: frozenset[str] = frozenset()
+    silent: frozenset[int] = frozenset()
 
 
 def holders(plan: Plan, names: Iterable[str], canonical: Mapping[str, str]) -> list[Holders]:
@@ -58,21 +63,45 @@ def holders(plan: Plan, names: Iterable[str], canonical: Mapping[str, str]) -> l
         if any(plan.section(s).mode != "forward" for s in found):
             together.setdefault(found, []).append(name)
     order = {s.name: i for i, s in enumerate(plan.sections)}
-    return [
-        Holders(tuple(members), sections, _ranks(plan, sections), plan.section(sections[0]).sharding if len(sections) == 1 else "none")
-        for sections, members in sorted(together.items(), key=lambda item: (len(item[0]), [order[s] for s in item[0]]))
-    ]
+    summed: list[Holders] = []
+    for sections, members in sorted(together.items(), key=lambda item: (len(item[0]), [order[s] for s in item[0]])):
+        some = [plan.section(s) for s in sections]
+        summed += _of_one(some[0], members, canonical) if len(some) == 1 else [_of_several(some, members, canonical)]
+    return summed
 
 
-def _ranks(plan: Plan, sections: Iterable[str]) -> tuple[int, ...]:
-    return tuple(sorted({r for s in sections for r in plan.section(s).mesh.ranks}))
+def _of_one(section: Section, names: Sequence[str], canonical: Mapping[str, str]) -> Iterator[Holders]:
+    """A sum for each place in a replica, and one over all ranks for what each of them has a part of the gradient of."""
+    mesh = section.mesh
+    cut, partial = ({canonical[n] for n in some} for some in ((s.name for s in section.shards), section.partial))
+    own = tuple(n for n in names if n not in partial)
+    for place in range(mesh.tp) if own else ():
+        repeated = frozenset(n for n in own if n not in cut) if place else frozenset[str]()
+        yield Holders(own, (section.name,), mesh.ranks[place :: mesh.tp], section.sharding, repeated)
+    if rest := tuple(n for n in names if n in partial):
+        yield Holders(rest, (section.name,), tuple(sorted(mesh.ranks)), section.sharding)
+
+
+def _of_several(sections: Sequence[Section], names: Sequence[str], canonical: Mapping[str, str]) -> Holders:
+    """One sum over the ranks of all sections. Raises ValueError where a rank's gradient holds both what counts and what others count."""
+    first = {r for s in sections for r in s.mesh.ranks[:: s.mesh.tp]}
+    silent = {r for s in sections for r in s.mesh.ranks} - first
+    for s in sections:
+        others = set(s.mesh.ranks) - set(s.mesh.ranks[:: s.mesh.tp])
+        if others & first or not {canonical[n] for n in s.partial}.isdisjoint(names):
+            raise ValueError(f"section {s.name} with tp={s.mesh.tp} shares {names[0]} with a section whose replicas are of another size")
+    return Holders(tuple(names), tuple(s.name for s in sections), _ranks(sections), silent=frozenset(silent))
+
+
+def _ranks(sections: Iterable[Section]) -> tuple[int, ...]:
+    return tuple(sorted({r for s in sections for r in s.mesh.ranks}))
 
 
 class _Bucket:
     """Gradients of one dtype on their way through a sum over `group`; of a sharded optimizer's parameters where `flat` is given."""
 
-    def __init__(self, params: list[nn.Parameter], group: Any, flat: Flat | None, free: bool) -> None:
-        self.params, self.group, self.flat, self.free = params, group, flat, free
+    def __init__(self, params: list[nn.Parameter], group: Any, flat: Flat | None, free: bool, silent: bool) -> None:
+        self.params, self.group, self.flat, self.free, self.silent = params, group, flat, free, silent
         self.reached: list[bool] = []
         self.missing = set[nn.Parameter]()  # whose gradients the last backward has still to make
         self.ready = False
@@ -82,6 +111,8 @@ class _Bucket:
     def launch(self) -> None:
         self.reached = [p.grad is not None for p in self.params]
         own = _flatten(self.params, self.flat.values.numel() if self.flat else None)
+        if self.silent:
+            own.zero_()
         if self.free:
             self.drop()
         if self.flat is None:
@@ -145,8 +176,16 @@ class Reducer:
     `pieces` has everything that this rank's optimizer updates, `slices` what takes the places of sharded parameters.
     """
 
-    def __init__(self, held: list[Holders], params: Mapping[str, nn.Parameter], rank: int, device: torch.device) -> None:
-        self._device = device
+    def __init__(
+        self,
+        held: list[Holders],
+        params: Mapping[str, nn.Parameter],
+        rank: int,
+        device: torch.device,
+        cuts: Mapping[str, Cut] | None = None,
+    ) -> None:
+        self._device, self._cuts = device, cuts or {}
+        self.repeated = {n for h in held if rank in h.ranks for n in h.repeated}
         groups: dict[tuple[int, ...], Any] = {}
         for h in held:
             if len(h.ranks) > 1 and h.ranks not in groups:
@@ -166,20 +205,21 @@ class Reducer:
         """Buckets for parameters that the same ranks hold, last ones first, because backward makes their gradients first."""
         named = [(n, params[n]) for n in held.names]
         if group is None or held.sharding == "none":
-            self.pieces |= {p: whole(n, p) for n, p in named}
-            self._counted += [p for _, p in named if held.ranks[0] == rank]
+            self.pieces |= {p: whole(n, p, self._cuts.get(n)) for n, p in named}
+            self._counted += [p for n, p in named if held.ranks[0] == rank and n not in held.repeated]
         if group is None:
             return
         buckets: list[_Bucket] = []
         for members in _by_bucket(reversed(named)):
-            flat = Flat(members, held.ranks.index(rank), len(held.ranks)) if held.sharding != "none" else None
-            buckets.append(_Bucket([p for _, p in members], group, flat, held.sharding == "zero2"))
+            flat = Flat(members, held.ranks.index(rank), len(held.ranks), self._cuts) if held.sharding != "none" else None
+            buckets.append(_Bucket([p for _, p in members], group, flat, held.sharding == "zero2", rank in held.silent))
             if flat is not None:
                 self.slices |= {p: flat.slices.get(p) for _, p in members}
                 self.pieces |= dict(flat.slices.values())
-                self._counted += [p for p, _ in flat.slices.values()]
-        self._parts[held.sections] = [*buckets, _Reached(buckets, group, self._device)]
-        self._queue += self._parts[held.sections]
+                self._counted += [p for p, piece in flat.slices.values() if piece.name not in held.repeated]
+        parts = [*buckets, _Reached(buckets, group, self._device)]
+        self._parts.setdefault(held.sections, []).extend(parts)
+        self._queue += parts
 
     def reset(self) -> None:
         """Forget the gradients of the last step."""

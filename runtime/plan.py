@@ -75,12 +75,31 @@ class Cost:
 
 
 @dataclass(frozen=True)
+class Shard:
+    """A parameter that the ranks of a tensor-parallel replica have parts of: cut along `dim`, which holds `parts` entries side by side."""
+
+    name: str
+    dim: int
+    parts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Style:
+    """How one of the user's modules, at path `module`, works on the parts (`secc.runtime.tensor_parallel.styles`)."""
+
+    module: str
+    kind: str
+
+
+@dataclass(frozen=True)
 class Section:
     """One section, or one stage of a section that runs as a pipeline.
 
     `when` is the set of optional keys of which a sample needs at least one to be active ([] = always active). A stage is a section of its
     own with `pp` 1, whose `pipeline` names the section that the user knows; its samples pass through all stages in the same micro-batches.
     `in_flight` is how many of them a stage may hold between forward and backward (0: any number).
+
+    With tp, `shards` and `styles` say how its modules are cut; gradients of the whole parameters in `partial` are parts of a sum over tp.
     """
 
     name: str
@@ -99,6 +118,9 @@ class Section:
     pipeline: str = ""
     stage: int = 0
     in_flight: int = 0
+    shards: tuple[Shard, ...] = ()
+    styles: tuple[Style, ...] = ()
+    partial: tuple[str, ...] = ()
 
     @property
     def whole(self) -> str:
@@ -325,6 +347,8 @@ def _build(cls: Any, data: Any) -> Any:
         "recorded": Recorded,
         "mesh": Mesh,
         "cost": Cost,
+        "shards": Shard,
+        "styles": Style,
     }
     values: dict[str, Any] = {}
     for f in dataclasses.fields(cls):

@@ -11,7 +11,8 @@ of them knows more about the others than these types. The text form is one instr
     REDUCE language_model
     STEP
 
-`A>B` are micro-batch indices in the direction in which the data flows; ` replica R` and ` stage S` follow where they are not 0. A stage
+`A>B` are micro-batch indices in the direction in which the data flows; ` replica R` and ` stage S` follow where they are not 0, and
+` part I of N` where a message is one of several parts (`secc.runtime.routes`). All ranks of a replica execute its F and B in step. A stage
 of a pipeline is a section with a name of its own (`language_model_1`); `stage` says which one it is.
 """
 
@@ -47,6 +48,8 @@ class Instruction(NamedTuple):
     peer: int = -1
     src_micro: int = -1
     dst_micro: int = -1
+    part: int = 0
+    parts: int = 1
 
     def __str__(self) -> str:
         return print_instruction(self)
@@ -94,10 +97,15 @@ def returns_gradient(edge: Edge, sections: Mapping[str, Section]) -> bool:
 
 
 def replica_ranks(section: Section) -> tuple[int, ...]:
-    """The rank of each replica. Raises ValueError for a replica of several ranks, which these programs do not express."""
-    if section.mesh.pp * section.mesh.tp != 1 or len(section.mesh.ranks) != section.mesh.dp:
-        raise ValueError(f"section {section.name} has replicas of several ranks; a step program drives replicas of one rank each")
-    return section.mesh.ranks
+    """The first rank of each replica, which stands for all of it in the order of a step: they run the same program (`routes.replicas`).
+
+    Sections that share ranks in replicas of other sizes are ordered as if only the first ranks were busy; their programs are still
+    right, because all ranks follow one order. Raises ValueError for a mesh with stages, which are sections of their own.
+    """
+    mesh = section.mesh
+    if mesh.pp != 1 or len(mesh.ranks) != mesh.dp * mesh.tp:
+        raise ValueError(f"section {section.name} has replicas of several stages; a step program drives replicas of one")
+    return mesh.ranks[:: mesh.tp]
 
 
 def pairs(edge: Edge, schedule: Schedule) -> dict[tuple[int, int], tuple[int, ...]]:
@@ -119,6 +127,7 @@ def print_instruction(i: Instruction) -> str:
     elif i.kind in TRANSFER:
         flow = (i.src_micro, i.dst_micro) if i.direction == "fwd" else (i.dst_micro, i.src_micro)
         words += [i.edge, i.direction, f"{flow[0]}>{flow[1]}", "to" if i.kind == "SEND" else "from", str(i.peer)]
+        words += ["part", str(i.part), "of", str(i.parts)] if i.parts > 1 else []
     elif i.kind == "REDUCE":
         words.append(i.section)
     words += [w for name, n in (("replica", i.replica), ("stage", i.stage)) if n for w in (name, str(n))]
@@ -129,28 +138,31 @@ def parse_instruction(text: str) -> Instruction:
     """The instruction that prints as `text`. Raises ValueError where it is none."""
     match text.split():
         case [("F" | "B" | "W") as kind, section, micro, *rest]:
-            replica, stage = _suffix(rest, text)
+            replica, stage, *_ = _suffix(rest, text)
             return Instruction(kind, section, replica, stage, int(micro))
         case [("SEND" | "RECV") as kind, edge, ("fwd" | "bwd") as direction, flow, ("to" | "from") as word, peer, *rest]:
             if word != ("to" if kind == "SEND" else "from"):
                 raise ValueError(f"a {kind} cannot be `{word}` a rank: {text!r}")
             first, second = (int(n) for n in flow.split(">"))
             src, dst = (first, second) if direction == "fwd" else (second, first)
-            replica, stage = _suffix(rest, text)
-            return Instruction(kind, "", replica, stage, -1, edge, direction, int(peer), src, dst)
+            replica, stage, part, parts = _suffix(rest, text)
+            return Instruction(kind, "", replica, stage, -1, edge, direction, int(peer), src, dst, part, parts)
         case ["REDUCE", section, *rest]:
-            return Instruction("REDUCE", section, *_suffix(rest, text))
+            return Instruction("REDUCE", section, *_suffix(rest, text)[:2])
         case ["STEP"]:
             return Instruction("STEP")
     raise ValueError(f"not an instruction: {text!r}")
 
 
-def _suffix(words: list[str], text: str) -> tuple[int, int]:
-    """Replica and stage from the words that follow them."""
+def _suffix(words: list[str], text: str) -> tuple[int, int, int, int]:
+    """Replica, stage, part and number of parts from the words that follow them."""
     found = dict(zip(words[::2], words[1::2], strict=False))
-    if len(words) % 2 or len(found) * 2 != len(words) or not found.keys() <= {"replica", "stage"}:
+    if len(words) % 2 or len(found) * 2 != len(words) or not found.keys() <= {"replica", "stage", "part", "of"}:
         raise ValueError(f"not an instruction: {text!r}")
-    return int(found.get("replica", 0)), int(found.get("stage", 0))
+    replica, stage, part, parts = (
+        int(found.get(word, default)) for word, default in (("replica", 0), ("stage", 0), ("part", 0), ("of", 1))
+    )
+    return replica, stage, part, parts
 
 
 def print_schedule(schedule: Schedule) -> str:

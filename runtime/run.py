@@ -25,12 +25,13 @@ from secc.runtime.errors import UserError
 from secc.runtime.meta import meta_model
 from secc.runtime.options import Options
 from secc.runtime.plan import Plan
-from secc.runtime.program import replica_ranks
 from secc.runtime.rerecord import Rerecorder
+from secc.runtime.routes import replicas
 from secc.runtime.section import load_section
+from secc.runtime.tensor_parallel.shards import Cut, cut_parameters, cuts_of
 from secc.runtime.trace import Trace
 from secc.runtime.wavefront import Orders
-from secc.runtime.weights import build_model, load_user_model
+from secc.runtime.weights import build_model, canonical_names, load_user_model
 
 DEFAULT_STEPS = 100
 
@@ -86,6 +87,7 @@ class Run(ExitStack):
         if self.rank == 0:
             _check_outputs(self.log_dir, options)
         self.order = Orders(self.plan, options.order)
+        self.cuts: dict[str, Cut] = {}  # the parameters of which this rank has a part
         self.data = self._data()  # forks its loader, so before process groups and GPU contexts
 
     def __enter__(self) -> Run:
@@ -135,9 +137,11 @@ class Run(ExitStack):
     def model(self) -> nn.Module:
         """The user's model with this rank's weights; what only other ranks need is on the meta device."""
         model = build_model(self.plan, self.user, self.rank, self.device, self.seed, self.options.init)
+        shapes = {name: p.shape for name, p in model.named_parameters()}
+        self.cuts = cuts_of(self.plan, self.rank, shapes, canonical_names(model))
+        cut_parameters(model, self.cuts)
         if self.resume is not None:
-            checkpoint.load_model(self.resume, model)
-        check_buffers(self.terms, model)
+            checkpoint.load_model(self.resume, model, self.cuts)
         return model
 
 
@@ -161,9 +165,9 @@ def check_world(plan: Plan, world_size: int) -> None:
         )
     try:
         for section in plan.sections:
-            replica_ranks(section)
+            replicas(section)
     except ValueError as error:
-        raise UserError(f"the plan cannot be run: {error}", remedy="compile with tp=1 and pp=1") from None
+        raise UserError(f"the plan cannot be run: {error}", remedy="compile with pp=1") from None
 
 
 def _device() -> torch.device:

@@ -7,8 +7,8 @@ under which they do not end is doubled. All ranks find the same limit, without a
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Mapping, Sequence
 
 from secc.runtime.program import Instruction, Schedule
 
@@ -22,33 +22,43 @@ def limit_of(schedule: Schedule, first: int = SENDS) -> int:
     most = max((sum(i.kind == "SEND" for i in program) for program in schedule.programs), default=0)
     if most <= first:
         return first
-    programs = [[i for i in program if i.kind in ("SEND", "RECV")] for program in schedule.programs]
+    together = Counter(i[:5] for program in schedule.programs for i in program if i.kind in ("F", "B"))
+    programs = [[i for i in program if i.kind in ("SEND", "RECV") or together[i[:5]] > 1] for program in schedule.programs]
     limit = first
-    while limit < most and not _ends(programs, limit):
+    while limit < most and not _ends(programs, limit, together):
         limit *= 2
     return limit
 
 
-def _ends(programs: Sequence[Program], limit: int) -> bool:
+def _ends(programs: Sequence[Program], limit: int, together: Mapping[tuple[object, ...], int]) -> bool:
     at = [0] * len(programs)
-    sends = [[_message(i) for i in program if i.kind == "SEND"] for program in programs]
+    sends = [[_message(i, rank) for i in program if i.kind == "SEND"] for rank, program in enumerate(programs)]
     posted = [0] * len(programs)
-    done: set[tuple[object, ...]] = set()  # ("SEND" or "RECV", message) that a rank has passed
+    done: set[tuple[object, ...]] = (
+        set()
+    )  # ("SEND" or "RECV", message) that a rank has passed, and what all ranks of a replica have come to
+    reached: Counter[tuple[object, ...]] = Counter()
     waiting: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
+    joined: set[tuple[int, int]] = set()  # (rank, index) of what a rank has come to, so that it counts once
     runnable = deque(range(len(programs)))
     while runnable:
         rank = runnable.popleft()
         while at[rank] < len(programs[rank]):
             i = programs[rank][at[rank]]
-            if i.kind == "RECV":
-                needed = ("SEND", *_message(i))
+            if i.kind in ("F", "B"):
+                needed = passed = i[:5]
+                if (rank, at[rank]) not in joined:
+                    joined.add((rank, at[rank]))
+                    reached[passed] += 1
+                    done |= {passed} if reached[passed] == together[passed] else set()
+            elif i.kind == "RECV":
+                needed, passed = ("SEND", *_message(i, rank)), ("RECV", *_message(i, rank))
             else:
-                oldest = posted[rank] - limit
+                oldest, passed = posted[rank] - limit, ("SEND", *_message(i, rank))
                 needed = ("RECV", *sends[rank][oldest]) if oldest >= 0 else None
             if needed is not None and needed not in done:
                 waiting[needed].append(rank)
                 break
-            passed = (i.kind, *_message(i))
             done.add(passed)
             runnable += waiting.pop(passed, ())
             posted[rank] += i.kind == "SEND"
@@ -56,6 +66,6 @@ def _ends(programs: Sequence[Program], limit: int) -> bool:
     return all(i == len(program) for i, program in zip(at, programs, strict=True))
 
 
-def _message(i: Instruction) -> tuple[str, str, int, int]:
+def _message(i: Instruction, rank: int) -> tuple[object, ...]:
     """What a SEND and its RECV have in common."""
-    return i.edge, i.direction, i.src_micro, i.dst_micro
+    return i.edge, i.direction, i.src_micro, i.dst_micro, *((rank, i.peer) if i.kind == "SEND" else (i.peer, rank))

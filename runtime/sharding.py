@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from secc.runtime.tensor_parallel.shards import Cut
+
 # Their names since torch 2.13, which warns of the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -23,22 +25,31 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 @dataclass(frozen=True)
 class Piece:
-    """What a rank's optimizer holds of parameter `name`: its entries `start` to `stop` of `shape`, row-major."""
+    """What a rank's optimizer holds of parameter `name`: its entries `start` to `stop` of `shape`, row-major.
+
+    `shape` is that of the rank's own part where the parameter is cut over a replica's ranks, as `cut` says.
+    """
 
     name: str
     shape: torch.Size
     start: int
     stop: int
+    cut: Cut | None = None
 
     @property
     def whole(self) -> bool:
-        """Whether it is the parameter itself."""
+        """Whether it is the parameter itself, as this rank has it."""
         return self.stop - self.start == self.shape.numel()
 
+    @property
+    def first(self) -> bool:
+        """Whether the parameter's first entry is in it."""
+        return self.start == 0 and (self.cut is None or self.cut.index == 0)
 
-def whole(name: str, param: torch.Tensor) -> Piece:
-    """The piece that is all of a parameter."""
-    return Piece(name, param.shape, 0, param.numel())
+
+def whole(name: str, param: torch.Tensor, cut: Cut | None = None) -> Piece:
+    """The piece that is all that a rank has of a parameter."""
+    return Piece(name, param.shape, 0, param.numel(), cut)
 
 
 class Flat:
@@ -47,7 +58,7 @@ class Flat:
     `slices` has what is in the shard of each parameter: a leaf that shares the buffer's memory, and which piece it is.
     """
 
-    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], index: int, count: int) -> None:
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], index: int, count: int, cuts: Mapping[str, Cut] | None = None) -> None:
         first = named[0][1]
         self.size = -(-sum(p.numel() for _, p in named) // count)
         self.values = torch.zeros(self.size * count, dtype=first.dtype, device=first.device)
@@ -61,7 +72,7 @@ class Flat:
             param.data = place.copy_(param.data)
             start, stop = max(offset, self.begin), min(after, end)
             if start < stop:
-                piece = Piece(name, param.shape, start - offset, stop - offset)
+                piece = Piece(name, param.shape, start - offset, stop - offset, (cuts or {}).get(name))
                 view = place if piece.whole else self.values[start:stop]
                 self.slices[param] = nn.Parameter(view), piece
             offset = after

@@ -21,44 +21,51 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from secc.runtime.errors import UserError
+from secc.runtime.tensor_parallel.shards import Box, Cut
 
 
 class Slice:
-    """Entries of a tensor of `shape`, row-major from `start` on, as 1-D `values`. torch.distributed.checkpoint stores and loads it."""
+    """Entries of a tensor of `shape`, row-major from `start` on, as 1-D `values`. torch.distributed.checkpoint stores and loads it.
 
-    def __init__(self, values: torch.Tensor, shape: torch.Size, start: int) -> None:
-        self.values, self.shape, self.start = values, shape, start
+    With `cut`, that tensor is itself a rank's part of a whole one.
+    """
+
+    def __init__(self, values: torch.Tensor, shape: torch.Size, start: int, cut: Cut | None = None) -> None:
+        self.values, self.shape, self.start, self.cut = values, shape, start, cut
 
     def size(self) -> torch.Size:
         """The shape of the whole tensor."""
-        return self.shape
+        return self.shape if self.cut is None else self.cut.shape
 
     def shard(self, index: MetadataIndex) -> torch.Tensor:
         """The memory of one of the slice's boxes, in the box's shape."""
+        return next(memory for (offsets, _), memory in self._boxes() if torch.Size(offsets) == index.offset)
+
+    def _boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
+        """The boxes of the whole tensor that the slice covers, each with its memory."""
         position = 0
-        for offsets, sizes in boxes(self.shape, self.start, self._stop):
-            count = torch.Size(sizes).numel()
-            if torch.Size(offsets) == index.offset:
-                return self.values[position : position + count].view(sizes)
+        for box in boxes(self.shape, self.start, self.start + self.values.numel()):
+            count = torch.Size(box[1]).numel()
+            memory = self.values[position : position + count].view(box[1])
             position += count
-        raise ValueError(f"{index} is not a box of this slice")
+            if self.cut is None:
+                yield box, memory
+            else:
+                for outer, start, length in self.cut.boxes(box):
+                    yield outer, memory.narrow(self.cut.dim, start, length)
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self.values)
         return [
-            WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, self.shape))
+            WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, self.size()))
             for chunk in self.__create_chunk_list__()
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in boxes(self.shape, self.start, self._stop)]
-
-    @property
-    def _stop(self) -> int:
-        return self.start + self.values.numel()
+        return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for (offsets, sizes), _ in self._boxes()]
 
 
-def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     """Entries `start` to `stop`, row-major, of a tensor of `shape` as boxes: (offsets, sizes), in the order of their entries."""
     if start >= stop:
         return
@@ -76,7 +83,7 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple
     yield from _in_row(shape, last, 0, stop - last * inner)
 
 
-def _in_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _in_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator[Box]:
     for offsets, sizes in boxes(shape[1:], start, stop):
         yield (row, *offsets), (1, *sizes)
 

@@ -24,10 +24,13 @@ from secc.runtime.errors import UserError
 from secc.runtime.fusion.install import install, read
 from secc.runtime.gradients import Reducer, holders
 from secc.runtime.metrics import Metrics
+from secc.runtime.routes import replicas
 from secc.runtime.run import Run
 from secc.runtime.section import Section
 from secc.runtime.seeding import item_seed
 from secc.runtime.sharding import shard_optimizer
+from secc.runtime.tensor_parallel import styles
+from secc.runtime.tensor_parallel.group import make_groups
 from secc.runtime.weights import canonical_names, owners
 
 
@@ -41,14 +44,16 @@ class Trainer:
         params = dict(model.named_parameters())
         held = holders(self.plan, [n for n, p in params.items() if p.requires_grad], canonical)
         install(model, self.plan.rewrites, read(run.directory))
+        groups = make_groups(self.plan, run.rank)
+        styles.install(self.plan, model, groups)
         for section in self.plan.sections:
             if run.rank in section.mesh.ranks:
                 recompute.install(model, section.blocks, section.recompute)
-        self.reducer = Reducer(held, params, run.rank, run.device)
+        self.reducer = Reducer(held, params, run.rank, run.device, run.cuts)
         transport = Transport(self.plan, run.rank, run.device, self.options.debug_comm)
         held_sections = {s.name: s for s in sections}
-        self.engine = Engine(self.plan, held_sections, transport, self.reducer.start, run.trace, self.reducer.expect)
-        self._owned = {name for name, rank in owners(self.plan, model).items() if rank == run.rank}
+        self.engine = Engine(self.plan, held_sections, transport, self.reducer.start, run.trace, self.reducer.expect, groups)
+        self._owned = self._owned_names(model)
         self.optimizer = self._make_optimizer({params[n]: n for h in held if run.rank in h.ranks for n in h.names})
         self.scheduler = run.user.scheduler(self.optimizer) if self.optimizer is not None else None
         self.step_number = run.about.step if run.about else 0
@@ -123,19 +128,31 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint of all ranks. Collective."""
         assert self.options.save is not None
-        state = {k: v for k, v in checkpoint.model_state(self.model).items() if k.removeprefix("model/") in self._owned}
+        state = {k: v for k, v in checkpoint.model_state(self.model, self.run.cuts).items() if k.removeprefix("model/") in self._owned}
         if self.optimizer is not None:
-            state |= checkpoint.optimizer_state(self.optimizer, self.reducer.pieces, self._options_owned(), self.run.rank)
+            pieces = self.reducer.pieces
+            state |= checkpoint.optimizer_state(self.optimizer, pieces, self._values_owned(), self._options_owned(), self.run.rank)
         if self.scheduler is not None:
             state[f"scheduler/{self.run.rank}"] = self.scheduler.state_dict()
         about = checkpoint.manifest(self.model, self.step_number, self.run.seed, self.run.shuffle, self.plan.global_batch)
         checkpoint.save(self.options.save, state, about)
 
+    def _owned_names(self, model: nn.Module) -> set[str]:
+        """The entries of the state dict that this rank writes: those that it is the first to hold, or its parts of cut ones."""
+        first = owners(self.plan, model)
+        together = {ranks for s in self.plan.sections for ranks in replicas(s) if self.run.rank in ranks}
+        return {n for n, r in first.items() if r == self.run.rank or (n in self.run.cuts and any(r in ranks for ranks in together))}
+
+    def _values_owned(self) -> set[str]:
+        """The parameters of whose optimizer states this rank writes what it has."""
+        sharded = {found[1].name for found in self.reducer.slices.values() if found is not None}
+        whole = {p.name for p in self.reducer.pieces.values()} - sharded
+        return whole & self._owned | sharded - self.reducer.repeated
+
     def _options_owned(self) -> set[str]:
-        """The parameters whose optimizer options and scalar states this rank writes: of sharded ones, who has the first entry."""
-        sharded = [found[1] for found in self.reducer.slices.values() if found is not None]
-        whole = {p.name for p in self.reducer.pieces.values()} - {p.name for p in sharded}
-        return whole & self._owned | {p.name for p in sharded if p.start == 0}
+        """The parameters whose optimizer options and scalar states this rank writes: who has the first entry."""
+        values = self._values_owned()
+        return {p.name for p in self.reducer.pieces.values() if p.first and p.name in values}
 
     def _make_optimizer(self, trained: Mapping[nn.Parameter, str]) -> torch.optim.Optimizer | None:
         """The user's optimizer over this rank's trainable parameters, one entry for each, also if it is tied; slices of sharded ones.
@@ -151,8 +168,12 @@ class Trainer:
             if isinstance(error.__cause__, ValueError) and "empty parameter list" in str(error.__cause__):
                 return None
             raise
-        if self.reducer.slices:
+        if self.reducer.slices or self.run.cuts:
             reason = refusal(optimizer)
+            if reason is not None and not self.reducer.slices:
+                names = [s.name for s in self.plan.sections if s.shards]
+                remedy = f"compile again with --set {names[0]}.tp=1"
+                raise UserError(f"parameters cannot be cut over ranks: {reason}", remedy=remedy)
             if reason is not None:
                 names = [s.name for s in self.plan.sections if s.sharding != "none"]
                 remedy = f"compile again with --set {names[0]}.sharding=none"

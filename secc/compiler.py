@@ -29,6 +29,7 @@ from secc.cost.measure import measure
 from secc.errors import UserError
 from secc.frontend import import_ir, widths
 from secc.frontend.capture import Capture, capture
+from secc.frontend.cuts.annotate import annotate
 from secc.frontend.fusion.declare import declare
 from secc.frontend.fusion.find import find
 from secc.frontend.heads import note_linear
@@ -49,7 +50,7 @@ from secc.runtime.weights import parameter_table
 FITS_BYTES = 2 << 30  # a model up to this size is built here to show its plan exact
 PASSES = (
     "canonicalize,dce,normalize-loss,dce,fuse-linear-loss{fuse-linear-loss},annotate-patterns,infer-modes,coarsen{coarsen},"
-    "fuse-blocks{fuse-blocks},annotate-costs,sink-boundaries,allocate{allocate},split-stages,insert-transfers,lower"
+    "fuse-blocks{fuse-blocks},annotate-costs,sink-boundaries,allocate{allocate},split-stages,shard-tensors,insert-transfers,lower"
 )
 
 
@@ -140,6 +141,9 @@ def compile_model(path: str | Path, options: Options, progress: Callable[[str], 
         start, passes = print_module(module), pipeline.parse(pipeline_text(dataclasses.replace(options, sections=staged.sections)))
         with clock.step("passes"):
             run = pipeline.run(module, passes[:last], dump=True, progress=clock.progress)
+    with clock.step("cut blocks over ranks"):
+        if annotate(module, meta, model, user, drawn):
+            run.dumps[-1] = (run.dumps[-1][0], pipeline.header([pipeline.described(step) for step in passes[:last]]) + print_module(module))
     with clock.step("passes"):
         done = [pipeline.described(step) for step in passes[:last]]
         rest = pipeline.run(module, passes[last:], dump=True, progress=clock.progress, made=done)

@@ -33,6 +33,7 @@ PASSES = {
     "sink-boundaries": "sink_boundaries.SinkBoundaries",
     "allocate": "allocate.Allocate",
     "split-stages": "split_stages.SplitStages",
+    "shard-tensors": "shard_tensors.ShardTensors",
     "insert-transfers": "insert_transfers.InsertTransfers",
     "lower": "lower.Lower",
 }

@@ -13,13 +13,16 @@ import runpy
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from secc.frontend.reference import GRADIENT_FLOOR, GRADIENT_TOLERANCE, LOSS_TOLERANCE
+from secc.runtime.plan import Plan
+from secc.runtime.plan import load as load_plan
+from secc.runtime.tensor_parallel.shards import Cut
 from secc.runtime.user_model import load
 from tools.train_plain import train
 
@@ -89,12 +92,35 @@ def distributed(plan: Path, world_size: int, steps: int, work: Path, *options: s
     arguments = ["--steps", str(steps), "--log-dir", str(work), "--save", str(work / "saved"), "--workers", "0", *options]
     run(plan, world_size, arguments, {"GRADIENTS": str(gradients)})
     parameters = load_full(work / "saved")
-    parts: dict[str, list[torch.Tensor | None]] = {}
+    parts: dict[str, dict[int, torch.Tensor | None]] = {}
     for file in sorted(gradients.glob("rank*.pt")):
         for name, gradient in torch.load(file).items():
-            parts.setdefault(name, []).append(gradient)
-    found = {name: _joined(held, parameters[name].shape) for name, held in parts.items()}
+            parts.setdefault(name, {})[int(file.stem.removeprefix("rank"))] = gradient
+    made = load_plan(plan)
+    found = {name: _whole(made, name, held, parameters[name].shape) for name, held in parts.items()}
     return Trained([m["loss"] for m in metrics(work)], found, parameters)
+
+
+def _whole(plan: Plan, name: str, held: Mapping[int, torch.Tensor | None], shape: torch.Size) -> torch.Tensor | None:
+    """A parameter's gradient from what each rank has of it: parts of ranks that cut it, or all of it on each of them."""
+    section = next((s for s in plan.sections if s.mesh.tp > 1 and set(held) <= set(s.mesh.ranks)), None)
+    if section is None or name in section.partial:
+        return _joined(list(held.values()), shape)
+    shard = next((s for s in section.shards if s.name == name), None)
+    places = [[held[r] for r in section.mesh.ranks[place :: section.mesh.tp] if r in held] for place in range(section.mesh.tp)]
+    if shard is None:
+        return _joined(places[0], shape)
+    cuts = [Cut(shape, shard.dim, shard.parts, place, section.mesh.tp) for place in range(section.mesh.tp)]
+    own = [_joined(some, cut.local) for some, cut in zip(places, cuts, strict=True)]
+    if all(g is None for g in own):
+        return None
+    whole = torch.zeros(shape)
+    for cut, part in zip(cuts, own, strict=True):
+        assert part is not None
+        sizes = [stop - start for start, stop in cut.ranges]
+        for (start, stop), piece in zip(cut.ranges, part.split(sizes, cut.dim), strict=True):
+            whole.narrow(cut.dim, start, stop - start).copy_(piece)
+    return whole
 
 
 def _joined(held: Sequence[torch.Tensor | None], shape: torch.Size) -> torch.Tensor | None:

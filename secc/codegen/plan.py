@@ -108,7 +108,16 @@ def _section(graph: GraphOp, op: SectionOp, model: plan.ModelRef) -> plan.Sectio
         pipeline=attribute(op, "pipeline", ""),
         stage=attribute(op, "stage", 0),
         in_flight=attribute(op, "in_flight", 0),
+        shards=tuple(_shard(text) for text in attribute(op, "shards", ())),
+        styles=tuple(plan.Style(*text.rsplit(" ", 1)) for text in attribute(op, "styles", ())),
+        partial=attribute(op, "partial", ()),
     )
+
+
+def _shard(text: str) -> plan.Shard:
+    """`"layer.weight 0 8,8"` -> its name, dim and parts."""
+    name, dim, parts = text.split(" ")
+    return plan.Shard(name, int(dim), tuple(int(p) for p in parts.split(",")))
 
 
 def _cost(op: SectionOp) -> plan.Cost:

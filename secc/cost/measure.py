@@ -100,7 +100,7 @@ class _Measuring:
         trials: list[Trial] = []
 
         def at(sizes: dict[str, int]) -> tuple[int, ...]:
-            trials.append(run(block, lambda makes: _arguments(call, sizes, makes), call.no_grad is None, units(block)))
+            trials.append(run(block, lambda makes: arguments(call, sizes, makes), call.no_grad is None, units(block)))
             return tuple(getattr(trials[-1], key) for key in FITTED)
 
         try:
@@ -116,7 +116,7 @@ class _Measuring:
         points: list[list[int]] = []
         try:
             for example in self._examples.of(case, call):
-                at = partial(_arguments, call, example.sizes, values=example.values)
+                at = partial(arguments, call, example.sizes, values=example.values)
                 trials.append(run(block, at, call.no_grad is None, units(block), real=True))
                 points.append([example.sizes[name] for name in names])
         except Exception:  # as above
@@ -149,7 +149,7 @@ def _is_floating(value: SSAValue) -> bool:
     return getattr(torch, tensor(value).torch_dtype).is_floating_point
 
 
-def _arguments(call: CallOp, sizes: Mapping[str, int], makes: Makes, values: Values = NO_VALUES) -> tuple[list[Any], dict[str, Any]]:
+def arguments(call: CallOp, sizes: Mapping[str, int], makes: Makes, values: Values = NO_VALUES) -> tuple[list[Any], dict[str, Any]]:
     """The call's arguments at given sizes: tensors that `makes` makes, and the known values of integers."""
     operands = [values[o] if o in values else _operand(tensor(o), sizes, makes) for o in call.operands]
 

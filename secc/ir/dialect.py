@@ -66,6 +66,10 @@ class GraphOp(LineOp):
         return [op for op in self.body.block.ops if isinstance(op, RewriteOp)]
 
     @property
+    def cuts(self) -> list[CutOp]:
+        return [op for op in self.body.block.ops if isinstance(op, CutOp)]
+
+    @property
     def edges(self) -> list[EdgeOp]:
         return [op for op in self.body.block.ops if isinstance(op, EdgeOp)]
 
@@ -128,6 +132,25 @@ class BlockOp(LineOp):
     KEYWORDS: ClassVar[Keywords] = (
         ("cls", "class", TEXT), ("params", "params", NUMBER), ("trainable", "trainable", NUMBER), ("component", "component", TEXT),
         ("layers", "layers", NUMBER), ("when", "when", TEXTS), ("couples", "couples", TEXT), _AT,
+    )  # fmt: skip
+
+
+@irdl_op_definition
+class CutOp(LineOp):
+    """How a module inside `block` can be cut over `tp` ranks, shown exact (`secc.frontend.cuts`).
+
+    `styles` has "PATH KIND" for each module that works on parts, `shards` "NAME DIM PART,PART,…" for each parameter that is cut, `partial`
+    the whole parameters whose gradients are parts of a sum, `whole` "PATH: REASON" for what stays whole.
+    """
+
+    name = "sec.cut"
+    path, block, tp = prop_def(StringAttr), prop_def(StringAttr), prop_def(IntAttr)
+    styles, shards = prop_def(ArrayAttr[StringAttr]), prop_def(ArrayAttr[StringAttr])
+    partial, whole = prop_def(ArrayAttr[StringAttr]), prop_def(ArrayAttr[StringAttr])
+    HEADLINE: ClassVar[str | None] = "path"
+    KEYWORDS: ClassVar[Keywords] = (
+        ("block", "block", TEXT), ("tp", "tp", NUMBER), ("styles", "styles", TEXTS), ("shards", "shards", TEXTS),
+        ("partial", "partial", TEXTS), ("whole", "whole", TEXTS),
     )  # fmt: skip
 
 
@@ -443,8 +466,8 @@ class ReturnOp(LineOp):
 Sec = Dialect(
     "sec",
     [
-        GraphOp, SymbolOp, PatternOp, KeyOp, BlockOp, TieOp, RewriteOp, SectionOp, CaseOp, BodyOp, InputOp, ParamOp, ConstOp, SizeOp,
-        CallOp, GlueOp, GuardOp, LeafOp, TermOp, TransferOp, EdgeOp, ReceiveOp, SendOp, ReturnOp,
+        GraphOp, SymbolOp, PatternOp, KeyOp, BlockOp, CutOp, TieOp, RewriteOp, SectionOp, CaseOp, BodyOp, InputOp, ParamOp, ConstOp,
+        SizeOp, CallOp, GlueOp, GuardOp, LeafOp, TermOp, TransferOp, EdgeOp, ReceiveOp, SendOp, ReturnOp,
     ],
     [TensorType],
 )  # fmt: skip

@@ -1,10 +1,10 @@
 """The simulator: executes the programs that ranks execute, in modelled time, as the engine executes them.
 
-Computation takes the plan's costs. As in `runtime/comm.py`, a send is posted and never blocks, receives are posted a window ahead of the
-program, a message moves once both its ends are posted and the links are free, and a computation waits for the messages that it consumes.
-A reduction starts when all its ranks have reached it and runs beside what follows; one rank's reductions follow each other. At the end
-of its program a rank waits for its sends and reductions, then all ranks wait for each other (the global norm), then each takes its
-optimizer step.
+Computation takes the plan's costs, and the ranks of a replica compute together. As in `runtime/comm.py`, a send is posted and never
+blocks, receives are posted a window ahead of the program, a message moves once both its ends are posted and the links are free, and a
+computation waits for the messages that it consumes. A reduction starts when all its ranks have reached it and runs beside what follows;
+one rank's reductions follow each other. At the end of its program a rank waits for its sends and reductions, then all ranks wait for each
+other (the global norm), then each takes its optimizer step.
 
 Every simulation checks the schedule first (`runtime/check.py`): completeness, dependencies, order of channels, no deadlock. Events are
 processed in order of time and rank, so the same input gives the same result.
@@ -23,13 +23,15 @@ from secc.runtime.costs import Costs
 from secc.runtime.edges import EdgeLayout
 from secc.runtime.gradients import Holders
 from secc.runtime.plan import Plan
-from secc.runtime.program import Instruction, SampleMeta, Schedule, replica_ranks, returns_gradient
+from secc.runtime.program import Instruction, SampleMeta, Schedule, returns_gradient
+from secc.runtime.routes import bounds, replicas, routes
 from secc.runtime.sizes import combine
 from secc.schedule.traffic import Traffic
 from secc.simulate.events import Compute, Reduction, Simulated, Transfer
 from secc.simulate.network import Network
 
-Key = tuple[str, str, int, int]  # edge, direction, producer's and consumer's micro-batch
+Key = tuple[str, str, int, int, int, int]  # edge, direction, producer's and consumer's micro-batch, sender, receiver
+Job = tuple[str, str, int, int]  # kind, section, micro-batch, rank
 
 
 def simulate(plan: Plan, samples: Sequence[SampleMeta], schedule: Schedule, traffic: Traffic | None = None) -> Simulated:
@@ -74,7 +76,8 @@ class _Machine:
         self.durations = {s.name: costs.of(s, [m.samples for m in schedule.micro_batches[s.name]]) for s in plan.sections}
         self.sections = {s.name: s for s in plan.sections}
         self.messages, self.needs = self._messages()
-        self.ranks = [self._rank(program) for program in schedule.programs]
+        self.ranks = [self._rank(program, rank) for rank, program in enumerate(schedule.programs)]
+        self.joined: dict[tuple[str, str, int], dict[int, tuple[int, int]]] = defaultdict(dict)  # ranks at a job: (waited, may start)
         self.arrived: dict[Holders, list[int]] = defaultdict(list)
         self.wakes = [(0, rank) for rank in range(len(self.ranks))]
         self.compute: list[Compute] = []
@@ -108,7 +111,7 @@ class _Machine:
                 case "F" | "B":
                     return
                 case "SEND":
-                    self.post(self._key(i), time, sent=True)
+                    self.post(self._key(i, index), time, sent=True)
                 case "RECV":
                     rank.passed += 1
                     self.post_receives(index, time)
@@ -122,8 +125,11 @@ class _Machine:
     # -- computation --------------------------------------------------------------------------------------------------------------
 
     def start(self, index: int, i: Instruction) -> bool:
-        """Compute, if the arrival of all that is needed is known; otherwise the rank will be woken by the first that is not."""
-        rank, messages = self.ranks[index], [self.messages[k] for k in self.needs[i.kind, i.section, i.micro]]
+        """Compute, if the arrival of all that is needed is known; otherwise the rank will be woken by the first that is not.
+
+        The last rank of a replica lets the others start, too.
+        """
+        rank, messages = self.ranks[index], [self.messages[k] for k in self.needs[i.kind, i.section, i.micro, index]]
         missing = next((m for m in messages if m.arrival is None), None)
         if missing is not None:
             missing.waiting = True
@@ -132,11 +138,21 @@ class _Machine:
         arrival = last.arrival or 0 if last is not None else 0
         start = max(rank.free, arrival)
         waited = start if arrival <= rank.free or last is None else max(rank.free, last.sent or 0)
-        end = start + self.duration(i)
+        together = self.joined[i.kind, i.section, i.micro]
+        together[index] = waited, start
+        if len(together) < self.sections[i.section].mesh.tp:
+            return False
+        start = max(at for _, at in together.values())
+        for member, (before, _) in together.items():
+            self._compute(member, i, before, start)
+            self.ranks[member].at += member != index  # the caller's own goes on there
+        return True
+
+    def _compute(self, index: int, i: Instruction, waited: int, start: int) -> None:
+        rank, end = self.ranks[index], start + self.duration(i)
         self.compute.append(Compute(index, i.kind, i.section, i.replica, i.stage, i.micro, rank.free, waited, start, end))
         rank.free = end
         heapq.heappush(self.wakes, (end, index))
-        return True
 
     def duration(self, i: Instruction) -> int:
         return self.durations[i.section][i.kind == "B"][i.micro]
@@ -160,41 +176,40 @@ class _Machine:
         if m.sent is None or m.expected is None:
             return
         start, m.arrival = self.network.send(m.sender, m.receiver, m.size, time)
-        self.transfers.append(Transfer(*key, m.sender, m.receiver, m.samples, m.size, m.sent, start, m.arrival))
+        self.transfers.append(Transfer(*key[:4], m.sender, m.receiver, m.samples, m.size, m.sent, start, m.arrival))
         self.ranks[m.sender].sent = max(self.ranks[m.sender].sent, m.arrival)
         if m.waiting:
             heapq.heappush(self.wakes, (time, m.receiver))
 
-    def _messages(self) -> tuple[dict[Key, _Message], dict[tuple[str, str, int], list[Key]]]:
+    def _messages(self) -> tuple[dict[Key, _Message], dict[Job, list[Key]]]:
         """Every message between ranks, and which of them each computation consumes."""
         total = combine([s.sizes for s in self.samples], self.plan.symbols)
         widths = {s.name: total[s.name] for s in self.plan.symbols if s.kind == "width"} if self.plan.widths == "global" else {}
-        place = {
-            (name, m.index): replica_ranks(self.sections[name])[m.replica]
-            for name, micros in self.schedule.micro_batches.items()
-            for m in micros
-        }
+        place = {(n, m.index): replicas(self.sections[n])[m.replica] for n, micros in self.schedule.micro_batches.items() for m in micros}
         messages: dict[Key, _Message] = {}
-        needs: dict[tuple[str, str, int], list[Key]] = defaultdict(list)
+        needs: dict[Job, list[Key]] = defaultdict(list)
         for e in self.plan.edges:
             layout = EdgeLayout(e, self.plan, self.schedule, self.samples, widths)
-            for (src, dst), shared in layout.pairs.items():
-                a, b = place[e.src, src], place[e.dst, dst]
-                if a == b:
-                    continue
-                size, entry = layout.numel((src, dst)) * layout.dtype.itemsize, layout.dtype.itemsize
-                messages[e.name, "fwd", src, dst] = _Message(a, b, shared, size)
-                needs["F", e.dst, dst].append((e.name, "fwd", src, dst))
-                if returns_gradient(e, self.sections):
-                    messages[e.name, "bwd", src, dst] = _Message(b, a, shared, size + entry)  # led by a flag
-                    needs["B", e.src, src].append((e.name, "bwd", src, dst))
+            flag = {"fwd": 0, "bwd": 1}  # gradients are led by a flag
+            for pair, shared in layout.pairs.items():
+                a, b, entries = place[e.src, pair[0]], place[e.dst, pair[1]], layout.numel(pair)
+                ways = [("fwd", ("F", e.dst, pair[1]), routes(a, b))]
+                ways += [("bwd", ("B", e.src, pair[0]), routes(b, a))] if returns_gradient(e, self.sections) else []
+                for direction, used, parts in ways:
+                    for part in parts:
+                        start, stop = bounds(entries, part.index, part.count)
+                        key = (e.name, direction, *pair, part.sender, part.receiver)
+                        size = (stop - start + flag[direction]) * layout.dtype.itemsize
+                        messages[key] = _Message(part.sender, part.receiver, shared, size)
+                        needs[*used, part.receiver].append(key)
         return messages, needs
 
-    def _rank(self, program: Sequence[Instruction]) -> _Rank:
-        return _Rank(program, receives=[self._key(i) for i in program if i.kind == "RECV"])
+    def _rank(self, program: Sequence[Instruction], index: int) -> _Rank:
+        return _Rank(program, receives=[self._key(i, index) for i in program if i.kind == "RECV"])
 
-    def _key(self, i: Instruction) -> Key:
-        return i.edge, i.direction, i.src_micro, i.dst_micro
+    def _key(self, i: Instruction, index: int) -> Key:
+        ends = (index, i.peer) if i.kind == "SEND" else (i.peer, index)
+        return i.edge, i.direction, i.src_micro, i.dst_micro, *ends
 
     # -- the end of the step ------------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ builtin.module {
     %1 = sec.key "input_ids" pads ["1 right 0"] : !sec.tensor<[B, S], i64>
     sec.block "tower" class "Tower" params 303 trainable 3 component "tower" layers 2 when ["pixel_values"] couples "batch norm" at "modèle.py:3" {note = "text"}
     sec.block "lm" class "LM" params 4 trainable 4
+    sec.cut "lm.mlp" block "lm" tp 2 styles ["lm.mlp.up colwise"] shards ["lm.mlp.up.weight 0 8,8"] partial ["lm.norm"] whole ["lm.x: why"]
     sec.tie names ["lm.head.weight", "lm.embed.weight"]
     sec.rewrite "swiglu_mlp" rules ["swiglu"] class "MLP" method "forward" function "act" modules ["lm.mlp"] code ["9 def swiglu_mlp(self, x):", "10     return x"] at "model.py:9"
     sec.section "vision" mode "train" when ["pixel_values"] blocks ["tower"] {dp = 2 : i64}

@@ -79,7 +79,7 @@ def test_an_unfinished_checkpoint_is_not_found(unbroken: Path, tmp_path: Path) -
 def test_weights_of_another_model_are_refused(unbroken: Path, tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     with pytest.raises(UserError, match=r"does not fit the model: 0\.weight: it lacks it"):
-        checkpoint.load_model(unbroken / "saved" / "step_00000005", model)
+        checkpoint.load_model(unbroken / "saved" / "step_00000005", model, {})
 
 
 def test_nothing_left_to_do_is_refused(unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

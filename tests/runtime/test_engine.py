@@ -127,7 +127,7 @@ def test_headers_are_checked() -> None:
         return ""
 
     said = run_ranks(2, target)[1]
-    assert said == f"the header of {Message('h', 'fwd', (0, 0))} from rank 0 differs in samples"
+    assert said == f"the header of {Message('h', 'fwd', (0, 0), 0)} from rank 0 differs in samples and part"
 
 
 SWAPPED = """

@@ -79,17 +79,17 @@ def test_buffers_are_freed_while_the_step_runs(monkeypatch: pytest.MonkeyPatch) 
         transport.begin({"e": _Layout()}, received if rank == 0 else sent, limit=2)  # pyright: ignore[reportArgumentType]
         held: list[int] = []
         for m in range(4):
-            forward = Message("e", "fwd", (m, m))
+            forward = Message("e", "fwd", (m, m), 1 - rank)
             if rank == 0:
-                transport.send(forward, 1, torch.full((4,), float(m)))
+                transport.send(forward, torch.full((4,), float(m)))
                 held.append(len(transport._step.sent))
             else:
                 assert transport.take(forward).tolist() == [m] * 4
                 if m < 2:
-                    transport.send(Message("e", "bwd", (m, m)), 0, torch.ones(5))
+                    transport.send(Message("e", "bwd", (m, m), 0), torch.ones(5))
         if rank == 0:
             for m in (0, 1):
-                transport.take(Message("e", "bwd", (m, m)))
+                transport.take(Message("e", "bwd", (m, m), 1))
                 held.append(len(transport._step.sent))
         transport.finish()
         return [*held, len(transport._step.sent)]

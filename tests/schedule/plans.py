@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 
 from secc.runtime.plan import Cost, Edge, Mesh, ModelRef, Plan, Section, Symbol
 from secc.runtime.program import SampleMeta, owes_backward
+from secc.runtime.routes import replicas
 
 SYMBOLS = (Symbol("B", "rows", "ids", 0), Symbol("S", "width", "ids", 1), Symbol("I", "rows", "images", 0))
 KEYS = ("images", "audio")
 
 
-def section(name, ranks, *, when=(), mode="train", micro_batch=1, forward="100*B", backward="200*B"):
-    mesh = Mesh(tuple(ranks), len(ranks))
+def section(name, ranks, *, when=(), mode="train", micro_batch=1, forward="100*B", backward="200*B", tp=1):
+    mesh = Mesh(tuple(ranks), len(ranks) // tp, 1, tp)
     return Section(name, "", mode, tuple(when), (), (), mesh, micro_batch, cost=Cost(forward, backward))
 
 
@@ -43,6 +44,12 @@ def sample(i, *keys, images=1, length=10):
     return SampleMeta(i, frozenset(keys), {"B": 1, "S": length, "I": images if "images" in keys else 0})
 
 
+def in_lanes(plan):
+    """Whether no two sections share ranks in replicas of different ranks, so that a replica is busy as its first rank is."""
+    groups = [set(ranks) for s in plan.sections for ranks in replicas(s)]
+    return all(a == b or not a & b for a in groups for b in groups)
+
+
 costs = st.sampled_from(["0", "7*B", "B*S", "5*I + 3*S", "max(B*S, 40)"])
 
 
@@ -57,6 +64,7 @@ def pipelines(draw, name, world):
     }
     count = draw(st.sampled_from([1, 1, 2, 3]))
     if count == 1:
+        options["tp"] = draw(st.sampled_from([n for n in range(1, len(first) + 1) if len(first) % n == 0]))
         return [section(name, first, **options, forward=draw(costs), backward=draw(costs))]
     ranks = [first, *(draw(st.permutations(range(world)))[: len(first)] for _ in range(count - 1))]
     in_flight = draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))

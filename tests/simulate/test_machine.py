@@ -6,7 +6,7 @@ import dataclasses
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from secc.runtime.check import ScheduleError
@@ -15,7 +15,7 @@ from secc.runtime.wavefront import schedule, timed_schedule
 from secc.schedule.bounds import schedule_bound
 from secc.simulate.machine import simulate
 from secc.simulate.measures import in_flight, measure, memory_over_time
-from tests.schedule.plans import batches, edge, plan, plans, sample, section
+from tests.schedule.plans import batches, edge, in_lanes, plan, plans, sample, section
 
 IMAGE = ("images",)
 ROW = 32  # bytes of a sample's row on the edges of these plans
@@ -52,6 +52,7 @@ def run(p, samples, order="wavefront"):
 @given(plans(), batches, st.sampled_from(["wavefront", "dataset"]))
 @settings(max_examples=100)
 def test_without_a_cluster_a_step_takes_what_the_order_predicts(p, samples, order):
+    assume(in_lanes(p))
     programs, makespan = timed_schedule(p, samples, order=order)
     assert simulate(p, samples, programs).end == makespan
 

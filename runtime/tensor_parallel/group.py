@@ -1,0 +1,67 @@
+"""The ranks of one replica and the collectives between them.
+
+A group sums and gathers plain tensors; what that means for gradients is in `collectives`. Ranks use a process group; the numeric check of
+a mapping puts threads of one process in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from secc.runtime.plan import Plan
+from secc.runtime.routes import Ranks, replicas
+
+
+class Group(Protocol):
+    """`size` ranks, of which this is number `index`."""
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, which may be written into `tensor`, contiguous."""
+        ...
+
+    def gather(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        """All ranks' 1-D tensors one after the other; `lengths` has the length of each."""
+        ...
+
+
+class ProcessGroup:
+    """A `Group` of processes."""
+
+    def __init__(self, ranks: Ranks, rank: int, group: Any) -> None:
+        self.ranks, self.index, self.size, self._group = ranks, ranks.index(rank), len(ranks), group
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(tensor, group=self._group)
+        return tensor
+
+    def gather(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        most = max(lengths)
+        own = tensor if tensor.numel() == most else torch.cat([tensor, tensor.new_zeros(most - tensor.numel())])
+        parts = [torch.empty_like(own) for _ in lengths]
+        dist.all_gather(parts, own, group=self._group)
+        return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
+
+
+def make_groups(plan: Plan, rank: int) -> dict[str, ProcessGroup]:
+    """The group of this rank's replica of each section that has replicas of several ranks. Collective: on all ranks in the same order."""
+    made: dict[Ranks, Any] = {}
+    found: dict[str, ProcessGroup] = {}
+    for section in plan.sections:
+        for ranks in replicas(section):
+            if len(ranks) == 1:
+                continue
+            if ranks not in made:
+                made[ranks] = dist.new_group(list(ranks))
+            if rank in ranks:
+                found[section.name] = ProcessGroup(ranks, rank, made[ranks])
+    return found

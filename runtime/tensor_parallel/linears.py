@@ -1,0 +1,67 @@
+"""The modules that tensor parallelism knows how to cut: linear maps and embeddings, whatever they are called.
+
+A linear map is `torch.nn.Linear` or the `Conv1D` of GPT-2's kind (its weight is [in, out]); a subclass with a forward of its own is
+not, because nobody knows what it computes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear map: its module, along which dim of the weight its outputs lie, and the module's attributes that hold sizes."""
+
+    module: nn.Module
+    out_dim: int
+    out_name: str
+    in_name: str
+
+    @property
+    def weight(self) -> nn.Parameter:
+        weight = self.module.weight
+        assert isinstance(weight, nn.Parameter)
+        return weight
+
+    @property
+    def bias(self) -> nn.Parameter | None:
+        bias = self.module.bias
+        return bias if isinstance(bias, nn.Parameter) else None
+
+    @property
+    def outputs(self) -> int:
+        return self.weight.shape[self.out_dim]
+
+    @property
+    def inputs(self) -> int:
+        return self.weight.shape[1 - self.out_dim]
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """The map without its bias."""
+        return F.linear(x, self.weight if self.out_dim == 0 else self.weight.t())
+
+    def resize(self, outputs: int, inputs: int) -> None:
+        """Tell the module which sizes its weight has on this rank."""
+        setattr(self.module, self.out_name, outputs)
+        setattr(self.module, self.in_name, inputs)
+
+
+def linear(module: nn.Module) -> Linear | None:
+    """`module` as a linear map, or None."""
+    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+        return Linear(module, 0, "out_features", "in_features")
+    kind = type(module)
+    if kind.__name__ == "Conv1D" and {"nf", "nx"} <= vars(module).keys() and set(dict(module.named_parameters())) == {"weight", "bias"}:
+        return Linear(module, 1, "nf", "nx")
+    return None
+
+
+def embedding(module: nn.Module) -> nn.Embedding | None:
+    """`module` as an embedding whose rows can be cut, or None."""
+    plain = isinstance(module, nn.Embedding) and module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
+    return module if plain else None

@@ -1,0 +1,126 @@
+"""Code written for whole tensors, run on parts: tensors bear marks that say how they are cut, and a mode answers with whole sizes.
+
+A user's attention may say `view(B, T, self.heads, C // self.heads)` or `split(self.width, dim=2)`. Inside a `Shapes` mode the shape of a
+marked tensor reads as that of the whole one, and a size that the code gives is cut down to the rank's part (`rules`). A tensor
+without a mark that meets a marked one is whole: of a dim that the other has a part of, its part is taken.
+
+What has no rule raises `Refused`. That happens when a plan is made, never in a run: a mapping is accepted only after the same code has gone
+through and its gradients were compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from secc.runtime.routes import bounds
+
+_ATTRIBUTE = "_secc_mark"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A tensor is this rank's part of a whole one along `dim`, where the whole one has `parts` entries side by side.
+
+    `sources`: the modules that its values come from, while a mapping is sought.
+    """
+
+    dim: int
+    parts: tuple[int, ...]
+    sources: frozenset[str] = frozenset()
+
+    @property
+    def size(self) -> int:
+        """The entries of the whole tensor along `dim`."""
+        return sum(self.parts)
+
+    def at(self, dim: int, parts: Sequence[int] | None = None) -> Mark:
+        """The mark on another dim."""
+        return replace(self, dim=dim, parts=self.parts if parts is None else tuple(parts))
+
+
+class Refused(Exception):
+    """Code that cannot run on parts: why, and the modules whose outputs it was given parts of.
+
+    `edges` are the places, as fractions of the outputs, at which those would have to be cut into parts for the code to go on.
+    """
+
+    def __init__(self, reason: str, sources: frozenset[str], edges: tuple[tuple[int, int], ...] = ()) -> None:
+        super().__init__(reason)
+        self.reason, self.sources, self.edges = reason, sources, edges
+
+
+def mark(value: Any) -> Mark | None:
+    """The mark of a tensor, None for anything else."""
+    return getattr(value, _ATTRIBUTE, None) if isinstance(value, torch.Tensor) else None
+
+
+def set_mark(value: Any, found: Mark | None) -> Any:
+    """`value` with a mark."""
+    if isinstance(value, torch.Tensor) and (found is not None or hasattr(value, _ATTRIBUTE)):
+        setattr(value, _ATTRIBUTE, found)
+    return value
+
+
+def marks_in(values: Any) -> list[Mark]:
+    """The marks of the tensors in nested values."""
+    return [m for m in map(mark, tree_leaves(values)) if m is not None]
+
+
+def sources_of(marks: Sequence[Mark]) -> frozenset[str]:
+    """All modules that marked values come from."""
+    return frozenset[str]().union(*(m.sources for m in marks))
+
+
+class Shapes(TorchFunctionMode):
+    """Whole sizes on the parts of rank `index` of `count`. `enter` sums the gradients of whole activations that meet parts."""
+
+    def __init__(self, index: int, count: int, enter: Callable[[torch.Tensor], torch.Tensor] = lambda x: x) -> None:
+        super().__init__()
+        self.index, self.count, self._enter = index, count, enter
+
+    def enter(self, whole: torch.Tensor) -> torch.Tensor:
+        """A whole tensor that meets parts: each rank's gradient of it is a part of the sum. Those of parameters are summed once a step."""
+        return whole if isinstance(whole, torch.nn.Parameter) or not whole.requires_grad else self._enter(whole)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        from secc.runtime.tensor_parallel.rules import rule_of
+
+        kwargs = dict(kwargs or {})
+        found = marks_in((args, kwargs))
+        if not found:
+            return func(*args, **kwargs)
+        rule: Callable[..., Any] = rule_of(func)
+        return rule(self, func, args, kwargs, found)
+
+    def length(self, parts: Sequence[int]) -> int:
+        """How many of these entries a rank has; the same on every rank."""
+        return sum(part // self.count for part in parts)
+
+    def whole_shape(self, tensor: torch.Tensor) -> list[int]:
+        """The shape of the whole tensor that this one is a part of."""
+        shape, found = list(tensor.shape), mark(tensor)
+        if found is not None:
+            shape[found.dim] = found.size
+        return shape
+
+    def divided(self, parts: Sequence[int], found: Mark, what: str = "entries") -> None:
+        """Refuse parts that the ranks cannot have equal shares of."""
+        uneven = next((part for part in parts if part % self.count), None)
+        if uneven is not None:
+            raise Refused(f"tp={self.count} does not divide {uneven} {what}", found.sources)
+
+    def part_of(self, whole: torch.Tensor, dim: int, parts: Sequence[int]) -> torch.Tensor:
+        """This rank's part of a whole tensor."""
+        pieces: list[torch.Tensor] = []
+        offset = 0
+        for size in parts:
+            start, stop = bounds(size, self.index, self.count)
+            pieces.append(whole.narrow(dim, offset + start, stop - start))
+            offset += size
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)

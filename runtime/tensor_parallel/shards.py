@@ -1,0 +1,85 @@
+"""Which part of a parameter each rank of a tensor-parallel replica has.
+
+A parameter is cut along one dim. The dim may hold several parts side by side (queries, keys and values of a fused projection, the two
+halves of a gated one); a rank has its share of every part, one after the other, so that the user's code finds each where it looks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+import torch
+from torch import nn
+
+from secc.runtime.plan import Plan, Shard
+from secc.runtime.routes import bounds, replicas
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What rank `index` of `count` has of a tensor of `shape` that is cut along `dim`, whose entries are `parts` side by side."""
+
+    shape: torch.Size
+    dim: int
+    parts: tuple[int, ...]
+    index: int
+    count: int
+
+    @cached_property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """The rank's entries along `dim` as (start, stop), one for each part."""
+        starts = [0, *accumulate(self.parts)]
+        own = (bounds(size, self.index, self.count) for size in self.parts)
+        return tuple((offset + start, offset + stop) for offset, (start, stop) in zip(starts, own, strict=False))
+
+    @property
+    def local(self) -> torch.Size:
+        """The shape of what the rank has."""
+        sizes = list(self.shape)
+        sizes[self.dim] = sum(stop - start for start, stop in self.ranges)
+        return torch.Size(sizes)
+
+    def take(self, whole: torch.Tensor) -> torch.Tensor:
+        """The rank's part of a tensor, in memory of its own."""
+        return torch.cat([whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges], self.dim).contiguous()
+
+    def boxes(self, local: Box) -> Iterator[tuple[Box, int, int]]:
+        """A box of the rank's part as boxes of the whole tensor, each with its place along `dim` in the given one: (box, start, length)."""
+        offsets, sizes = local
+        first, last = offsets[self.dim], offsets[self.dim] + sizes[self.dim]
+        places = [0, *accumulate(stop - start for start, stop in self.ranges)]
+        for (start, _), (begin, end) in zip(self.ranges, pairwise(places), strict=True):
+            a, b = max(first, begin), min(last, end)
+            if a < b:
+                yield (_at(offsets, self.dim, start + a - begin), _at(sizes, self.dim, b - a)), a - first, b - a
+
+
+def _at(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
+    return (*values[:dim], value, *values[dim + 1 :])
+
+
+def cuts_of(plan: Plan, rank: int, shapes: Mapping[str, torch.Size], canonical: Mapping[str, str]) -> dict[str, Cut]:
+    """The parameters, by their first names, of which `rank` has a part. `shapes` are those of whole parameters."""
+    found: dict[str, Cut] = {}
+    for section in plan.sections:
+        ranks = next((r for r in replicas(section) if rank in r), ())
+        for shard in section.shards if len(ranks) > 1 else ():
+            name = canonical[shard.name]
+            found[name] = _cut(shard, shapes[name], ranks.index(rank), len(ranks))
+    return found
+
+
+def _cut(shard: Shard, shape: torch.Size, index: int, count: int) -> Cut:
+    return Cut(shape, shard.dim, shard.parts, index, count)
+
+
+def cut_parameters(model: nn.Module, cuts: Mapping[str, Cut]) -> None:
+    """Leave of each parameter in `cuts` the rank's part. The parameters stay the same objects, so ties stay tied."""
+    params = dict(model.named_parameters())
+    for name, cut in cuts.items():
+        params[name].data = cut.take(params[name].data)

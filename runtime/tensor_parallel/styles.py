@@ -1,0 +1,132 @@
+"""How the user's modules work on parts: their forwards, wrapped with the collectives that make the whole of parts.
+
+    colwise      every rank has some outputs of a linear map; what goes in is whole, what comes out is a part
+    rowwise      every rank has some inputs; what comes out is summed, then the bias is added once
+    gather       colwise, and the outputs are gathered, for a head by vocabulary whose logits the user's code wants whole
+    vocab        every rank has some rows of an embedding; a row that others have counts as zero, and all ranks' rows are summed
+    shapes       the module's code sees whole sizes on parts (`secc.runtime.tensor_parallel.marks`)
+
+Only `forward` is replaced, on the module itself, as recomputation does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from secc.runtime.plan import Plan, Style
+from secc.runtime.routes import bounds
+from secc.runtime.tensor_parallel.collectives import Entrance, gather_last
+from secc.runtime.tensor_parallel.group import Group
+from secc.runtime.tensor_parallel.linears import Linear, embedding, linear
+from secc.runtime.tensor_parallel.marks import Mark, Shapes, set_mark
+
+Forward = Callable[..., Any]
+
+
+def install(plan: Plan, model: nn.Module, groups: Mapping[str, Group]) -> None:
+    """Let the modules of this rank's sections work on their parts. Parameters have been cut already."""
+    for section in plan.sections:
+        if section.name in groups:
+            parts = {s.name: s.parts for s in section.shards}
+            apply(model, section.styles, groups[section.name], parts)
+
+
+def apply(root: nn.Module, styles: Iterable[Style], group: Group, parts: Mapping[str, tuple[int, ...]]) -> None:
+    """Wrap the modules of `styles`, at paths from `root`. `parts` are those of cut parameters, by name."""
+    entrance = Entrance(group)
+    for style in styles:
+        module = root.get_submodule(style.module)
+        make = _STYLES[style.kind]
+        module.forward = make(module, entrance, parts.get(f"{style.module}.weight" if style.module else "weight", ()))
+
+
+def _colwise(module: nn.Module, entrance: Entrance, parts: tuple[int, ...]) -> Forward:
+    found = _linear(module)
+    found.resize(found.outputs, found.inputs)
+    inner = module.forward
+
+    @functools.wraps(inner)
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        out = inner(entrance(x))
+        set_mark(out, Mark(out.ndim - 1, parts))
+        return out
+
+    return forward
+
+
+def _rowwise(module: nn.Module, entrance: Entrance, parts: tuple[int, ...]) -> Forward:
+    found = _linear(module)
+    found.resize(found.outputs, found.inputs)
+
+    @functools.wraps(module.forward)
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        out = entrance.leave(found.product(x))
+        return out if found.bias is None else out + found.bias.to(out.dtype)
+
+    return forward
+
+
+def _gather(module: nn.Module, entrance: Entrance, parts: tuple[int, ...]) -> Forward:
+    found, group = _linear(module), entrance.group
+    found.resize(found.outputs, found.inputs)
+    inner, sizes = module.forward, _sizes(sum(parts), group)
+
+    @functools.wraps(inner)
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return gather_last(inner(entrance(x)), group, sizes)
+
+    return forward
+
+
+def _vocab(module: nn.Module, entrance: Entrance, parts: tuple[int, ...]) -> Forward:
+    found, group = embedding(module), entrance.group
+    assert found is not None
+    start, stop = bounds(sum(parts), group.index, group.size)
+    found.num_embeddings = stop - start
+    if found.padding_idx is not None:
+        found.padding_idx = found.padding_idx - start if start <= found.padding_idx < stop else None
+    inner = module.forward
+
+    @functools.wraps(inner)
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        elsewhere = (ids < start) | (ids >= stop)
+        rows = inner((ids - start).masked_fill(elsewhere, 0))
+        return entrance.leave(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0))
+
+    return forward
+
+
+def _shapes(module: nn.Module, entrance: Entrance, parts: tuple[int, ...]) -> Forward:
+    inner, group = module.forward, entrance.group
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with Shapes(group.index, group.size, entrance):
+            return inner(*args, **kwargs)
+
+    return forward
+
+
+_STYLES: dict[str, Callable[[nn.Module, Entrance, tuple[int, ...]], Forward]] = {
+    "colwise": _colwise,
+    "rowwise": _rowwise,
+    "gather": _gather,
+    "vocab": _vocab,
+    "shapes": _shapes,
+}
+
+
+def _linear(module: nn.Module) -> Linear:
+    found = linear(module)
+    assert found is not None
+    return found
+
+
+def _sizes(total: int, group: Group) -> list[int]:
+    """How many of `total` entries each rank has."""
+    return [stop - start for start, stop in (bounds(total, i, group.size) for i in range(group.size))]

@@ -1,0 +1,149 @@
+"""Writes into a graph how the modules of its blocks can be cut over the ranks of a replica: a `sec.cut` for each module and tp.
+
+The modules are the layers of a block's stacks, or the block itself where it has none; alike layers are sought and shown once. Beside them
+stand embeddings, cut by vocabulary, and heads, whose logits are gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import nn
+from xdsl.dialects.builtin import IntAttr, ModuleOp, StringAttr
+
+from secc.frontend.cuts.find import Mapping_, find, shards
+from secc.frontend.cuts.observe import Observer, made_up, with_values
+from secc.frontend.cuts.verify import Verdict, verify
+from secc.frontend.survey import Survey
+from secc.ir.analysis import number_of
+from secc.ir.dialect import CutOp, GraphOp, TieOp, graph_of, strings, texts
+from secc.runtime.plan import Shard, Style
+from secc.runtime.recompute import units
+from secc.runtime.tensor_parallel.linears import embedding, linear
+from secc.runtime.user_model import UserModel
+
+LARGEST = 1 << 29  # entries of a module that is run here
+HEAD = 2  # a linear map with more outputs than so many times its inputs is a head
+
+
+@dataclass
+class Cutting:
+    """How a module is cut, its paths counted from it."""
+
+    styles: list[Style] = field(default_factory=list[Style])
+    shards: list[Shard] = field(default_factory=list[Shard])
+    partial: tuple[str, ...] = ()
+    whole: dict[str, str] = field(default_factory=dict[str, str])
+
+
+def annotate(module: ModuleOp, meta: nn.Module, model: nn.Module | None, user: UserModel, survey: Survey) -> bool:
+    """Add the cuts of sections with a tp above 1; whether there are any such.
+
+    `meta` is the user's model without weights, `model` one with weights if it fits here.
+    """
+    graph = graph_of(module)
+    wanted = [(block, tp) for s in graph.sections if (tp := int(number_of(s, "tp") or 1)) > 1 for block in strings(s.blocks)]
+    if not wanted:
+        return False
+    layers = {path: m for block, _ in wanted for path, m in _layers(meta, block)}
+    observer = Observer(layers)
+    if model is not None:
+        observer.real(model, user, survey)
+    observer.meta(graph, meta)
+    seeker = _Seeker(meta, model, observer)
+    ties = [strings(op.names) for op in graph.body.block.ops if isinstance(op, TieOp)]
+    for block, count in wanted:
+        for path, _ in _layers(meta, block):
+            _add(graph, block, path, count, seeker.layer(path, count))
+        for path, cutting in _alone(meta, block, ties):
+            _add(graph, block, path, count, cutting)
+    return True
+
+
+def _layers(model: nn.Module, block: str) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a block that are cut each by itself."""
+    names = {m: n for n, m in model.named_modules(remove_duplicate=False)}
+    for unit in units(model.get_submodule(block)):
+        yield names[unit], unit
+
+
+class _Seeker:
+    """Seeks and shows mappings; those of alike modules once."""
+
+    def __init__(self, meta: nn.Module, model: nn.Module | None, observer: Observer) -> None:
+        self.source, self.observer = meta if model is None else model, observer
+        self._known: dict[object, Cutting] = {}
+
+    def layer(self, path: str, count: int) -> Cutting:
+        module = self.source.get_submodule(path)
+        key = (type(module), count, tuple((n, tuple(p.shape)) for n, p in module.named_parameters(remove_duplicate=False)))
+        if key not in self._known:
+            self._known[key] = self._sought(path, module, count)
+        return self._known[key]
+
+    def _sought(self, path: str, module: nn.Module, count: int) -> Cutting:
+        size = sum(p.numel() for p in module.parameters())
+        if path not in self.observer.calls or size > LARGEST:
+            why = "it was not called here" if size <= LARGEST else "it is too large to be shown exact here"
+            return Cutting(whole={p: why for p, m in module.named_modules() if linear(m) is not None})
+        call = self.observer.calls[path]
+        mapping = find(module, call, count)
+        if not mapping.columns:
+            return Cutting(whole=dict(mapping.whole))
+        return self._shown(module, call, count, mapping)
+
+    def _shown(self, module: nn.Module, call: tuple[tuple[object, ...], dict[str, object]], count: int, mapping: Mapping_) -> Cutting:
+        """The mapping as the code runs it on parts, with whole sizes only if it must."""
+        from torch.utils._pytree import tree_map
+
+        module, call = with_values(module), tree_map(made_up, call)
+        cut, verdict = shards(module, mapping), Verdict("")
+        for more in ([], [Style("", "shapes")]):
+            styles = more + mapping.styles()
+            verdict = verify(module, call, count, styles, cut)
+            if not verdict.reason:
+                return Cutting(styles, cut, verdict.partial, dict(mapping.whole))
+        return Cutting(whole=dict(mapping.whole) | dict.fromkeys([*mapping.columns, *mapping.rows], verdict.reason))
+
+
+def _alone(model: nn.Module, block: str, ties: list[tuple[str, ...]]) -> Iterator[tuple[str, Cutting]]:
+    """Embeddings and linear maps of a block that are in none of its layers."""
+    inside = tuple(f"{path}." for path, _ in _layers(model, block))
+    root = model.get_submodule(block)
+    for name, module in root.named_modules():
+        path = ".".join(n for n in (block, name) if n)
+        if f"{path}.".startswith(inside) or any(True for _ in module.children()):
+            continue
+        tied = any(f"{path}.weight" in names for names in ties)
+        table, head = embedding(module), linear(module)
+        if (
+            table is not None
+            and type(module).forward is nn.Embedding.forward
+            and (tied or table.num_embeddings > HEAD * table.embedding_dim)
+        ):
+            yield path, Cutting([Style("", "vocab")], [Shard("weight", 0, (table.num_embeddings,))])
+        elif head is not None and (tied or head.outputs > HEAD * head.inputs):
+            cut = [Shard("weight", head.out_dim, (head.outputs,))] + ([Shard("bias", 0, (head.outputs,))] if head.bias is not None else [])
+            yield path, Cutting([Style("", "gather")], cut)
+        elif table is not None or head is not None:
+            yield path, Cutting(whole={"": "it is small"})
+
+
+def _add(graph: GraphOp, block: str, path: str, count: int, cutting: Cutting) -> None:
+    def at(name: str) -> str:
+        return ".".join(n for n in (path, name) if n)
+
+    op = CutOp.create(
+        properties={
+            "path": StringAttr(path),
+            "block": StringAttr(block),
+            "tp": IntAttr(count),
+            "styles": texts(f"{at(s.module)} {s.kind}" for s in cutting.styles),
+            "shards": texts(f"{at(s.name)} {s.dim} {','.join(map(str, s.parts))}" for s in cutting.shards),
+            "partial": texts(at(n) for n in cutting.partial),
+            "whole": texts(f"{at(p)}: {why}" for p, why in cutting.whole.items()),
+        }
+    )
+    first = graph.cases[0]
+    graph.body.block.insert_op_before(op, first)

@@ -1,0 +1,113 @@
+"""What the parts of a model are called with: arguments of a module's call, by which a mapping is sought and shown.
+
+A model that fits here is run on a small batch and its arguments are taken as they are. Of a larger one each block runs on the meta device,
+and its arguments get random values: for floats any value will do, of integers and truth values only those that code does not depend on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_map
+
+from secc.cost.measure import arguments
+from secc.frontend.cuts.find import Call
+from secc.frontend.survey import Survey
+from secc.ir.dialect import CallOp, GraphOp
+from secc.runtime.user_model import UserModel
+
+ROWS, WIDTH = 2, 8  # sizes of what is made up
+
+
+class Observer:
+    """Collects the first call of each of some modules."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self.modules, self.calls = modules, dict[str, Call]()
+
+    def real(self, model: nn.Module, user: UserModel, survey: Survey) -> None:
+        """Run the model on a small batch of each pattern until every module was called."""
+        for pattern in survey.unions():
+            if self.calls.keys() >= self.modules.keys():
+                return
+            with ExitStack() as stack:
+                self._watch(stack, model, self.modules)
+                model(**user.collate(survey.batches(pattern)[0]))
+
+    def meta(self, graph: GraphOp, model: nn.Module) -> None:
+        """Run each block on the meta device, where its code lets it."""
+        sizes = {name: WIDTH if s.kind.data == "width" else ROWS for name, s in graph.symbols.items()}
+        for case in graph.cases:
+            for op in (op for op in case.ops if isinstance(op, CallOp)):
+                inside = {p: m for p, m in self.modules.items() if p not in self.calls and (p + ".").startswith(op.target.data + ".")}
+                if inside:
+                    self._run_block(op, model, sizes, inside)
+
+    def _run_block(self, op: CallOp, model: nn.Module, sizes: Mapping[str, int], inside: Mapping[str, nn.Module]) -> None:
+        block = model.get_submodule(op.target.data)
+        state = {n: torch.empty_like(t, device="meta").requires_grad_(t.requires_grad) for n, t in _state(block)}
+        with ExitStack() as stack:
+            self._watch(stack, model, inside)
+            try:
+                args, kwargs = arguments(op, sizes, _empty)
+                functional_call(block, state, tuple(args), kwargs)
+            except Exception:  # whatever the user's code does on tensors without values: those modules stay without a call
+                return
+
+    def _watch(self, stack: ExitStack, model: nn.Module, wanted: Mapping[str, nn.Module]) -> None:
+        for path in wanted:
+            hook = model.get_submodule(path).register_forward_pre_hook(
+                lambda module, args, kwargs, path=path: self._note(path, (args, kwargs)), with_kwargs=True
+            )
+            stack.callback(hook.remove)
+
+    def _note(self, path: str, call: Call) -> None:
+        self.calls.setdefault(path, tree_map(_kept, call))
+
+
+def _empty(dims: Sequence[int], strides: Sequence[int], dtype: torch.dtype, grad: bool) -> torch.Tensor:
+    return torch.empty_strided(dims, strides, dtype=dtype, device="meta", requires_grad=grad)
+
+
+def _state(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _kept(value: Any) -> Any:
+    """A copy of an argument; floats that are large enough to be activations keep whether gradients flow to them."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().clone().requires_grad_(value.requires_grad)
+
+
+def made_up(value: Any) -> Any:
+    """An argument with values, for one that has none."""
+    if not isinstance(value, torch.Tensor) or not value.is_meta:
+        return value
+    generator = torch.Generator().manual_seed(value.numel())
+    if value.is_floating_point():
+        return torch.randn(value.shape, generator=generator).to(value.dtype).requires_grad_(value.requires_grad)
+    return torch.ones(value.shape, dtype=value.dtype) if value.dtype == torch.bool else torch.zeros(value.shape, dtype=value.dtype)
+
+
+def with_values(module: nn.Module) -> nn.Module:
+    """A copy of a module on the CPU in which everything has values, made up where it had none."""
+    import copy
+
+    made = copy.deepcopy(module)
+    generator = torch.Generator().manual_seed(0)
+    for owner in made.modules():
+        for key, p in list(owner.named_parameters(recurse=False)):
+            if p.is_meta:
+                values = torch.randn(p.shape, generator=generator) * (p.shape[-1] if p.ndim else 1) ** -0.5
+                setattr(owner, key, nn.Parameter(values, requires_grad=p.requires_grad))
+        for key, b in list(owner.named_buffers(recurse=False)):
+            if b.is_meta:
+                setattr(owner, key, made_up(b))
+    return made

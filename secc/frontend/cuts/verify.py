@@ -1,0 +1,128 @@
+"""Shows a mapping exact: a module on all ranks, as threads, against the whole module: its results and every gradient."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from secc.frontend.cuts.find import Call
+from secc.frontend.cuts.threads import ThreadGroup, run_ranks
+from secc.runtime.plan import Shard, Style
+from secc.runtime.tensor_parallel.shards import Cut
+from secc.runtime.tensor_parallel.styles import apply
+
+TOLERANCE = 1e-5  # of a gradient's own norm, plus
+FLOOR = 1e-7  # of the norm of all: in float64, but a user's code may compute in float32 inside
+SEED = 7
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the comparison showed: `reason` is "" where all is exact; `partial` are whole parameters whose gradients must be summed."""
+
+    reason: str
+    partial: tuple[str, ...] = ()
+
+
+@dataclass
+class _Result:
+    outs: list[torch.Tensor]
+    inputs: list[torch.Tensor | None]
+    gradients: dict[str, torch.Tensor | None]
+
+
+def verify(module: nn.Module, call: Call, count: int, styles: Sequence[Style], shards: Sequence[Shard]) -> Verdict:
+    """Compare `module` cut over `count` ranks with the whole module, for one call."""
+    whole = _wide(module)
+    state = torch.random.get_rng_state()
+    try:
+        expected = _run(copy.deepcopy(whole), call)
+        ranks = run_ranks(count, lambda group: _rank(whole, call, group, styles, shards))
+    except Exception as error:
+        return Verdict(f"its code fails on parts: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+    finally:
+        torch.random.set_rng_state(state)
+    return _compare(expected, ranks, _cuts(whole, shards, count))
+
+
+def _wide(module: nn.Module) -> nn.Module:
+    """A copy in float64 whose parameters all train."""
+    wide = copy.deepcopy(module).double()
+    for p in wide.parameters():
+        p.requires_grad_(p.is_floating_point())
+    return wide
+
+
+def _rank(whole: nn.Module, call: Call, group: ThreadGroup, styles: Sequence[Style], shards: Sequence[Shard]) -> _Result:
+    part = copy.deepcopy(whole)
+    params = dict(part.named_parameters())
+    for name, cuts in _cuts(whole, shards, group.size).items():
+        params[name].data = cuts[group.index].take(params[name].data)
+    apply(part, styles, group, {s.name: s.parts for s in shards})
+    return _run(part, call)
+
+
+def _cuts(module: nn.Module, shards: Sequence[Shard], count: int) -> dict[str, list[Cut]]:
+    shapes = {n: p.shape for n, p in module.named_parameters(remove_duplicate=False)}
+    first: dict[nn.Parameter, str] = {}
+    names = {n: first.setdefault(p, n) for n, p in module.named_parameters(remove_duplicate=False)}
+    return {names[s.name]: [Cut(shapes[s.name], s.dim, s.parts, i, count) for i in range(count)] for s in shards}
+
+
+def _run(module: nn.Module, call: Call) -> _Result:
+    args, kwargs = tree_map(_input, call)
+    generator = torch.Generator().manual_seed(SEED)
+    with torch.enable_grad():
+        outs = [t for t in tree_leaves(module(*args, **kwargs)) if isinstance(t, torch.Tensor)]
+        ends = [t for t in outs if t.requires_grad]
+        torch.autograd.backward(ends, [torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.dtype) for t in ends])
+    inputs = [t.grad for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
+    return _Result([t.detach() for t in outs], inputs, {n: p.grad for n, p in module.named_parameters()})
+
+
+def _input(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    own = value.detach().clone()
+    return own.double().requires_grad_(value.requires_grad) if own.is_floating_point() else own
+
+
+def _compare(expected: _Result, ranks: Sequence[_Result], cuts: Mapping[str, list[Cut]]) -> Verdict:
+    total = sum(float(g.double().square().sum()) for g in [*expected.gradients.values(), *expected.inputs] if g is not None) ** 0.5
+    for found in ranks:
+        if len(found.outs) != len(expected.outs) or not all(map(_alike, found.outs, expected.outs)):
+            return Verdict("its results differ on parts")
+        if not all(_near(a, b, total) for a, b in zip(found.inputs, expected.inputs, strict=True)):
+            return Verdict("gradients of its inputs differ on parts")
+    partial: list[str] = []
+    for name, gradient in expected.gradients.items():
+        own = [r.gradients[name] for r in ranks]
+        if name in cuts:
+            if not all(_near(g, None if gradient is None else c.take(gradient), total) for g, c in zip(own, cuts[name], strict=True)):
+                return Verdict(f"the gradient of {name} differs on parts")
+        elif not all(_near(g, gradient, total) for g in own):
+            if any(g is None for g in own) or not _near(torch.stack([g for g in own if g is not None]).sum(0), gradient, total):
+                return Verdict(f"the gradient of {name} differs on parts")
+            partial.append(name)
+    return Verdict("", tuple(partial))
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not a.is_floating_point():
+        return bool(torch.equal(a, b))
+    finite = torch.isfinite(b)
+    return bool(torch.equal(torch.isfinite(a), finite)) and _near(a[finite], b[finite], 0.0)
+
+
+def _near(a: torch.Tensor | None, b: torch.Tensor | None, total: float) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.shape == b.shape and float((a.double() - b.double()).norm()) <= TOLERANCE * float(b.double().norm()) + FLOOR * total
