@@ -24,8 +24,8 @@ def rule_of(func: Any) -> Rule:
 PLAIN = (
     "dim", "ndimension", "ndim.get", "dtype.get", "device.get", "requires_grad.get", "is_contiguous", "is_floating_point", "element_size",
     "is_cuda.get", "layout.get", "grad_fn.get", "is_complex", "stride", "get_device", "data_ptr", "is_meta.get", "is_leaf.get",
-    "_version.get",    "is_sparse.get", "is_nested.get", "register_hook", "requires_grad_", "__hash__", "type", "is_quantized.get", "is_mps.get", "is_xla.get",
-    "is_cpu.get", "itemsize.get", "retain_grad", "grad.get", "is_inference",
+    "_version.get", "is_sparse.get", "is_nested.get", "register_hook", "requires_grad_", "__hash__", "type", "is_quantized.get",
+    "is_mps.get", "is_xla.get", "is_cpu.get", "itemsize.get", "retain_grad", "grad.get", "is_inference",
 )  # fmt: skip
 MOVES = (
     "transpose",
