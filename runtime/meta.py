@@ -26,18 +26,22 @@ _LOCATING = ("cache_dir", "local_files_only", "revision", "subfolder", "token", 
 
 SMALL = 1 << 16  # entries: what is larger has no values
 
+_NO_VALUES = ("aten::empty", "aten::rand", "aten::normal")
+
 aten = torch.ops.aten
 
 
-def meta_model(user: UserModel, small: bool = False) -> nn.Module:
+def meta_model(user: UserModel, small: bool = False, tables: bool = False) -> nn.Module:
     """`model()` (or `small_model()`) with parameters on the meta device, small ones real, and the ties of the real one.
+
+    With `tables` only what is empty or random has no values: tables that are computed (positions, masks) are real at any size.
 
     Raises UserError as `model()` does, and where there is no `small_model()`.
     """
     with ExitStack() as stack:
         stack.enter_context(_no_weights(user))
         stack.enter_context(torch.random.fork_rng(devices=[]))
-        stack.enter_context(_Small())
+        stack.enter_context(_Small(tables))
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")  # weights that model() loads are not wanted
         model = user.small_model() if small else user.model()
@@ -49,14 +53,22 @@ def meta_model(user: UserModel, small: bool = False) -> nn.Module:
 class _Small(TorchDispatchMode):
     """Makes large tensors on the meta device. An op on a large tensor takes its small arguments to the meta device too."""
 
+    def __init__(self, tables: bool) -> None:
+        super().__init__()
+        self.tables = tables
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         leaves = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if any(t.is_meta for t in leaves):
             return self._on_meta(func, args, kwargs)
-        if not leaves and "device" in (a.name for a in func._schema.arguments) and _entries(func, args, kwargs) > SMALL:
+        if not leaves and self._makes_large(func, args, kwargs):
             kwargs["device"] = torch.device("meta")
         return func(*args, **kwargs)
+
+    def _makes_large(self, func: Any, args: Any, kwargs: Any) -> bool:
+        makes = "device" in (a.name for a in func._schema.arguments) and (not self.tables or func._schema.name.startswith(_NO_VALUES))
+        return makes and _entries(func, args, kwargs) > SMALL
 
     def _on_meta(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A copy out of a large tensor into a small one changes nothing: there are no values to copy."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from secc.runtime.errors import UserError
+from secc.runtime.initial import Init
 from secc.runtime.wavefront import ORDERS
 
 
@@ -16,14 +17,14 @@ from secc.runtime.wavefront import ORDERS
 class Options:
     """What the user asks of a run; None stands for what is not given.
 
-    Without `steps` and `epochs` a run has 100 steps; without `seed` it has the checkpoint's or 0; without `init` weights from the seed.
+    Without `steps` and `epochs` a run has 100 steps, without `seed` the checkpoint's or 0, with an empty `init` weights from the seed.
     """
 
     steps: int | None = None
     epochs: int | None = None
     log_dir: Path | None = None
     seed: int | None = None
-    init: Path | None = None
+    init: Init = ()
     clip: float | None = None
     save: Path | None = None
     save_every: int | None = None
@@ -48,7 +49,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--epochs", type=_at_least(1), metavar="E", help="end after E epochs; the last step has the samples that are left")
     p.add_argument("--log-dir", type=Path, metavar="D", help="where metrics.jsonl is appended to (default: PLAN/logs)")
     p.add_argument("--seed", type=_at_least(0), metavar="S", help="seed of weights, data and random ops (default 0, or the checkpoint's)")
-    p.add_argument("--init", default="seed", metavar="seed|DIR", help="weights: as model() makes them, or safetensors files in DIR")
+    text = "weights: as model() makes them, or safetensors files of the model in DIR, or of the component at PATH (may be repeated)"
+    p.add_argument("--init", action="append", default=[], metavar="seed|DIR|PATH=DIR", help=text)
     p.add_argument("--clip", type=_positive, metavar="X", help="clip the gradients' global norm to X")
     p.add_argument("--save", type=Path, metavar="DIR", help="write checkpoints there, the last step's included")
     p.add_argument("--save-every", type=_at_least(1), metavar="K", help="write one after every K steps")
@@ -66,12 +68,19 @@ def parse(arguments: Sequence[str]) -> Options:
     """The options in run.py's arguments. Raises UserError for what is not one."""
     values = vars(parser().parse_args(list(arguments)))
     init = values.pop("init")
-    options = Options(**values, init=None if init == "seed" else Path(init))
+    options = Options(**values, init=() if init == ["seed"] else tuple(map(_source, init)))
     if options.steps is not None and options.epochs is not None:
         raise UserError("--steps and --epochs both say where the run ends", remedy="give one of them")
     if options.save_every is not None and options.save is None:
         raise UserError("--save-every needs --save DIR", remedy="say where the checkpoints go")
     return options
+
+
+def _source(text: str) -> tuple[str, Path]:
+    """DIR, or PATH=DIR where what stands before the first = could be a module path and is no directory."""
+    path, equals, directory = text.partition("=")
+    named = bool(equals) and all(part.isidentifier() or part.isdecimal() for part in path.split(".")) and not Path(text).exists()
+    return (path, Path(directory)) if named else ("", Path(text))
 
 
 def _at_least(low: int) -> Callable[[str], int]:

@@ -1,35 +1,34 @@
 """The model on a rank: built as the user builds it, held only where a section of the rank needs it, and shown to be the plan's.
 
-Every rank builds the whole model from the same seed, keeps the parameters of its own sections and puts the others on the meta
-device, where they cost nothing and cannot be read by mistake. Parameters that no section uses stay on rank 0, so that a checkpoint
-holds the user's whole state dict. Buffers stay everywhere: they are small, and glue may read them.
+Weights come from the seed, as `model()` makes them, or from files. Of a large model one rank of a node builds all and hands out what the
+others hold; from files, every rank reads what it holds. The parameters of other ranks' sections are on the meta device, where they cost
+nothing and cannot be read by mistake. Parameters that no section uses stay on rank 0, so that a checkpoint holds the user's whole state
+dict. Buffers stay everywhere: they are small, and glue may read them.
 """
 
 from __future__ import annotations
 
 import difflib
 import hashlib
-import json
-import struct
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from secc.runtime import user_model
+from secc.runtime import initial, user_model
 from secc.runtime.errors import UserError
+from secc.runtime.handout import Node, hand_out, loose, receive
+from secc.runtime.initial import Init
+from secc.runtime.meta import meta_model
 from secc.runtime.plan import Plan
 from secc.runtime.seeding import seeded
 from secc.runtime.user_model import UserModel
 
 SOURCE_COPY = "model.py.txt"  # in the plan directory: the model file that the plan was made from
 _DIFF_LINES = 40
-_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32,
-    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
+OWN_COPY = 1 << 25  # bytes: a model up to this size is built by every rank, which is quicker than to receive it
 
 
 def load_user_model(plan: Plan, directory: Path) -> UserModel:
@@ -46,18 +45,66 @@ def load_user_model(plan: Plan, directory: Path) -> UserModel:
     return user_model.load(path)
 
 
-def build_model(plan: Plan, user: UserModel, rank: int, device: torch.device, seed: int, init: Path | None = None) -> nn.Module:
-    """What `model()` gives after `torch.manual_seed(seed)`, or with the weights of the safetensors files in `init`; held for `rank`.
+def build_model(plan: Plan, user: UserModel, rank: int, device: torch.device, seed: int, init: Init = ()) -> nn.Module:
+    """What `model()` gives after `torch.manual_seed(seed)`, or with the weights that `init` names; held for `rank`.
 
-    Raises UserError if the model's parameters are not those of the plan, or `init` lacks some that this rank holds.
+    Collective over the ranks of a node if the model is large. Raises UserError if its parameters are not those of the plan, or `init` lacks
+    some.
     """
+    node = Node.here(rank)
+    if init:
+        model = _bare(plan, user, seed)
+        _check_buffers(model, user)
+        hold(model, names_of_rank(plan, model, rank), device, values=False)
+        initial.load(model, init, canonical_names(model), report=rank == 0)
+    elif node.builds or _size(plan) <= OWN_COPY:
+        model = _built(plan, user, seed)
+        if node.receivers() and _size(plan) > OWN_COPY:
+            hand_out(node, model, {r: names_of_rank(plan, model, r) for r in node.receivers()})
+        hold(model, names_of_rank(plan, model, rank), device)
+    else:
+        model = _bare(plan, user, seed)
+        hold(model, names_of_rank(plan, model, rank), device, values=False)
+        receive(node, model, names_of_rank(plan, model, rank))
+    return model
+
+
+def _built(plan: Plan, user: UserModel, seed: int) -> nn.Module:
     with seeded(seed):
         model = user.model()
     check_parameters(plan, model)
-    hold(model, names_of_rank(plan, model, rank), device)
-    if init is not None:
-        load_safetensors(model, init)
     return model
+
+
+def _bare(plan: Plan, user: UserModel, seed: int) -> nn.Module:
+    """The model without weights, but with those buffers that model() computes of nothing stored or random."""
+    with seeded(seed):
+        model = meta_model(user, tables=True)
+    check_parameters(plan, model)
+    return model
+
+
+def _check_buffers(model: nn.Module, user: UserModel) -> None:
+    """Refuse a model with a large buffer that no file has and whose values were not computed."""
+    stored = model.state_dict(keep_vars=True)
+    for name, buffer in model.named_buffers():
+        if name not in stored and buffer.is_meta:
+            message = f"--init: the buffer {name} is not saved with the model, and model() draws it at random or fills it piece by piece"
+            raise UserError(
+                message, user.place("model"), "register it with persistent=True, or make it with torch.zeros, arange and the like"
+            )
+
+
+def _size(plan: Plan) -> int:
+    """The bytes of all parameters; tied ones count under each name."""
+    return sum(_bytes(text) for text in plan.model.parameters.values())
+
+
+def _bytes(text: str) -> int:
+    """The bytes of a parameter from its text in the plan, "float32[64, 64] train"."""
+    dtype, _, rest = text.partition("[")
+    shape = [int(n) for n in rest.partition("]")[0].split(",") if n.strip()]
+    return math.prod(shape) * getattr(torch, dtype).itemsize
 
 
 def parameter_table(model: nn.Module) -> dict[str, str]:
@@ -111,70 +158,30 @@ def owners(plan: Plan, model: nn.Module) -> dict[str, int]:
     return {n: ranks.get(canonical[n], 0) if n in canonical else of_block(n) for n in model.state_dict()}
 
 
-def hold(model: nn.Module, names: Iterable[str], device: torch.device) -> None:
-    """Move the parameters `names` and all buffers to `device`, and every other parameter to meta. Ties stay tied."""
+def hold(model: nn.Module, names: Iterable[str], device: torch.device, values: bool = True) -> None:
+    """Put the parameters `names` and all buffers onto `device`, and every other parameter onto meta. Ties stay tied.
+
+    Without `values` the parameters get room for some, and so do buffers and tensors in attributes that have none.
+    """
     wanted = set(names)
     moved: dict[nn.Parameter, nn.Parameter] = {}
     for name, param in model.named_parameters():
-        if name in wanted:
+        if name in wanted and values:
             param.data = param.data.to(device)
         else:
-            moved[param] = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
+            room = torch.empty_like(param, device=device if name in wanted else "meta")
+            moved[param] = nn.Parameter(room, requires_grad=param.requires_grad)
     for module in model.modules():
         for key, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if param in moved:
                 module.register_parameter(key, moved[param])
         for key, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
-            setattr(module, key, buffer.to(device))
+            setattr(module, key, _on(buffer, device))
+    if not values:
+        for module, key, tensor in list(loose(model)):
+            setattr(module, key, _on(tensor, device))
 
 
-def load_safetensors(model: nn.Module, directory: Path) -> None:
-    """Read what this rank holds from the safetensors files in `directory`, by the user's names; a tied parameter under any of them."""
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise UserError("--init: no *.safetensors file there", str(directory), "give a directory of safetensors files, or `--init seed`")
-    stored = {name: (file, entry) for file in files for name, entry in _index(file)}
-    canonical = canonical_names(model)
-    names: dict[str, list[str]] = {}
-    for name in model.state_dict(keep_vars=True):
-        names.setdefault(canonical.get(name, name), []).append(name)
-    state = model.state_dict()
-    for first, aliases in names.items():
-        found = next((stored[a] for a in aliases if a in stored), None)
-        target = state[first]
-        if not isinstance(target, torch.Tensor) or target.is_meta:
-            continue
-        if found is None or found[1].shape != tuple(target.shape):
-            reason = "is missing" if found is None else f"has shape {list(found[1].shape)}, not {list(target.shape)}"
-            raise UserError(f"--init: {first} {reason}", str(directory), "give weights that were saved from this model")
-        target.copy_(found[1].read(found[0]))
-
-
-class _Entry:
-    """Where a tensor lies in a safetensors file."""
-
-    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], begin: int, end: int) -> None:
-        self.dtype, self.shape, self.begin, self.end = dtype, shape, begin, end
-
-    def read(self, file: Path) -> torch.Tensor:
-        if self.begin == self.end:
-            return torch.empty(self.shape, dtype=self.dtype)
-        with file.open("rb") as f:
-            f.seek(self.begin)
-            return torch.frombuffer(bytearray(f.read(self.end - self.begin)), dtype=self.dtype).view(self.shape)
-
-
-def _index(file: Path) -> Iterator[tuple[str, _Entry]]:
-    """The tensors of a safetensors file: a 64-bit header length, the header as JSON, the values."""
-    try:
-        with file.open("rb") as f:
-            (length,) = struct.unpack("<Q", f.read(8))
-            if length > file.stat().st_size:
-                raise ValueError("its header does not end")
-            header = json.loads(f.read(length))
-        for name, entry in header.items():
-            if name != "__metadata__":
-                begin, end = (8 + length + offset for offset in entry["data_offsets"])
-                yield name, _Entry(_DTYPES[entry["dtype"]], tuple(entry["shape"]), begin, end)
-    except (OSError, ValueError, KeyError, struct.error) as error:
-        raise UserError(f"--init: not a safetensors file that can be read ({error})", str(file), "write it anew") from None
+def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor, or room for one without values, on `device`."""
+    return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)

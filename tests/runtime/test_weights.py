@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 def build(rank: int, init: Path | None = None) -> torch.nn.Module:
     plan = dataclasses.replace(make_plan(APART), labels_key="")
-    return build_model(plan, load_user_model(plan, FIXTURE), rank, CPU, seed=3, init=init)
+    return build_model(plan, load_user_model(plan, FIXTURE), rank, CPU, seed=3, init=(("", init),) if init else ())
 
 
 def plain_state(seed: int) -> dict[str, torch.Tensor]:
@@ -67,7 +67,11 @@ def test_init_reads_safetensors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("tensors", "message"),
-    [(None, "no \\*.safetensors file"), ({}, "is missing"), ({"spare": torch.zeros(7)}, "spare has shape \\[7\\], not \\[3\\]")],
+    [
+        (None, "no \\*.safetensors file"),
+        ({}, "16 of 16 tensors are missing: spare, embed.weight, encoder.gate and 13 more"),
+        ({"spare": torch.zeros(7)}, "spare has shape \\[7\\], not \\[3\\]"),
+    ],
 )
 def test_init_refuses_other_weights(tmp_path: Path, tensors: dict[str, torch.Tensor] | None, message: str) -> None:
     if tensors is not None:

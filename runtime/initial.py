@@ -1,0 +1,135 @@
+"""The weights of `--init`: which stored tensor each parameter and buffer of the user's model is read from.
+
+    --init DIR          the whole model, by its own names; a subdirectory that has the name of a component holds that component
+    --init PATH=DIR     the component at a module path; may be given several times
+
+A component's checkpoint mostly comes from elsewhere. Its names may have a prefix more or less than the component's own (`model.layers…` or
+`layers…`), and Hugging Face's hub has names from before its models were rearranged, which its own tables translate.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from secc.runtime.errors import UserError
+from secc.runtime.safetensors import Entry, entries
+
+Init = tuple[tuple[str, Path], ...]  # (module path, "" for the whole model; directory)
+_SHOWN = 3  # names in a message
+
+
+def load(model: nn.Module, init: Init, aliases: Mapping[str, str], report: bool = False) -> None:
+    """Read what this rank holds of the model: every tensor of its state dict that is not on the meta device, ties once.
+
+    `aliases` gives each parameter name the first of its names. All ranks look for all tensors, so that all refuse the same. With
+    `report`, names that the model has no place for are written to stderr. Raises UserError for weights that are missing or do not fit.
+    """
+    state = {name: t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
+    names: dict[str, list[str]] = {}
+    for name in state:
+        names.setdefault(aliases.get(name, name), []).append(name)
+    stored, spare = _find(model, init, state)
+    found = {first: next((stored[n] for n in several if n in stored), None) for first, several in names.items()}
+    _check(state, found, init)
+    if report and spare:
+        sys.stderr.write(f"--init: {len(spare)} stored tensors have no place in the model: {_some(spare)}\n")
+    for first, entry in found.items():
+        if entry is not None and not state[first].is_meta:
+            with torch.no_grad():
+                entry.read_into(state[first])
+
+
+def _check(state: Mapping[str, torch.Tensor], found: Mapping[str, Entry | None], init: Init) -> None:
+    for name, entry in found.items():
+        if entry is not None and entry.shape != tuple(state[name].shape):
+            message = f"--init: {name} has shape {list(entry.shape)}, not {list(state[name].shape)}"
+            raise UserError(message, str(entry.file), "give weights that were saved from this model")
+    where = ", ".join(str(directory) for _, directory in init)
+    missing = [name for name, entry in found.items() if entry is None]
+    if missing:
+        remedy = "give weights that were saved from this model, or those of each component: --init PATH=DIR"
+        raise UserError(f"--init: {len(missing)} of {len(found)} tensors are missing: {_some(missing)}", where, remedy)
+
+
+def _find(model: nn.Module, init: Init, state: Mapping[str, torch.Tensor]) -> tuple[dict[str, Entry], list[str]]:
+    """Each name of the state dict -> its entry, and the stored names without a place. Later sources go before earlier ones."""
+    found: dict[str, Entry] = {}
+    spare: list[str] = []
+    for path, directory in _sources(model, init):
+        prefix = f"{path}." if path else ""
+        wanted = {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}
+        stored = entries(directory)
+        places = _places(model.get_submodule(path), wanted, list(stored))
+        found |= {prefix + places[name]: entry for name, entry in stored.items() if name in places}
+        spare += [f"{directory.name}/{name}" for name in stored if name not in places]
+    return found, spare
+
+
+def _sources(model: nn.Module, init: Init) -> Iterator[tuple[str, Path]]:
+    """Where the weights of which module are, whole models before their components."""
+    modules = {name for name, _ in model.named_modules()}
+    for path, directory in init:
+        if path not in modules:
+            raise UserError(f"--init: the model has no module {path!r}", str(directory), f"modules are {_some(sorted(modules - {''}))}")
+        below = [d for d in sorted(directory.glob("*")) if d.is_dir() and any(d.glob("*.safetensors"))] if directory.is_dir() else []
+        named = [(".".join(filter(None, (path, d.name))), d) for d in below]
+        parts = [(name, d) for name, d in named if name in modules]
+        if any(directory.glob("*.safetensors")):
+            yield path, directory
+        elif not parts:
+            other = next((p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in directory.glob(pattern)), "")
+            remedy = f"turn {other} into safetensors" if other else "give a directory of safetensors files, or `--init seed`"
+            raise UserError("--init: no *.safetensors file there", str(directory), remedy)
+        yield from parts
+
+
+def _places(module: nn.Module, wanted: Mapping[str, torch.Tensor], stored: list[str]) -> dict[str, str]:
+    """Stored name -> name in the module, in the way of reading that finds most of the module: as they are, if that finds all."""
+    best: dict[str, str] = {}
+    for names in _ways(module, wanted, stored):
+        places = {old: new for old, new in names.items() if new in wanted}
+        if len(set(places.values())) > len(set(best.values())):
+            best = places
+        if len(set(best.values())) == len(wanted):
+            break
+    return best
+
+
+def _ways(module: nn.Module, wanted: Iterable[str], stored: list[str]) -> Iterator[dict[str, str]]:
+    yield {name: name for name in stored}
+    for first in dict.fromkeys(name.split(".")[0] for name in stored):
+        yield {name: name.removeprefix(f"{first}.") for name in stored}
+    own = set(wanted)
+    for first in dict.fromkeys(name.split(".")[0] for name in own):
+        yield {name: f"{first}.{name}" if f"{first}.{name}" in own else name for name in stored}
+    yield _translated(module, stored)
+
+
+def _translated(module: nn.Module, stored: list[str]) -> dict[str, str]:
+    """The names by Hugging Face's own tables, where the module is theirs. Tensors that would have to be joined are left out."""
+    base = sys.modules.get("transformers.modeling_utils")
+    if base is None or not isinstance(module, base.PreTrainedModel):
+        return {}
+    try:
+        tables = importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(module)
+        loading = importlib.import_module("transformers.core_model_loading")
+        renamings = [t for t in tables if isinstance(t, loading.WeightRenaming)]
+        converters = [t for t in tables if isinstance(t, loading.WeightConverter)]
+        state = module.state_dict()
+        named = {n: loading.rename_source_key(n, renamings, converters, module.base_model_prefix, state) for n in stored}
+    except (ImportError, AttributeError, TypeError):
+        return {}  # a release that keeps its tables elsewhere
+    return {old: new for old, (new, joined) in named.items() if joined is None}
+
+
+def _some(names: Iterable[str]) -> str:
+    """The first names, and how many there are beside them."""
+    listed = list(names)
+    more = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
+    return ", ".join(listed[:_SHOWN]) + more
