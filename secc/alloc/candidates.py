@@ -22,7 +22,7 @@ from secc.cost.load import Crossing, Pattern, crossings, is_active, micro_batch,
 from secc.cost.memory import Memory, memory
 from secc.cost.section import SectionCost, section_cost
 from secc.errors import UserError
-from secc.ir.dialect import GraphOp, SectionOp
+from secc.ir.dialect import GraphOp, SectionOp, strings
 from secc.runtime.expr import evaluate
 from secc.runtime.sends import SENDS
 
@@ -148,10 +148,17 @@ def replica_of(work: Workload, load: Load, pins: Pins, ranks: int) -> Load:
     if tp * pp > ranks:
         message = f"{load.name}.tp={tp} with pp={pp} is impossible: a replica would need {tp * pp} ranks, and there are {ranks}"
         raise UserError(message, remedy="set smaller ones, or give more ranks")
-    if pp > max(1, load.cost.layers):
-        message = f"{load.name}.pp={pp} is impossible: the section has {load.cost.layers} layers to cut between"
-        raise UserError(message, remedy=f"set {load.name}.pp to at most {max(1, load.cost.layers)}")
+    layers = max(load.cost.layers, _declared_layers(work.graph, load.section))
+    if pp > max(1, layers):
+        message = f"{load.name}.pp={pp} is impossible: the section has {layers} layers to cut between"
+        raise UserError(message, remedy=f"set {load.name}.pp to at most {max(1, layers)}")
     return on_rank(load, tp, pp, work.cluster)
+
+
+def _declared_layers(graph: GraphOp, section: SectionOp) -> int:
+    """The layers of the stacks that the section's blocks belong to, also where they could not be measured."""
+    blocks = [graph.blocks[path] for path in strings(section.blocks)]
+    return sum({b.component: b.layers.data for b in blocks if b.layers is not None}.values())
 
 
 def ways_to_run(work: Workload, load: Load, pins: Pins) -> list[tuple[str, str]]:
