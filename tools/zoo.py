@@ -3,6 +3,7 @@
 python -m tools.zoo                          every architecture, checked and run on three ranks
 python -m tools.zoo llava whisper            some of them
 python -m tools.zoo --family audio --no-run  one family, compiled and checked only
+python -m tools.zoo --fuse                   with fused operators
 
 For each architecture: whether its glue is generic, re-recorded or hidden in a block, its sections, and `exact` or the first line of the
 error. Failures are then listed by cause. Every model goes the way of a user's model file.
@@ -64,6 +65,7 @@ class Row:
     check: str = SKIPPED
     run: str = SKIPPED
     notes: tuple[str, ...] = ()
+    fused: tuple[str, ...] = ()
     seconds: float = 0.0
 
     @property
@@ -77,7 +79,7 @@ class Row:
         return next((cause for sign, cause in CAUSES if re.search(sign, self.error)), "other") if self.error else ""
 
 
-def look(entry: Entry, ranks: int = RANKS, run: bool = True) -> Row:
+def look(entry: Entry, ranks: int = RANKS, run: bool = True, fuse: bool | None = None) -> Row:
     """Compile, check and, unless told otherwise, run one architecture."""
     row, start = Row(entry.name, entry.family), time.perf_counter()
     with tempfile.TemporaryDirectory() as name:
@@ -85,8 +87,9 @@ def look(entry: Entry, ranks: int = RANKS, run: bool = True) -> Row:
         (folder / f"{entry.name}.py").write_text(entry.source())
         model = recording_model(entry.name, folder, folder)
         try:
-            compiled = compile_model(model, Options(cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH))
+            compiled = compile_model(model, Options(cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, fuse=fuse))
             row.glue, row.sections = glue(compiled), {s.name: s.mode for s in compiled.plan.sections}
+            row.fused = tuple(dict.fromkeys(f.rule if not f.why else f"{f.rule}: {f.why}" for f in compiled.plan.fusions)) if fuse else ()
             row.notes = tuple(compiled.plan.checks.get("notes", ()))
             compiled = checked(compiled, required=True)
             row.check = EXACT
@@ -131,6 +134,12 @@ def table(rows: Sequence[Row]) -> str:
         if r.error:
             causes[r.cause].append(r.name)
     lines += [f"- {cause}: {', '.join(names)}" for cause, names in sorted(causes.items(), key=lambda c: -len(c[1]))]
+    fused: dict[str, list[str]] = defaultdict(list)
+    for r in rows:
+        for rule in r.fused:
+            fused[rule].append(r.name)
+    lines += ["", "Fusion rules, and why they did not match:"] if fused else []
+    lines += [f"- {rule}: {', '.join(names)}" for rule, names in sorted(fused.items())]
     return "\n".join(lines)
 
 
@@ -150,6 +159,7 @@ def main() -> int:
     parser.add_argument("--family", help="only architectures of this family")
     parser.add_argument("--ranks", type=int, default=RANKS, help="gloo ranks of a run")
     parser.add_argument("--no-run", action="store_true", help="compile and check only")
+    parser.add_argument("--fuse", action="store_true", default=None, help="with fused operators, and which rules matched")
     parser.add_argument("--list", action="store_true", help="print the names and end")
     parser.add_argument("--json", type=Path, help="write the rows to this file too")
     options = parser.parse_args()
@@ -162,7 +172,7 @@ def main() -> int:
         return 0
     rows = list[Row]()
     for entry in chosen:
-        rows.append(look(entry, options.ranks, not options.no_run))
+        rows.append(look(entry, options.ranks, not options.no_run, options.fuse))
         print(f"{rows[-1].seconds:6.1f} s  {entry.name:24} {rows[-1].error or EXACT}", file=sys.stderr, flush=True)
     print(table(rows))
     if options.json:

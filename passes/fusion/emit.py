@@ -139,7 +139,7 @@ class Emitter:
         hidden = self.hidden(logits, logits.scale)
         label, ignore = self.label(piece, tensor(hidden).shape[:-1])
         operands = [hidden, self.weight(logits), label]
-        options = {"ignore_index": ignore, "label_smoothing": piece.smoothing, "softcap": logits.softcap}
+        options: dict[str, object] = {"ignore_index": ignore, "label_smoothing": piece.smoothing, "softcap": logits.softcap}
         if (bias := self.bias(logits)) is not None:
             operands.append(bias)
             options = {"bias": template.Ref(3)} | options
@@ -214,7 +214,7 @@ def _before(op: Operation, other: Operation) -> bool:
     return op.is_before_in_block(other)
 
 
-def _call(view: View, shape: tuple[Expr, ...], tail: int) -> tuple[str, str]:
+def _call(view: View, shape: Sequence[Expr | int], tail: int) -> tuple[str, str]:
     """The ATen op and arguments of a view on a tensor with `tail` dims behind its rows."""
     kind = TensorType.of(shape, "f32")
     match view.op:

@@ -13,6 +13,9 @@ from secc.ir.dialect import graph_of
 from secc.ir.types import TensorType
 
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
 def note_linear(module: ModuleOp, model: nn.Module) -> None:
     """Put the types of `weight` and `bias` on each block that is a plain `nn.Linear`. `model` is the user's, on any device."""
     for path, block in graph_of(module).blocks.items():
@@ -24,5 +27,6 @@ def note_linear(module: ModuleOp, model: nn.Module) -> None:
 
 
 def _plain(layer: nn.Module) -> bool:
-    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-    return type(layer) is nn.Linear and not any(hooks) and not parametrize.is_parametrized(layer) and "forward" not in vars(layer)
+    own = vars(layer)
+    changed = any(own.get(name) for name in _HOOKS) or "forward" in own or parametrize.is_parametrized(layer)
+    return type(layer) is nn.Linear and not changed

@@ -20,6 +20,7 @@ PAGES = (
     "docs/tutorial.md",
     "docs/troubleshooting.md",
     "docs/architecture.md",
+    "docs/fusion.md",
     "docs/kernels.md",
     "docs/zoo.md",
 )
@@ -51,7 +52,9 @@ def options(root: Path) -> set[str]:
     assert isinstance(commands, cli.Commands)
     context = commands.make_context("secc", [], resilient_parsing=True)
     found = [commands.get_command(context, name) for name in cli.COMMANDS]
-    known = {option for command in found if command for parameter in command.params for option in parameter.opts}
+    known = {
+        option for command in found if command for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)
+    }
     known |= set(run_options.parser()._option_string_actions)
     scripts = [*root.glob("examples/*.py"), *root.glob("tools/*.py"), *root.glob("tools/*.sh")]
     return known | {option for script in scripts for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", script.read_text())}
