@@ -12,7 +12,6 @@ from xdsl.dialects.builtin import ModuleOp
 from secc.ir.dialect import graph_of
 from secc.ir.types import TensorType
 
-
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
