@@ -21,6 +21,7 @@ from torch import nn
 from secc.runtime.errors import UserError
 from secc.runtime.fusion import operators
 from secc.runtime.plan import Rewrite
+from secc.runtime.recorder.fakes import is_fake
 
 FILE = "sections/fused.py"
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -71,7 +72,10 @@ def _replacements(model: nn.Module, rewrites: tuple[Rewrite, ...], source: str) 
             if rewrite.method in vars(module):
                 raise UserError(f"{path} has a {rewrite.method} of its own, the plan was made without", remedy="compile the model again")
             if rewrite.function:
-                called = inspect.unwrap(own.__func__).__globals__[rewrite.function]
+                called = inspect.unwrap(own.__func__).__globals__.get(rewrite.function)
+                if called is None:
+                    message = f"{rewrite.cls}.{rewrite.method} calls no {rewrite.function}, as it did when the plan was made"
+                    raise UserError(message, remedy="compile the model again")
                 names = found.setdefault((path, rewrite.method), (module, {}))[1]
                 names[rewrite.function] = _for_plain(called, _compiled(trees[rewrite.name], rewrite, called), None)
             else:
@@ -111,7 +115,7 @@ def _for_plain(own: Own, fused: Own, module: nn.Module | None) -> Own:
     weights = module._parameters.values() if module is not None else ()
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        plain = all(type(a) in _PLAIN for a in (*args, *kwargs.values(), *weights) if isinstance(a, torch.Tensor))
+        plain = all(type(a) in _PLAIN or is_fake(a) for a in (*args, *kwargs.values(), *weights) if isinstance(a, torch.Tensor))
         if plain and len(args) <= most and names.issuperset(kwargs):
             return fused(*args, **kwargs)
         return own(*args, **kwargs)

@@ -172,7 +172,12 @@ class Mixed(Holder):
         self.down.to(torch.bfloat16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down((F.silu(self.gate(x)) * self.up(x)).to(torch.bfloat16))
+        return self.down((F.silu(self.gate(x)) * self.up(x)).to(self.down.weight.dtype))
+
+
+class Training(Holder):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(F.silu(self.gate(x)) * self.up(x), 0.1, self.training)
 
 
 REFUSED = [
@@ -184,7 +189,8 @@ REFUSED = [
     (Writes, "it writes to last"),
     (InPlace, "it changes a tensor in place (*=)"),
     (Rounded, "swiglu: the value is float32[3, 5, 24] instead of float64[3, 5, 24]"),
-    (Mixed, "its parameters have several dtypes (bfloat16, float32)"),
+    (Mixed, "it reads dtypes, and its parameters have several (bfloat16, float32)"),
+    (Training, "it cannot be traced: it reads self.training, which may change"),
 ]
 
 

@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -141,8 +141,8 @@ class _Search:
         code = code_of(function)
         where = place_of(code) if code is not None else ""
         try:
-            if module is not None:
-                _check(module)
+            if module is not None and code is not None:
+                _check(module, code)
             graph = trace()
             tensors: Mapping[str, torch.Tensor] = tensors_of(module) if module is not None else {}
             found, missed = rewrite(graph, tensors, self._skip)
@@ -167,11 +167,12 @@ def _may_rebind(cls: type, method: str) -> bool:
     return True
 
 
-def _check(module: nn.Module) -> None:
-    """Refuse what a rewritten module would do differently in ways that no trace shows."""
+def _check(module: nn.Module, code: CodeType) -> None:
+    """Refuse what a rewritten module would do differently in ways that no trace shows: it knows the dtypes of parameters only."""
     dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
-    if len(dtypes) > 1:
-        raise Refused(f"its parameters have several dtypes ({', '.join(sorted(str(d).removeprefix('torch.') for d in dtypes))})")
+    if len(dtypes) > 1 and "dtype" in code.co_names:
+        found = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
+        raise Refused(f"it reads dtypes, and its parameters have several ({found})")
 
 
 def _place(code: Any, missed: Missed) -> str:

@@ -107,12 +107,23 @@ def trace_method(module: nn.Module, method: str) -> fx.Graph:
     if code is None or method in vars(module):
         raise Refused(f"its {method} is wrapped or replaced, so its own code does not show what runs")
     _check_code(code)
-    twin = copy.copy(module)
+    twin = _watched(module)
     before = dict(vars(twin))
     graph = _traced(function, twin, _Tracer(code, method, tensors_of(module)))
     if any(vars(twin).get(k) is not v for k, v in before.items()) or len(before) != len(vars(twin)):
         raise Refused(f"its {method} writes attributes of the module")
     return graph
+
+
+def _watched(module: nn.Module) -> nn.Module:
+    """A copy that shares everything and refuses to say whether it trains: that may change after the trace."""
+
+    def training(self: nn.Module) -> bool:
+        raise Refused("it reads self.training, which may change")
+
+    twin = copy.copy(module)
+    twin.__class__ = type(type(module).__name__, (type(module),), {"training": property(training)})
+    return twin
 
 
 def trace_function(function: FunctionType) -> fx.Graph:
