@@ -27,14 +27,15 @@ from secc.cost.examples import Samples
 from secc.cost.fused import PREFIX
 from secc.cost.measure import measure
 from secc.errors import UserError
-from secc.frontend import import_ir, widths
+from secc.frontend import import_ir, statistics, widths
 from secc.frontend.capture import Capture, capture
 from secc.frontend.cuts.annotate import annotate
 from secc.frontend.fusion.declare import declare
 from secc.frontend.fusion.find import find
 from secc.frontend.heads import note_linear
 from secc.frontend.inputs import Inputs, describe
-from secc.frontend.survey import Survey, survey
+from secc.frontend.sampling import survey
+from secc.frontend.survey import Survey
 from secc.ir import fusion
 from secc.ir.dialect import graph_of
 from secc.ir.text import print_module
@@ -70,6 +71,8 @@ class Options:
     fuse: bool | None = None  # None: where the cluster has GPUs
     without: tuple[str, ...] = ()
     accept: tuple[str, ...] = ()
+    stats: Path | None = None
+    skip_bad_samples: bool = False
 
 
 @dataclass
@@ -121,10 +124,13 @@ def compile_model(path: str | Path, options: Options, progress: Callable[[str], 
     with clock.step("build the model on the meta device"):
         meta = meta_model(user, small=options.small)
     with clock.step("draw samples"):
-        drawn = survey(user, options.stats_samples)
+        drawn = survey(user, options.stats_samples, skip_bad=options.skip_bad_samples)
         inputs = describe(user, drawn)
     with clock.step("capture"):
         drawn, inputs, captured = _captured(user, meta, drawn, inputs)
+        inputs = statistics.ahead(user, drawn, inputs)
+        inputs = inputs if options.stats is None else statistics.read(options.stats, inputs, drawn)
+        captured = dataclasses.replace(captured, inputs=inputs)
     with clock.step("build the model here"):
         model = _real_model(user, meta, options.small)
     with clock.step("compare widths"):
@@ -148,7 +154,7 @@ def compile_model(path: str | Path, options: Options, progress: Callable[[str], 
         done = [pipeline.described(step) for step in passes[:last]]
         rest = pipeline.run(module, passes[last:], dump=True, progress=clock.progress, made=done)
     made = plan_codegen.build(module, model_ref(user, meta), {"secc": __version__, "torch": torch.__version__.split("+")[0]})
-    made = dataclasses.replace(made, checks=made.checks | _fallbacks(captured))
+    made = dataclasses.replace(made, checks=made.checks | _notes(captured, drawn, options))
     return Compiled(
         made, module, [("capture", start), *run.dumps, *rest.dumps], captured.constants, user, drawn, inputs, model, clock.seconds
     )
@@ -203,9 +209,12 @@ def _captured(user: UserModel, meta: nn.Module, drawn: Survey, inputs: Inputs) -
     return whole, inputs, capture(user, meta, whole, inputs)
 
 
-def _fallbacks(captured: Capture) -> dict[str, list[str]]:
-    """What the capture chose differently than planned, for the report: one line each, with place and cause."""
+def _notes(captured: Capture, drawn: Survey, options: Options) -> dict[str, list[str]]:
+    """What was chosen differently than planned, for the report: one line each, with place and cause."""
     found = dict.fromkeys(f"{n.path + ': ' if n.path else ''}{n.reason}{f' ({n.where})' if n.where else ''}" for n in captured.notes)
+    found |= dict.fromkeys(drawn.skipped)
+    if options.stats is not None:
+        found[f"how frequent and how large samples are is taken from {options.stats.name}"] = None
     return {"notes": list(found)} if found else {}
 
 

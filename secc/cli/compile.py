@@ -27,6 +27,8 @@ def command(
     section: Annotated[list[str] | None, typer.Option(help="your own section: NAME=module.path+module.path", metavar="N=PATHS")] = None,
     max_sections: Annotated[int | None, typer.Option(help="at most so many sections")] = None,
     stats_samples: Annotated[int, typer.Option(help="samples of dataset() to draw for statistics and patterns")] = 64,
+    stats: Annotated[Path | None, typer.Option(help="statistics of the dataset, as `secc stats` writes them", metavar="FILE")] = None,
+    skip_bad_samples: Annotated[bool, typer.Option(help="leave samples that do not load out of those that are drawn")] = False,
     widths: Annotated[str, typer.Option(help="auto, own or global: the padded width of micro-batches")] = "auto",
     fuse: Annotated[
         bool | None,
@@ -45,7 +47,8 @@ def command(
     check_output(output)
     options = Options(
         cluster, global_batch, strategy, tuple(set_ or ()), tuple(section or ()), max_sections, stats_samples, widths, fuse=fuse,
-        without=tuple(no_fuse_rule or ()), accept=tuple(accept or ()),
+        without=tuple(no_fuse_rule or ()), accept=tuple(accept or ()), stats=stats,
+        skip_bad_samples=skip_bad_samples,
     )  # fmt: skip
     with progress(quiet=json) as show:
         compiled = compile_model(model, options, show)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import operator
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +15,7 @@ from xdsl.ir import Attribute, Operation, SSAValue
 from secc.errors import UserError
 from secc.frontend.anew import outline_nodes
 from secc.frontend.capture import Block, Capture, Case
+from secc.frontend.statistics import means
 from secc.ir import draws, recorded, template
 from secc.ir.attributes import number
 from secc.ir.dialect import (
@@ -91,13 +91,10 @@ def _key(i: plan.Input) -> KeyOp:
 
 def _patterns(capture: Capture) -> list[Operation]:
     """The share of samples with each pattern, and the mean sizes of one."""
-    inputs = capture.inputs
     found: list[Operation] = []
-    for pattern, count in Counter(inputs.patterns).most_common():
-        sizes = [s for s, p in zip(inputs.sizes, inputs.patterns, strict=True) if p == pattern]
-        share = StringAttr(f"{count / len(inputs.patterns):.4g}")
-        op = PatternOp.create(properties={"when": texts(sorted(pattern)), "share": share})
-        op.attributes |= {s.name: number(sum(one[s.name] for one in sizes) / len(sizes)) for s in inputs.symbols}
+    for mean in means(capture.inputs):
+        op = PatternOp.create(properties={"when": texts(sorted(mean.when)), "share": StringAttr(f"{mean.share:.4g}")})
+        op.attributes |= {name: number(size) for name, size in mean.sizes.items()}
         found.append(op)
     return found
 

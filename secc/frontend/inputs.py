@@ -28,7 +28,8 @@ IGNORED = -100
 class Inputs:
     """The symbols, `B` first, the tensors of a batch, and the key whose entries other than -100 count as tokens ("" without labels).
 
-    `sizes` are the symbols of each drawn sample of the survey, `patterns` their patterns, in the survey's order.
+    `sizes` are the symbols of each sample that is known (of the survey, in its order, unless `sizes(i)` tells of more), `patterns` their
+    patterns. `given` are the statistics of a file: (pattern, share of the samples, mean of each symbol).
     """
 
     symbols: tuple[plan.Symbol, ...]
@@ -36,6 +37,7 @@ class Inputs:
     labels_key: str
     sizes: tuple[Mapping[str, int], ...]
     patterns: tuple[frozenset[str], ...]
+    given: tuple[tuple[frozenset[str], float, tuple[tuple[str, float], ...]], ...] = ()
 
 
 def describe(user: UserModel, survey: Survey) -> Inputs:

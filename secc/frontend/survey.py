@@ -16,8 +16,6 @@ from typing import Any
 import torch
 
 from secc.runtime.collate import TEXT
-from secc.runtime.seeding import survey_indices
-from secc.runtime.user_model import UserModel
 
 Sample = dict[str, Any]
 Pattern = frozenset[str]
@@ -46,12 +44,16 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Survey:
-    """What was found. `crop` says whether micro-batches may hold samples whose token sequences were cropped or repeated."""
+    """What was found. `crop` says whether micro-batches may hold samples whose token sequences were cropped or repeated.
+
+    `skipped` says of samples that do not load why they were left out.
+    """
 
     drawn: tuple[Drawn, ...]
     required: frozenset[str]
     optional: frozenset[str]
     crop: bool = True
+    skipped: tuple[str, ...] = ()
 
     @property
     def patterns(self) -> Counter[Pattern]:
@@ -142,44 +144,9 @@ class Survey:
         return self.crop and bool(lengths) and (len(lengths) < FEW or plain_long)
 
 
-def survey(user: UserModel, count: int = 64, seed: int = 0) -> Survey:
-    """Draw the first samples of the dataset and as many random others, `count` in all, and collate each alone.
-
-    Raises UserError for what is wrong with dataset(), its items, collate() or the keys of a batch.
-    """
-    indices = survey_indices(len(user.dataset()), count, seed)
-    own = user.has("collate")
-    shapes: dict[int, Shapes] = {}
-    samples: dict[int, Sample] = {}
-    met: Counter[frozenset[str]] = Counter()
-    kept: set[int] = set()
-    for i in indices:
-        sample = user.sample(i, seed)
-        if own:
-            shapes[i] = _shapes(user.collate([sample]))
-        keys = frozenset(shapes[i] if own else sample)
-        met[keys] += 1
-        if met[keys] <= KEPT:
-            kept.add(i)
-        samples[i] = sample if i in kept else _outline(sample)
-    if not own:
-        user.fit_collate(list(samples.values()))
-        shapes = {i: _shapes(user.collate([s])) for i, s in samples.items()}
-    every = frozenset[str]().union(*shapes.values())
-    required = frozenset(shapes[indices[0]]).intersection(*shapes.values())
-    user.check_keys(every, required)
-    drawn = (Drawn(i, shapes[i], frozenset(shapes[i]) - required, samples[i] if i in kept else None) for i in indices)
-    return Survey(tuple(drawn), required, every - required)
-
-
 def _told(pattern: Pattern, pair: tuple[str, str]) -> bool:
     """Whether samples of a pattern have one key of a pair but not the other."""
     return (pair[0] in pattern) != (pair[1] in pattern or not pair[1])
-
-
-def _outline(sample: Sample) -> Sample:
-    """A sample without its data: the shapes of many samples are wanted, their images would fill the memory."""
-    return {key: value.to("meta") if isinstance(value, torch.Tensor) else value for key, value in sample.items()}
 
 
 def length(sample: Mapping[str, Any]) -> int:
@@ -280,7 +247,3 @@ def _by_length(samples: Sequence[Sample]) -> list[Sample]:
 def _by_volume(samples: Sequence[Sample]) -> list[Sample]:
     """Those with the fewest entries beside the token sequence first: in one micro-batch every clip and image is a small one."""
     return sorted(samples, key=lambda s: sum(v.numel() for v in s.values() if isinstance(v, torch.Tensor) and v.ndim > 1))
-
-
-def _shapes(batch: Mapping[str, Any]) -> Shapes:
-    return {key: tuple(value.shape) if isinstance(value, torch.Tensor) else () for key, value in batch.items()}

@@ -13,7 +13,7 @@ from secc.frontend.capture import Capture, capture
 from secc.frontend.compare import Generic
 from secc.frontend.inputs import describe
 from secc.frontend.reference import Result, compare, eager, gradients
-from secc.frontend.survey import survey
+from secc.frontend.sampling import survey
 from secc.ir.expr import evaluate
 from secc.runtime.meta import meta_model
 from secc.runtime.recorder import Replay

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from secc.errors import UserError
 from secc.frontend.inputs import Inputs, describe
-from secc.frontend.survey import survey
+from secc.frontend.sampling import survey
 from secc.runtime.plan import Symbol
 from secc.runtime.sizes import check_batch, combine, pad_batch, sizes_of
 from secc.runtime.user_model import UserModel, load

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from secc.errors import UserError
-from secc.frontend.survey import COUNTS, KEPT, Survey, length, survey
+from secc.frontend.sampling import survey
+from secc.frontend.survey import COUNTS, KEPT, Survey, length
 from secc.runtime.user_model import UserModel, load
 
 Sample = dict[str, Any]

@@ -17,7 +17,7 @@ from secc.errors import UserError
 from secc.frontend.capture import Capture, capture
 from secc.frontend.import_ir import to_ir
 from secc.frontend.inputs import describe
-from secc.frontend.survey import survey
+from secc.frontend.sampling import survey
 from secc.ir.dialect import graph_of
 from secc.runtime.meta import meta_model
 from secc.runtime.sizes import pad_batch, sizes_of

@@ -1,0 +1,164 @@
+"""How frequent patterns are and how large samples: drawn, said by sizes(i), or given by a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from secc.cli import main
+from secc.compiler import Options, compile_model
+from secc.errors import UserError
+from secc.frontend.sampling import survey
+from secc.runtime.user_model import load
+
+MODEL = """
+import torch
+from torch import nn
+
+LOADED = []
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.seen, self.text, self.head = nn.Linear(5, 8), nn.Embedding(30, 8), nn.Linear(8, 30)
+
+    def forward(self, input_ids, labels, rows=None):
+        x = self.text(input_ids)
+        if rows is not None:
+            x = x.masked_scatter((input_ids == 1)[..., None], self.seen(rows))
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, i):
+        LOADED.append(i)
+        BROKEN
+        rows = (1 + i % 3) * (RARE)
+        ids = torch.cat([torch.ones(rows, dtype=torch.long), torch.arange(2, 6 + i % 7)])
+        sample = {"input_ids": ids, "labels": ids}
+        return sample | ({"rows": torch.randn(rows, 5)} if rows else {})
+
+def model():
+    return Model()
+
+def dataset():
+    return Data()
+"""
+SIZES = """
+def sizes(i):
+    rows = (1 + i % 3) * (RARE)
+    return {"input_ids": 4 + i % 7 + rows} | ({"rows": rows} if rows else {})
+"""
+
+
+def model_file(folder: Path, rare: str = "i % 2", broken: str = "pass", sizes: bool = False) -> Path:
+    (folder / "model.py").write_text((MODEL + SIZES * sizes).replace("RARE", rare).replace("BROKEN", broken))
+    return folder / "model.py"
+
+
+def stats_of(path: Path, *options: str) -> dict[str, Any]:
+    with pytest.raises(SystemExit, match="0"):
+        main(["stats", str(path), "-o", str(path.parent / "stats.json"), "--json", *options])
+    return json.loads((path.parent / "stats.json").read_text())
+
+
+def shares(compiled: Any) -> dict[str, str]:
+    text = compiled.dumps[0][1]
+    return {
+        line.split("when [")[1].split("]")[0]: line.split('share "')[1].split('"')[0] for line in text.splitlines() if "sec.pattern" in line
+    }
+
+
+def test_a_survey_counts_what_it_draws(tmp_path: Path) -> None:
+    found = stats_of(model_file(tmp_path), "--stats-samples", "32")
+    assert found["samples"] == 32 and [p["when"] for p in found["patterns"]] in ([[], ["rows"]], [["rows"], []])
+    assert found["symbols"]["S"] == "width of input_ids, dim 1"
+    assert {p["sizes"]["n_rows"] > 0 for p in found["patterns"] if p["when"]} == {True}
+
+
+def test_sizes_tell_of_the_whole_dataset_and_find_rare_patterns(tmp_path: Path) -> None:
+    path = model_file(tmp_path, rare="i % 250 == 77", sizes=True)
+    assert len(load(path).dataset()) == 1000
+    found = {tuple(p["when"]): p for p in stats_of(path)["patterns"]}
+    assert found["rows",]["share"] == 0.004 and found["rows",]["sizes"]["n_rows"] == pytest.approx(
+        sum(1 + i % 3 for i in (77, 327, 577, 827)) / 4
+    )
+    user = load(path)
+    drawn = survey(user)
+    assert {77, 327, 577, 827} <= {d.index for d in drawn.drawn} and len(drawn.drawn) == 64
+    assert len(user.module.LOADED) == 64
+
+
+def test_sizes_that_are_wrong_are_refused_when_the_plan_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = model_file(tmp_path, sizes=True)
+    path.write_text(path.read_text().replace("4 + i % 7 + rows", "5 + i % 7 + rows"))
+    with pytest.raises(SystemExit, match="2"):
+        main(["compile", str(path), "-o", str(tmp_path / "plan")])
+    assert "sizes(0) says that 'input_ids' is 5 large, but it is 4" in capsys.readouterr().err
+
+
+def test_a_file_gives_what_the_allocation_reckons_with(tmp_path: Path) -> None:
+    path = model_file(tmp_path)
+    stats = stats_of(path)
+    for pattern in stats["patterns"]:
+        pattern["share"] = 9 if pattern["when"] else 1
+    (tmp_path / "stats.json").write_text(json.dumps(stats))
+    compiled = compile_model(path, Options(cluster="local:1", stats=tmp_path / "stats.json"))
+    assert shares(compiled) == {'"rows"': "0.9", "": "0.1"}
+    assert compiled.plan.checks["notes"] == ["how frequent and how large samples are is taken from stats.json"]
+
+
+def test_a_pattern_may_have_no_share_at_all(tmp_path: Path) -> None:
+    path = model_file(tmp_path)
+    stats = stats_of(path)
+    stats["patterns"] = [p for p in stats["patterns"] if not p["when"]]
+    (tmp_path / "stats.json").write_text(json.dumps(stats))
+    compiled = compile_model(path, Options(cluster="local:2", stats=tmp_path / "stats.json"))
+    assert shares(compiled) == {"": "1"}
+
+
+WRONG = [
+    ("{", "not statistics of a dataset"),
+    ('{"patterns": [{"when": []}]}', "KeyError: 'share'"),
+    ('{"patterns": [{"when": ["pixels"], "share": 1, "sizes": {}}]}', "name 'pixels', which the model does not have"),
+    ('{"patterns": [{"when": [], "share": 1, "sizes": {"T": 1}}]}', "name 'T', which the model does not have"),
+    ('{"patterns": [{"when": [], "share": 1, "sizes": {"S": 1}}]}', "lack the size 'n_rows'"),
+    ('{"patterns": [{"when": [], "share": 0, "sizes": {"S": 1, "n_rows": 0}}]}', "must not add up to 0"),
+    ('{"patterns": [{"when": [], "share": -1, "sizes": {"S": 1, "n_rows": 0}}]}', "cannot be negative"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), WRONG)
+def test_a_file_that_is_wrong_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    path = model_file(tmp_path)
+    (tmp_path / "stats.json").write_text(text)
+    with pytest.raises(UserError, match=message) as caught:
+        compile_model(path, Options(cluster="local:1", stats=tmp_path / "stats.json"))
+    assert caught.value.where.endswith("stats.json") and caught.value.remedy
+
+
+def test_samples_that_do_not_load_can_be_left_out_of_a_plan(tmp_path: Path) -> None:
+    path = model_file(tmp_path, broken="if i == 3: raise OSError('no such image')")
+    with pytest.raises(UserError, match=r"dataset\(\)\[3\] raises OSError: no such image"):
+        compile_model(path, Options(cluster="local:1"))
+    notes = compile_model(path, Options(cluster="local:1", skip_bad_samples=True)).plan.checks["notes"]
+    assert len(notes) == 1 and "a sample was left out: dataset()[3] raises OSError" in notes[0]
+
+
+def test_a_dataset_of_which_nothing_loads_is_refused(tmp_path: Path) -> None:
+    user = load(model_file(tmp_path, broken="raise OSError('no disk')"))
+    with pytest.raises(UserError, match="none of the 8 samples that were drawn loads"):
+        survey(user, 8, skip_bad=True)
+
+
+def test_the_random_stream_is_left_alone(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    survey(load(model_file(tmp_path)), 8)
+    assert torch.equal(torch.get_rng_state(), before)
