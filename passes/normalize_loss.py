@@ -18,7 +18,7 @@ from xdsl.passes import ModulePass
 from secc.errors import UserError
 from secc.ir import expr
 from secc.ir.dialect import CaseOp, GlueOp, LeafOp, ReturnOp, TermOp, graph_of, strings, texts
-from secc.ir.naming import ACCEPTED
+from secc.ir.naming import ACCEPTED, LOGGED
 from secc.ir.types import TensorType, tensor
 from secc.ir.verify import where
 from secc.passes.loss.accept import check, note
@@ -26,6 +26,7 @@ from secc.passes.loss.buffers import with_constants
 from secc.passes.loss.coefficient import ONE, SCALAR, Coefficient, Emitter
 from secc.passes.loss.context import Context
 from secc.passes.loss.identity import Names, Structure, keys, label
+from secc.passes.loss.logged import PREFIX, logged
 from secc.passes.loss.states import Bad, Part, Stack, State
 from secc.passes.loss.walk import slice_of, walk
 
@@ -41,6 +42,7 @@ class CaseTerms:
     context: Context
     parts: list[Part]
     constant: float
+    logged: dict[str, list[Part]]
 
 
 @dataclass(frozen=True)
@@ -62,10 +64,20 @@ class NormalizeLoss(ModulePass):
             for f in found:
                 f.parts.append(Part(Coefficient(number=f.constant)))
                 f.constant = 0.0
+        if notes := self._logged(found):
+            graph.attributes[LOGGED] = texts(notes)
         names, structure = Names(), Structure()
         one = len({key for f in found for key in keys(f.parts)}) == 1
         coefficients = [_rewrite(f, names, structure, "loss" if one else None) for f in found]
         _same_in_a_pattern(found, coefficients)
+
+    def _logged(self, found: list[CaseTerms]) -> list[str]:
+        """Find the parts of what is logged; what is to be said of it."""
+        notes: dict[str, None] = {}
+        for f in found:
+            f.logged, said = logged(f.context)
+            notes |= dict.fromkeys(said)
+        return list(notes)
 
 
 def _terms(case: CaseOp, context: Context, state: State) -> CaseTerms:
@@ -78,7 +90,7 @@ def _terms(case: CaseOp, context: Context, state: State) -> CaseTerms:
         raise UserError("the loss is not a scalar", _origin(loss), "let forward return one number")
     constants = [c for p in parts if p.atom is None and (c := p.coefficient.constant) is not None]
     kept = [p for p in parts if p.atom is not None or p.coefficient.constant is None]
-    return CaseTerms(case, context, kept, float(sum(constants)))
+    return CaseTerms(case, context, kept, float(sum(constants)), {})
 
 
 def _origin(value: SSAValue) -> str:
@@ -107,6 +119,12 @@ def _rewrite(found: CaseTerms, names: Names, structure: Structure, only: str | N
         properties = {"sym": StringAttr(current)} | _place(part)
         terms.append(shop.add(TermOp.create(operands=values, properties=properties)))
         written[current] = structure.coefficient(coefficient)
+    for name, parts in found.logged.items():
+        for key, part in zip(keys(parts), parts, strict=True):
+            current = names.term((PREFIX, name, *key), f"{PREFIX}{name}:")
+            numerator, coefficient = _numerator(found.context, part)
+            values = [numerator] if coefficient == ONE else [numerator, emitter.emit(coefficient)]
+            terms.append(shop.add(TermOp.create(operands=values, properties={"sym": StringAttr(current)} | _place(part))))
     _finish(found, terms)
     return written
 

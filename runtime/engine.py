@@ -17,7 +17,7 @@ import torch
 
 from secc.runtime.comm import Message, Transport, message_of
 from secc.runtime.edges import EdgeLayout, Pair
-from secc.runtime.plan import Edge, Plan
+from secc.runtime.plan import Edge, Plan, logged_name
 from secc.runtime.program import Instruction, MicroBatch, SampleMeta, Schedule, owes_backward, returns_gradient
 from secc.runtime.randomness.draws import Draws, Randomness, backward_of, forward_of, sample_keys
 from secc.runtime.routes import Part, Ranks, gathered, replicas, routes
@@ -100,8 +100,14 @@ class Engine:
         self.randomness = Randomness(models[0], plan.draws, plan.symbols) if plan.draws and models else None
 
     def run(self, step: StepInput) -> torch.Tensor:
-        """Execute this rank's program; gradients add to the parameters' `.grad`. Returns this rank's share of the loss (float64, 0-dim)."""
-        return _Execution(self, step).run()
+        """Execute this rank's program; gradients add to the parameters' `.grad`. Returns this rank's share of the loss (float64, 0-dim).
+
+        `logged` then holds its shares of the scalars that forward returns beside the loss, by name.
+        """
+        execution = _Execution(self, step)
+        loss = execution.run()
+        self.logged = execution.logged
+        return loss
 
 
 class _Execution:
@@ -117,6 +123,7 @@ class _Execution:
         self.layouts = {e.name: EdgeLayout(e, plan, step.schedule, step.samples, widths) for e in plan.edges}
         self.live: dict[tuple[str, int], _Live] = {}
         self.loss = torch.zeros((), dtype=torch.float64, device=engine.device)
+        self.logged = {t.logs: torch.zeros_like(self.loss) for t in plan.terms if t.logs}
 
     def run(self) -> torch.Tensor:
         program = self.step.schedule.programs[self.engine.rank]
@@ -190,7 +197,11 @@ class _Execution:
 
     def add_loss(self, terms: Tensors) -> None:
         for name, numerator in terms.items():
-            self.loss += numerator.detach().double() * self.step.coefficients[name]
+            share = numerator.detach().double() * self.step.coefficients[name]
+            if logs := logged_name(name):
+                self.logged[logs] += share
+            else:
+                self.loss += share
 
     # -- edges --------------------------------------------------------------------------------------------------------------------
 

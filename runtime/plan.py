@@ -14,6 +14,7 @@ from typing import Any
 
 from secc.runtime.errors import UserError
 
+_LOG = "log:"
 VERSION = 1
 
 
@@ -153,12 +154,25 @@ class Edge:
 
 @dataclass(frozen=True)
 class Term:
-    """A term of the loss: the section that computes its numerator, and its coefficient as text for people (code is in terms.py)."""
+    """A term of the loss: the section that computes its numerator, and its coefficient as text for people (code is in terms.py).
+
+    A term of a scalar that forward returns beside the loss, and that a run logs, is called `log:NAME:`, with a number if there are several.
+    """
 
     name: str
     section: str
     coefficient: str
     where: str = ""
+
+    @property
+    def logs(self) -> str:
+        """The name of the scalar that the term is a part of, "" for the loss."""
+        return logged_name(self.name)
+
+
+def logged_name(term: str) -> str:
+    """The name of the scalar that a term, by its id, is a part of; "" for the loss."""
+    return term.removeprefix(_LOG).rpartition(":")[0] if term.startswith(_LOG) else ""
 
 
 @dataclass(frozen=True)

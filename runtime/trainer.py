@@ -81,7 +81,7 @@ class Trainer:
         seed = item_seed(self.run.seed, -1, batch.step)
         share = self.engine.run(StepInput(order, batch.samples, lambda m: self.run.data.batch(m.samples), coefficients, seed))
         self.reducer.finish()
-        loss, norm = self._totals(share)
+        loss, norm, logged = self._totals(share)
         if self.options.clip is not None:
             self.reducer.clip(norm, self.options.clip)
         if self.optimizer is not None:
@@ -92,7 +92,7 @@ class Trainer:
         elif self.scheduler is not None:
             self.scheduler.step()
         self.step_number += 1
-        self._finish_step(batch, loss, float(norm))
+        self._finish_step(batch, loss, float(norm), logged)
         return loss
 
     def _coefficients(self, batch: GlobalBatch) -> dict[str, float]:
@@ -105,18 +105,19 @@ class Trainer:
             remedy = "let dataset() show such samples earlier, or compile again with more --stats-samples"
             raise UserError(message, remedy=remedy) from None
 
-    def _totals(self, share: torch.Tensor) -> tuple[float, torch.Tensor]:
-        """The loss, and the global norm of the gradients, from this rank's shares of both."""
-        totals = torch.stack([share, self.reducer.squared_norm()])
+    def _totals(self, share: torch.Tensor) -> tuple[float, torch.Tensor, dict[str, float]]:
+        """The loss, the global norm of the gradients, and the scalars that are logged, from this rank's shares of each."""
+        totals = torch.stack([share, self.reducer.squared_norm(), *self.engine.logged.values()])
         dist.all_reduce(totals)
-        return float(totals[0]) + self.terms.CONSTANT, totals[1].sqrt()
+        logged = dict(zip(self.engine.logged, totals[2:].tolist(), strict=True))
+        return float(totals[0]) + self.terms.CONSTANT, totals[1].sqrt(), logged
 
-    def _finish_step(self, batch: GlobalBatch, loss: float, norm: float) -> None:
+    def _finish_step(self, batch: GlobalBatch, loss: float, norm: float, logged: Mapping[str, float]) -> None:
         if self.metrics is not None:
             now = time.perf_counter()
             values = {"step": self.step_number, "loss": loss, "grad_norm": norm, "samples": len(batch.samples), "tokens": batch.tokens}
             skipped = {"skipped": len(batch.skipped)} if self.options.skip_bad_samples else {}
-            self.metrics.log(values | skipped | {"step_time_s": now - self._since})
+            self.metrics.log({**logged} | values | skipped | {"step_time_s": now - self._since})
         self._since = time.perf_counter()
         if self.options.save is not None and self._save_due():
             self.save()

@@ -286,6 +286,15 @@ def loss_of(output: Any, where: str = "") -> torch.Tensor:
     raise UserError(f"forward returns no loss: it returns {found}", where, remedy)
 
 
+def scalars_of(output: Any) -> dict[str, torch.Tensor]:
+    """The further scalars in what forward returned, by name: what a run logs beside the loss."""
+    found: Mapping[Any, Any] = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
+    if isinstance(output, torch.Tensor):
+        return {}
+    scalars = {k: v for k, v in found.items() if isinstance(v, torch.Tensor) and v.ndim == 0 and not v.is_complex()}
+    return {k: v for k, v in scalars.items() if isinstance(k, str) and k.isidentifier() and k != "loss"}
+
+
 def user_place(error: BaseException, path: Path) -> str:
     """file:line of the innermost frame in the model file or a module beside it, "" if the error passed through neither."""
     resolved = path.resolve()

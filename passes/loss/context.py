@@ -22,6 +22,7 @@ from secc.passes.loss.workshop import Workshop, argument
 
 WIDTH, DATA = "width", "data"
 COUNT = TensorType.of([], "i64")
+NOT_SEPARABLE = "the loss is not separable by sample: "
 REMEDY = "let the loss be a sum or mean over samples of what each sample gives alone"
 
 
@@ -159,7 +160,7 @@ class Context:
         """The state of a value that `op` makes by mixing samples."""
         target = op.properties.get("target")
         name = getattr(target, "data", op.name)
-        return Bad(f"the loss is not separable by sample: {name} {why}", op, remedy)
+        return Bad(f"{NOT_SEPARABLE}{name} {why}", op, remedy)
 
 
 def floating(type: TensorType) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from xdsl.ir import Operation, SSAValue
 
+from secc.errors import UserError
 from secc.ir import recorded
 from secc.ir.dialect import CallOp, CaseOp, Computation, ConstOp, GraphOp, ReturnOp
 from secc.ir.types import tensor
@@ -41,13 +42,28 @@ def walk(graph: GraphOp, case: CaseOp, accept: Collection[str] = ()) -> tuple[Co
     end = case.ops[-1]
     assert isinstance(end, ReturnOp)
     loss = end.operands[0]
-    needed = slice_of(loss)
-    for op in case.ops:
+    _walk(context, slice_of(loss))
+    return context, context.state(loss)
+
+
+def walk_logged(context: Context, value: SSAValue) -> State:
+    """The state of a scalar that is logged. What the loss does not need is walked here: nothing of it refuses a model."""
+    try:
+        _walk(context, slice_of(value))
+    except UserError as error:
+        assert isinstance(value.owner, Operation)
+        return Bad(error.message, value.owner, error.remedy or "")
+    return context.state(value)
+
+
+def _walk(context: Context, needed: set[Operation]) -> None:
+    for op in context.case.ops:
+        if op.results and op.results[0] in context.states:
+            continue
         if op in needed and isinstance(op, Computation):
             context.states.update(zip(op.results, _states(context, op), strict=True))
         elif isinstance(op, ConstOp) and (number := context.literal(op.result)) is not None and scalar(op.result):
             context.states[op.result] = Local((Part(Coefficient(number=number)),))
-    return context, context.state(loss)
 
 
 def scalar(value: SSAValue) -> bool:

@@ -89,6 +89,9 @@ class _Functional:
                     self._env[node] = self._node(node)
                     if self._carries(node):
                         self._carrying.add(node)
+                for node in self._graph.nodes:
+                    if "log" in node.meta:
+                        self._new_node(node).meta["log"] = node.meta["log"]
         finally:
             _torch._disable_functionalization()
         return self.tape

@@ -31,7 +31,7 @@ from secc.runtime.recorder.modes import Calls, Ops, autograd_functions, idle_aut
 from secc.runtime.recorder.places import class_place, drawer, is_internal, paths_of, place, short_place
 from secc.runtime.recorder.recording import BlockError, Drawn, Hazard, Recording
 from secc.runtime.recorder.tape import Tape, here
-from secc.runtime.user_model import loss_of
+from secc.runtime.user_model import loss_of, scalars_of
 
 _COLLECTORS = "transformers.utils.output_capturing"
 
@@ -49,7 +49,8 @@ class Observer:
 class Recorder:
     """Records forwards of one model with one choice of blocks (module paths), many times.
 
-    The model may be on the meta device; it is copied and never changed.
+    The model may be on the meta device; it is copied and never changed. With `logs` the further scalars that forward returns are kept as
+    well; `logged` says whether there were any.
     """
 
     def __init__(self, model: nn.Module, blocks: Collection[str]) -> None:
@@ -62,6 +63,7 @@ class Recorder:
         self._shapes, self._layers = Shapes(), _layers(self._model)
         self._observer = Observer()
         intercept(self._model, self._call)
+        self.logs, self.logged = False, False
         self.use(blocks)
 
     def use(self, blocks: Collection[str]) -> None:
@@ -92,8 +94,11 @@ class Recorder:
         for name, tensor in _named(inputs):
             self._tape.bind(tensor, self._tape.head("placeholder", name, tensor))
         with Calls(self), Ops(self), autograd_functions(self), idle_autocast(self):
-            loss = self._forward(inputs)
+            loss, scalars = self._forward(inputs)
         self._tape.graph.output(self._tape.node(loss))
+        for name, tensor in scalars.items() if self.logs else ():
+            meta = self._tape.node(tensor).meta
+            meta["log"], self.logged = (*meta.get("log", ()), name), True
         tape = self._functional(batch) if mutates(self._tape.graph) else self._tape
         graph = finish(tape.graph)
         used = {n.target for n in graph.nodes if n.op == "get_attr"}
@@ -101,10 +106,11 @@ class Recorder:
         constants = {n: t for n, t in tape.constants.items() if n in used}
         return Recording(graph, placeholders, constants, list(self._hazards), self._draws)
 
-    def _forward(self, inputs: dict[str, Any]) -> torch.Tensor:
+    def _forward(self, inputs: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         where = class_place(type(self._model))
         try:
-            loss = loss_of(self._model(**inputs), where)
+            output = self._model(**inputs)
+            loss = loss_of(output, where)
         except UserError:
             raise
         except Exception as error:
@@ -116,7 +122,7 @@ class Recorder:
             raise UserError(message, _raised_at(error) or where, "correct the model or its data") from error
         if not self._executor.unknown(loss):
             raise UserError("the loss depends on none of the model's parameters", where, "return the loss that is to be minimised")
-        return loss
+        return loss, scalars_of(output)
 
     def _functional(self, batch: Mapping[str, Any]) -> Tape:
         inputs = dict(_named(_copies(batch)))

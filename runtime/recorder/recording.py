@@ -8,7 +8,7 @@ A recording's graph is a `torch.fx.Graph` of
 
 Every node's meta has `where` ("file:line"), `module` (the path of the open module that ran), `grad` (grad mode), `autocast` ("" or
 "cpu bfloat16"), and for tensors `shape`, `dtype` and `requires_grad`; random ops also have `draw`, their name, and calls of blocks that
-look at values of their arguments have `reads`.
+look at values of their arguments have `reads`, and scalars that forward returns beside the loss `log`, their names.
 """
 
 from __future__ import annotations

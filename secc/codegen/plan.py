@@ -21,7 +21,7 @@ from secc.codegen.names import identifier
 from secc.codegen.sections import TERMS, bodies, slice_of
 from secc.ir import draws, expr, fusion, recorded
 from secc.ir.dialect import BodyOp, EdgeOp, GraphOp, KeyOp, ParamOp, SectionOp, TermOp, TieOp, graph_of, section_of, strings
-from secc.ir.naming import ACCEPTED
+from secc.ir.naming import ACCEPTED, LOGGED
 from secc.ir.text import print_module
 from secc.ir.types import tensor
 from secc.runtime import plan
@@ -68,7 +68,7 @@ def build(module: ModuleOp, model: plan.ModelRef, versions: Mapping[str, str]) -
         cluster=json.loads(attribute(graph, "cluster", "{}")),
         solver=json.loads(attribute(graph, "solver", "{}")),
         prediction=json.loads(attribute(graph, "prediction", "{}")),
-        checks={"accepted": list(accepted)} if (accepted := attribute(graph, ACCEPTED, ())) else {},
+        checks={name: list(said) for name in (ACCEPTED, LOGGED) if (said := attribute(graph, name, ()))},
         labels_key=graph.labels.data if graph.labels else "",
         recorded=_recorded(graph),
         draws=draws.draws(graph.attributes.get(draws.ATTRIBUTE)),

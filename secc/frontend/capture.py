@@ -101,6 +101,7 @@ def capture(
     and remedy, for what cannot be captured.
     """
     recorder = Recorder(model, ())
+    recorder.logs = True
     batches = {p: Batches(user, survey, inputs, p, recorder) for p in survey.unions()}
     frontier = choose(model, [b.ragged[0].batch for b in batches.values()], cut, blocks, recorder)
     rows = Rows({s.name for s in inputs.symbols})
@@ -134,6 +135,12 @@ class _Cases:
                 observed = {p: b.record() for p, b in self.batches.items()}
                 return self._generic(observed), [o for seen in observed.values() for o in seen]
             except (BlockError, GlueError) as error:
+                if recorder.logs and recorder.logged:
+                    recorder.logs = False
+                    frontier.notes.append(
+                        Note("", f"what forward returns beside the loss is not logged, because {error.message}", error.where)
+                    )
+                    continue
                 around = error.coarser if isinstance(error, BlockError) else error.module or None
                 if around is None or around in frontier.blocks:
                     raise
@@ -149,6 +156,8 @@ class _Cases:
             try:
                 found, problems = generalise(seen, self.batches[pattern])
             except GlueError as error:
+                if any("log" in n.meta for o in seen for n in o.recording.graph.nodes):
+                    raise
                 again = self._anew(pattern, error)
                 if again is None and (pattern in self.needed or error.module):
                     raise

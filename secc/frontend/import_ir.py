@@ -138,7 +138,10 @@ class _Case:
         if node.op in ("placeholder", "get_attr"):
             self._head(node)
         elif node.op == "output":
-            self._add(ReturnOp.create(operands=[self._values[node.args[0]]]))  # type: ignore[index]
+            logged = [(name, self._values[n]) for n in node.graph.nodes for name in n.meta.get("log", ())]
+            values: list[SSAValue] = [self._values[node.args[0]], *(value for _, value in logged)]  # type: ignore[index]
+            names: dict[str, Attribute] = {"logs": texts(name for name, _ in logged)} if logged else {}
+            self._add(ReturnOp.create(operands=values, properties=names))
         elif node.op == "call_module":
             self._call(node)
         elif is_read(node):

@@ -454,13 +454,16 @@ class SendOp(LineOp):
 
 @irdl_op_definition
 class ReturnOp(LineOp):
-    """Ends a case: its operand is the user's loss; after `normalize-loss` it has none, and `constant` is what the terms leave over."""
+    """Ends a case: its first operand is the user's loss, the others scalars named `logs` that a run logs.
+
+    After `normalize-loss` it has none, and `constant` is what the terms leave over.
+    """
 
     name = "sec.return"
     values = var_operand_def(TensorType)
-    constant = opt_prop_def(StringAttr)
+    constant, logs = opt_prop_def(StringAttr), opt_prop_def(ArrayAttr[StringAttr])
     traits = traits_def(IsTerminator())
-    KEYWORDS: ClassVar[Keywords] = (("constant", "constant", TEXT),)
+    KEYWORDS: ClassVar[Keywords] = (("constant", "constant", TEXT), ("logs", "logs", TEXTS))
 
 
 Sec = Dialect(

@@ -111,7 +111,7 @@ def _edges(plan: Plan) -> Table:
 
 
 def _terms(plan: Plan) -> Table:
-    rows = tuple((t.name, t.section, t.coefficient, t.where) for t in plan.terms)
+    rows = tuple((t.name, t.section, t.coefficient, t.where) for t in plan.terms if not t.logs)
     note = "The loss is the sum of coefficient × numerator; numerators add up over samples, coefficients belong to the whole global batch."
     return Table("Loss", ("term", "section", "coefficient", "at"), rows, note)
 
@@ -141,7 +141,7 @@ def _checks(plan: Plan) -> Table:
 
 
 def _notes(plan: Plan) -> Table:
-    notes: Sequence[str] = (*plan.checks.get("accepted", ()), *plan.checks.get("notes", ()))
+    notes: Sequence[str] = (*plan.checks.get("accepted", ()), *plan.checks.get("logged", ()), *plan.checks.get("notes", ()))
     return Table("Notes", ("why",), tuple((n,) for n in notes))
 
 

@@ -1,0 +1,45 @@
+"""Scalars that forward returns beside the loss: a run logs what the whole global batch has, and the plan names those of which it cannot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from secc.compiler import Options, compile_model
+from secc.runtime.user_model import load
+from tests.e2e.harness import compile_to, metrics, run
+
+PATH = Path(__file__).parent.parent / "models" / "logged.py"
+EXACT = {"ce", "mse", "sum", "right", "accuracy", "weight", "bias"}
+
+
+@pytest.mark.gloo
+def test_a_run_logs_the_scalars_of_the_whole_batch(tmp_path: Path) -> None:
+    pins = ("teacher.micro_batch=2", "student.micro_batch=3")
+    compiled = compile_to(PATH, tmp_path / "plan", cluster="local:2", global_batch=7, strategy="apart", set=pins)
+    run(tmp_path / "plan", 2, ["--steps", "1", "--log-dir", str(tmp_path), "--workers", "0"])
+    (found,) = metrics(tmp_path)
+
+    user = load(PATH)
+    batch = user.collate([user.sample(i) for i in range(7)])
+    wanted = user.model()(**batch)
+    assert set(found) - {"spread"} == EXACT | {"step", "loss", "grad_norm", "samples", "tokens", "step_time_s"}
+    for name in EXACT:
+        assert found[name] == pytest.approx(wanted[name].item(), rel=1e-6, abs=1e-6)
+
+    spread = [user.model()(**{k: v[part] for k, v in batch.items()})["spread"].item() for part in (slice(0, 3), slice(3, 6))]
+    assert min(spread) / 2 < found["spread"] < 2 * max(spread)
+    (note,) = compiled.plan.checks["logged"]
+    assert note.startswith("spread is logged as the mean of the micro-batches' own values, weighted by samples: aten.std.correction")
+
+
+def test_a_scalar_that_no_plan_can_hold_is_not_logged_and_joins_no_blocks(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    text = PATH.read_text().replace('"spread": hidden.std()', '"spread": sum(row.norm() for row in hidden)')
+    path.write_text(text)
+    plan = compile_model(path, Options()).plan
+    (note,) = plan.checks["notes"]
+    assert note.startswith("what forward returns beside the loss is not logged, because") and "model.py:" in note
+    assert [t.name for t in plan.terms] == ["cross_entropy", "mse"]
+    assert sorted(b for s in plan.sections for b in s.blocks) == ["head", "student", "teacher"]
