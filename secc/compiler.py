@@ -19,10 +19,12 @@ from torch import nn
 from xdsl.dialects.builtin import ModuleOp, StringAttr
 
 from secc import __version__, pipeline, staging
+from secc.cluster import parse
 from secc.codegen import plan as plan_codegen
 from secc.codegen.directory import plan_files, section_files
 from secc.codegen.fused import fused_module, rewrites
 from secc.codegen.write import write
+from secc.cost import table as costs
 from secc.cost.examples import Samples
 from secc.cost.fused import PREFIX
 from secc.cost.measure import measure
@@ -48,6 +50,7 @@ from secc.runtime.plan import Plan
 from secc.runtime.user_model import UserModel, load
 from secc.runtime.weights import parameter_table
 
+Step = Callable[[str], contextlib.AbstractContextManager[None]]
 FITS_BYTES = 2 << 30  # a model up to this size is built here to show its plan exact
 PASSES = (
     "canonicalize,dce,normalize-loss,dce,fuse-linear-loss{fuse-linear-loss},annotate-patterns,infer-modes,coarsen{coarsen},"
@@ -73,6 +76,7 @@ class Options:
     accept: tuple[str, ...] = ()
     stats: Path | None = None
     skip_bad_samples: bool = False
+    costs: str = ""  # the file of measured costs
 
 
 @dataclass
@@ -119,18 +123,7 @@ def compile_model(path: str | Path, options: Options, progress: Callable[[str], 
     """Compile a model file. Raises UserError for everything that is wrong with the model or the options."""
     passes = pipeline.parse(pipeline_text(options))  # first of all, since it reads the options
     clock = _Clock(progress)
-    with clock.step("read the model file"):
-        user = load(path)
-    with clock.step("build the model on the meta device"):
-        meta = meta_model(user, small=options.small)
-    with clock.step("draw samples"):
-        drawn = survey(user, options.stats_samples, skip_bad=options.skip_bad_samples)
-        inputs = describe(user, drawn)
-    with clock.step("capture"):
-        drawn, inputs, captured = _captured(user, meta, drawn, inputs)
-        inputs = statistics.ahead(user, drawn, inputs)
-        inputs = inputs if options.stats is None else statistics.read(options.stats, inputs, drawn)
-        captured = dataclasses.replace(captured, inputs=inputs)
+    user, meta, drawn, inputs, captured = front(path, options, clock.step)
     with clock.step("build the model here"):
         model = _real_model(user, meta, options.small)
     with clock.step("compare widths"):
@@ -160,6 +153,23 @@ def compile_model(path: str | Path, options: Options, progress: Callable[[str], 
     )
 
 
+def front(path: str | Path, options: Options, step: Step) -> tuple[UserModel, nn.Module, Survey, Inputs, Capture]:
+    """The model file, the model on the meta device, what its samples look like, and its capture."""
+    with step("read the model file"):
+        user = load(path)
+    with step("build the model on the meta device"):
+        meta = meta_model(user, small=options.small)
+    with step("draw samples"):
+        drawn = survey(user, options.stats_samples, skip_bad=options.skip_bad_samples)
+        inputs = describe(user, drawn)
+    with step("capture"):
+        drawn, inputs, captured = _captured(user, meta, drawn, inputs)
+        inputs = statistics.ahead(user, drawn, inputs)
+        inputs = inputs if options.stats is None else statistics.read(options.stats, inputs, drawn)
+        captured = dataclasses.replace(captured, inputs=inputs)
+    return user, meta, drawn, inputs, captured
+
+
 def _module(user: UserModel, meta: nn.Module, drawn: Survey, captured: Capture, width: str, options: Options, clock: _Clock) -> ModuleOp:
     """The IR of a capture, with what else passes need to know: what blocks cost, and what in them can be fused."""
     module = import_ir.to_ir(captured)
@@ -170,6 +180,10 @@ def _module(user: UserModel, meta: nn.Module, drawn: Survey, captured: Capture, 
     with clock.step("measure blocks"):
         samples = Samples([user.collate([d.sample]) for d in drawn.drawn if d.sample is not None], captured.constants)
         measure(module, meta, samples)
+        if options.costs:
+            table = costs.read(Path(options.costs))
+            table.check(parse(options.cluster))
+            table.write(module, meta)
     with clock.step("look for what fused operators can compute"):
         _look_for_fusions(module, meta, options, samples)
     return module

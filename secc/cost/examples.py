@@ -53,7 +53,7 @@ class Examples:
         """The call's integer arguments at samples of the case's pattern."""
         for batch in [b for b in self._batches if self._optional & b.keys() == set(strings(case.when))][:MOST]:
             sizes = {name: self._size(batch, name) for name in self._graph.symbols}
-            yield Example(sizes, _values(call, batch, sizes, self._constants))
+            yield Example(sizes, values(call, batch, sizes, self._constants))
 
     def _size(self, batch: Mapping[str, Any], name: str) -> int:
         symbol = self._graph.symbols[name]
@@ -61,7 +61,7 @@ class Examples:
         return (batch[key].shape[symbol.dim.data] if key in batch else 0) if key else 1
 
 
-def _values(call: CallOp, batch: Mapping[str, Any], sizes: Mapping[str, int], constants: Mapping[str, torch.Tensor]) -> Values:
+def values(call: CallOp, batch: Mapping[str, Any], sizes: Mapping[str, int], constants: Mapping[str, torch.Tensor]) -> Values:
     """Computed backwards from the call, so that nothing else runs."""
     known: dict[SSAValue, torch.Tensor | None] = {}
 

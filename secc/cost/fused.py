@@ -45,4 +45,6 @@ def _take(call: CallOp, rewritten: bool) -> None:
     for key in [k for k in call.attributes if k.startswith(PREFIX)]:
         value = call.attributes.pop(key)
         if rewritten:
+            call.attributes.pop("forward_ns", None)  # the user's own modules were timed
+            call.attributes.pop("backward_ns", None)
             call.attributes[key.removeprefix(PREFIX)] = value

@@ -49,6 +49,8 @@ def on_rank(cost: SectionCost, tp: int, pp: int) -> SectionCost:
         saved=_times(cost.saved, kept),
         glue_bytes=_times(cost.glue_bytes, kept),
         narrow=cost.narrow // tp,
+        forward_ns=_times(cost.forward_ns, cut),
+        backward_ns=_times(cost.backward_ns, cut),
         summed=_times(cost.summed, stage),
         ops=_part(cost.ops, stage),
         layers=_part(cost.layers, stage),

@@ -8,7 +8,7 @@ contains the others (its symbols are 0 where an input is missing), which makes t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -45,7 +45,7 @@ class SectionCost:
     ops: operations issued in forward. params, trainable: entries; param_bytes, trainable_bytes: their bytes. dtype: short name of what
     the blocks compute in. label: "counted", or "default" where any part was estimated. again: what recomputation changes, for each way
     but "none". layers: how many layers of stacks the calls run, summed: bytes of what enters them. narrow: the smallest dim of the
-    weights that take longest.
+    weights that take longest. forward_ns, backward_ns: what was measured of calls, whose work and bytes are then not in the sums above.
     """
 
     flops: str
@@ -65,6 +65,8 @@ class SectionCost:
     layers: int = 0
     summed: str = "0"
     narrow: int = 0
+    forward_ns: str = "0"
+    backward_ns: str = "0"
 
 
 @dataclass
@@ -77,6 +79,8 @@ class _Sum:
     backward_work: Counter[str] = field(default_factory=Counter[str])
     saved: Counter[str] = field(default_factory=Counter[str])
     glue: Counter[str] = field(default_factory=Counter[str])
+    forward_ns: Counter[str] = field(default_factory=Counter[str])
+    backward_ns: Counter[str] = field(default_factory=Counter[str])
     ops: int = 0
     layers: int = 0
     summed: Counter[str] = field(default_factory=Counter[str])
@@ -90,7 +94,8 @@ def section_cost(graph: GraphOp, section: SectionOp) -> SectionCost:
     picked = selected(graph, paths)
     sums = [_case_sum(graph, ops, picked) for case in graph.cases if (ops := ops_in(case, name))]
     calls = [op for case in graph.cases for op in ops_in(case, name) if isinstance(op, CallOp)]
-    estimated = any("flops" not in call.attributes or "default" in _label(call) for call in calls)
+    guessed = [call for call in calls if "forward_ns" not in call.attributes]
+    estimated = any("flops" not in call.attributes or "default" in _label(call) for call in guessed)
     params, trainable, param_bytes, trainable_bytes = _parameters(graph, name, calls)
     return SectionCost(
         largest(total(s.flops) for s in sums),
@@ -105,11 +110,13 @@ def section_cost(graph: GraphOp, section: SectionOp) -> SectionCost:
         param_bytes,
         trainable_bytes,
         _dtype(calls),
-        "default" if estimated else "counted",
+        "default" if estimated else _counted(calls),
         recomputed([s.again for s in sums]) if _mode(section) != "forward" else {},
         max((s.layers for s in sums), default=0),
         largest(total(s.summed) for s in sums),
         _narrow(calls),
+        _timed(s.forward_ns for s in sums),
+        _timed(s.backward_ns for s in sums) if _mode(section) != "forward" else "0",
     )
 
 
@@ -149,9 +156,13 @@ def _case_sum(graph: GraphOp, ops: list[Operation], picked: Collection[str]) -> 
 def _add_call(graph: GraphOp, call: CallOp, total: _Sum, picked: Collection[str]) -> None:
     cost = call_cost(graph, call)
     total.flops[expr.text(cost.flops)] += 1
-    total.work[_sum(cost.work, cost.attention_work)] += 1
-    total.glue[expr.text(cost.moved)] += 1
-    total.ops += cost.ops
+    timed = call.attributes.get("forward_ns")
+    if isinstance(timed, StringAttr):
+        total.forward_ns[timed.data] += 1
+    else:
+        total.work[_sum(cost.work, cost.attention_work)] += 1
+        total.glue[expr.text(cost.moved)] += 1
+        total.ops += cost.ops
     layers = number(call, "layers", cost.units)
     if layers:
         total.layers += layers
@@ -160,7 +171,11 @@ def _add_call(graph: GraphOp, call: CallOp, total: _Sum, picked: Collection[str]
         share = _backward_share(graph.blocks[call.target.data])
         part = sympy.Rational(share.numerator, share.denominator)
         total.backward[_sum((cost.flops - cost.attention) * part, cost.attention * ATTENTION_BACKWARD)] += 1
-        total.backward_work[_sum(cost.work * part, cost.attention_work * ATTENTION_AGAIN)] += 1
+        timed = call.attributes.get("backward_ns")
+        if isinstance(timed, StringAttr):
+            total.backward_ns[timed.data] += 1
+        else:
+            total.backward_work[_sum(cost.work * part, cost.attention_work * ATTENTION_AGAIN)] += 1
         total.saved[expr.text(cost.saved)] += 1
         total.again.add_call(cost, call.target.data in picked)
 
@@ -206,8 +221,18 @@ def _add_glue(op: GlueOp, total: _Sum) -> None:
             total.backward_work[back] += 1
 
 
+def _timed(cases: Iterable[Counter[str]]) -> str:
+    """The largest of the cases' measured nanoseconds; texts with whole divisions, which no polynomial sum keeps."""
+    texts = sorted({" + ".join(f"{n}*({text})" for text, n in sorted(c.items())) for c in cases if c})
+    return texts[0] if len(texts) == 1 else f"max({', '.join(texts)})" if texts else "0"
+
+
 def _sum(*parts: Expr) -> str:
     return expr.text(sympy.expand(sum(parts, ZERO)))
+
+
+def _counted(calls: list[CallOp]) -> str:
+    return "measured" if calls and all("forward_ns" in c.attributes for c in calls) else "counted"
 
 
 def _narrow(calls: list[CallOp]) -> int:

@@ -14,7 +14,7 @@ OPTIMIZER_PASSES = 7  # AdamW reads parameter, gradient and two states, and writ
 
 def forward_ns(cost: SectionCost, device: Device) -> str:
     """Nanoseconds of a micro-batch's forward."""
-    return _roofline(cost.ops, cost.work, cost.glue_bytes, 1, cost.dtype, device)
+    return _plus(_roofline(cost.ops, cost.work, cost.glue_bytes, 1, cost.dtype, device), cost.forward_ns)
 
 
 def backward_ns(cost: SectionCost, mode: str, device: Device, recompute: str = "none") -> str:
@@ -24,7 +24,7 @@ def backward_ns(cost: SectionCost, mode: str, device: Device, recompute: str = "
     """
     if mode == "forward":
         return "0"
-    once = _roofline(2 * cost.ops, cost.backward_work, cost.glue_bytes, 2, cost.dtype, device)
+    once = _plus(_roofline(2 * cost.ops, cost.backward_work, cost.glue_bytes, 2, cost.dtype, device), cost.backward_ns)
     again = cost.again.get(recompute)
     return once if again is None else f"{once} + {_roofline(again.ops, again.work, again.moved, 1, cost.dtype, device)}"
 
@@ -38,8 +38,14 @@ def _roofline(ops: int, work: str, moved: str, passes: int, dtype: str, device: 
     return " + ".join(terms)
 
 
+def _plus(roofline: str, measured: str) -> str:
+    return roofline if measured == "0" else f"{roofline} + {measured}"
+
+
 def label(cost: SectionCost, device: Device) -> str:
-    """Where a section's times come from: "roofline", or "default" as soon as any part is assumed."""
+    """Where a section's times come from: "measured" if its blocks were timed, "roofline", or "default" as soon as any part is assumed."""
+    if cost.label == "measured":
+        return "measured"
     return "default" if "default" in (cost.label, device.label) else "roofline"
 
 

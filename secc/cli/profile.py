@@ -1,0 +1,49 @@
+"""`secc profile`: times a model's blocks here, or this machine's links and rates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from secc.cli.compile import JSON
+from secc.cli.console import out, print_json, print_table, progress
+from secc.errors import UserError
+
+
+def command(
+    model: Annotated[Path | None, typer.Argument(help="the model file", metavar="[MODEL.py]")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="the file to write", metavar="FILE")] = None,
+    links: Annotated[bool, typer.Option("--links", help="measure this machine's links and rates into a cluster file")] = False,
+    small: Annotated[bool, typer.Option("--small", help="profile small_model()")] = False,
+    sizes: Annotated[int, typer.Option(help="micro-batches of different sizes to time", min=6)] = 18,
+    repeat: Annotated[int, typer.Option(help="runs of each, of which the least counts", min=1)] = 5,
+    json: JSON = False,
+) -> None:
+    """Time a model's blocks here, for `secc compile --costs FILE`; with --links, this machine's links and rates, for `--cluster FILE`."""
+    if links == (model is not None):
+        raise UserError(
+            "give either a model file or --links", remedy="secc profile MODEL.py -o costs.json, or secc profile --links -o here.yaml"
+        )
+    with progress(quiet=json) as show:
+        if links:
+            from secc.profile.links import probe, to_yaml
+
+            probed = probe(show)
+            shown, tables, text = probed.as_dict(), probed.tables(), to_yaml(probed)
+        else:
+            from secc.profile.model import profile_model
+
+            assert model is not None
+            found = profile_model(model, small, sizes, repeat, show)
+            shown, tables, text = found.as_dict(), found.tables(), found.table.to_json()
+    if output is not None:
+        output.write_text(text)
+    if json:
+        print_json(shown)
+        return
+    for table in tables:
+        print_table(table)
+    if output is not None:
+        out.print(f"written to [bold]{output}[/]", soft_wrap=True)

@@ -1,0 +1,1 @@
+"""Measuring: real blocks on the machine at hand, and its links and rates."""

@@ -1,0 +1,222 @@
+"""Times a model's blocks for real: forward and backward, over the sizes of the dataset's samples and micro-batches of them.
+
+On a CPU a call counts the processor time of its thread, which other processes do not add to; on a GPU events count. The least of several
+runs is taken, sizes in turn, so that a busy moment does not spoil one size. Prices (`secc.cost.table`) are fitted to two thirds of the
+sizes, none negative, with relative errors weighing alike; the others tell the error.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from xdsl.dialects.builtin import ModuleOp, StringAttr
+
+from secc.cost.estimate import entries
+from secc.cost.examples import values
+from secc.cost.table import PARTS, Entry, Prices, Table, here, key
+from secc.ir import expr
+from secc.ir.dialect import CallOp, CaseOp, graph_of, strings
+from secc.ir.types import TensorType, tensor
+from secc.profile.call import arguments
+from secc.runtime.expr import evaluate
+
+FITS_BYTES = 4 << 30  # of a block's parameters, and of a call's operands, that are built here
+HELD_OUT = 3  # every third size
+MOST_RUNS, SHORT_S = 60, 8.0  # of blocks whose runs are short
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A collated micro-batch and its sizes."""
+
+    batch: Mapping[str, Any]
+    sizes: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One call at one size: what it works and moves, the least nanoseconds of forward and backward, and whether it was held out."""
+
+    cost: Mapping[str, float]
+    forward: float
+    backward: float
+    held_out: bool
+
+
+@dataclass(frozen=True)
+class Report:
+    """A block that was timed, with its points; or one that was not, and why."""
+
+    path: str
+    cls: str
+    timed: Sequence[Timed]
+    entry: Entry | None
+    reason: str = ""
+
+
+def profile(
+    module: ModuleOp,
+    model: nn.Module,
+    batches: Sequence[Batch],
+    constants: Mapping[str, torch.Tensor],
+    device: torch.device,
+    repeat: int,
+    progress: Callable[[str], None],
+) -> tuple[Table, list[Report]]:
+    """Time every kind of call once. `module` has counted costs; `model` may be on the meta device."""
+    reports: dict[str, Report] = {}
+    for case in graph_of(module).cases:
+        for call in (op for op in case.ops if isinstance(op, CallOp)):
+            block = model.get_submodule(call.target.data)
+            name = key(call, block)
+            fitting = [b for b in batches if _is_of(module, case, b)]
+            if name not in reports and fitting:
+                progress(f"time {call.target.data}")
+                reports[name] = _report(call, block, fitting, constants, device, repeat)
+    found = {name: r.entry for name, r in reports.items() if r.entry is not None}
+    return Table(here(device), found), list(reports.values())
+
+
+def _is_of(module: ModuleOp, case: CaseOp, batch: Batch) -> bool:
+    return set(strings(graph_of(module).optional)) & batch.batch.keys() == set(strings(case.when))
+
+
+def _report(
+    call: CallOp, block: nn.Module, batches: Sequence[Batch], constants: Mapping[str, torch.Tensor], device: torch.device, repeat: int
+) -> Report:
+    path, cls = call.target.data, type(block).__name__
+    size = sum(p.numel() * p.element_size() for p in block.parameters())
+    if size > FITS_BYTES:
+        return Report(path, cls, (), None, f"its {size / 2**30:.1f} GiB of parameters are not built here")
+    if not all(isinstance(call.attributes.get(part), StringAttr) for part in PARTS[1:]):
+        return Report(path, cls, (), None, "its costs were not counted")
+    real = _real(block, device)
+    fitting = [b for b in batches if _bytes(call, b) <= FITS_BYTES]
+    runs = [_Run(call, real, b, values(call, b.batch, b.sizes, constants), device) for b in fitting]
+    try:
+        least = _least(runs, repeat)
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:  # whatever the user's code does on drawn values
+        return Report(path, cls, (), None, f"it does not run on drawn values: {type(error).__name__}: {str(error)[:120]}")
+    timed = [Timed(_cost(call, run.sizes), *times, i % HELD_OUT == 1) for i, (run, times) in enumerate(zip(runs, least, strict=True))]
+    if len(timed) < 2 * HELD_OUT:
+        return Report(path, cls, timed, None, f"the dataset gives it only {len(timed)} sizes")
+    backward = _fit(timed, lambda t: t.backward) if any(t.backward for t in timed) else None
+    return Report(path, cls, timed, Entry(cls, _fit(timed, lambda t: t.forward), backward))
+
+
+def _real(block: nn.Module, device: torch.device) -> nn.Module:
+    """A copy with small random weights; buffers keep values that they have."""
+    real = copy.deepcopy(block)
+    for module in real.modules():
+        for name, p in list(module.named_parameters(recurse=False)):
+            made = torch.empty(p.shape, dtype=p.dtype, device=device)
+            made = made.normal_(0.0, 0.02) if p.is_floating_point() else made.zero_()
+            setattr(module, name, nn.Parameter(made, requires_grad=p.requires_grad))
+        for name, b in list(module.named_buffers(recurse=False)):
+            setattr(module, name, torch.zeros(b.shape, dtype=b.dtype, device=device) if b.is_meta else b.to(device))
+    return real
+
+
+def _bytes(call: CallOp, batch: Batch) -> int:
+    return sum(_size(tensor(o), batch.sizes) for o in (*call.operands, *call.results))
+
+
+def _size(kind: TensorType, sizes: Mapping[str, int]) -> int:
+    return int(expr.evaluate(entries(kind), sizes)) * kind.itemsize
+
+
+def _cost(call: CallOp, sizes: Mapping[str, int]) -> dict[str, float]:
+    found = {part: call.attributes[part] for part in PARTS[1:]}
+    return {part: evaluate(text.data, sizes) for part, text in found.items() if isinstance(text, StringAttr)}
+
+
+class _Run:
+    """One call at one size."""
+
+    def __init__(self, call: CallOp, block: nn.Module, batch: Batch, known: Any, device: torch.device) -> None:
+        self.sizes = batch.sizes
+        self._call, self._block, self._known, self._device = call, block, known, device
+        self._owes = call.no_grad is None and any(tensor(r).requires_grad for r in call.results)
+
+    def once(self) -> tuple[float, float]:
+        """Nanoseconds of forward and backward."""
+        args, kwargs = arguments(self._call, self.sizes, self._known, self._device)
+        with torch.set_grad_enabled(self._owes):
+            forward, out = _timed(lambda: self._block(*args, **kwargs), self._device)
+        outs = [t for t in tree_leaves(_plain(out)) if isinstance(t, torch.Tensor) and t.requires_grad]
+        if not outs:
+            return forward, 0.0
+        grads = [torch.ones_like(t) for t in outs]
+        backward, _ = _timed(lambda: torch.autograd.backward(outs, grads), self._device)
+        for p in self._block.parameters():
+            p.grad = None
+        return forward, backward
+
+
+def _plain(out: Any) -> Any:
+    """What a block returns, as a structure that can be walked."""
+    return dict(out) if isinstance(out, Mapping) else out
+
+
+def _timed(run: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
+    if device.type != "cuda":
+        start = time.process_time_ns()
+        out = run()
+        return float(time.process_time_ns() - start), out
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize(device)
+    begin.record()
+    out = run()
+    end.record()
+    torch.cuda.synchronize(device)
+    return begin.elapsed_time(end) * 1e6, out
+
+
+def _least(runs: Sequence[_Run], repeat: int) -> list[tuple[float, float]]:
+    """The least of `repeat` runs after one to warm up, and of more where they are short, in turn over the sizes."""
+    found = [(float("inf"), float("inf"))] * len(runs)
+    start, turn = time.process_time(), 0
+    while turn <= repeat or (turn <= MOST_RUNS and time.process_time() - start < SHORT_S):
+        for i, run in enumerate(runs):
+            forward, backward = run.once()
+            if turn:
+                found[i] = min(found[i][0], forward), min(found[i][1], backward)
+        turn += 1
+    return found
+
+
+def _fit(timed: Sequence[Timed], of: Callable[[Timed], float]) -> Prices:
+    used = [t for t in timed if not t.held_out]
+    table = np.array([[1.0, *(t.cost[part] for part in PARTS[1:])] for t in used])
+    solved = _nonnegative(table, np.array([of(t) for t in used]))
+    prices = Prices(tuple(float(x) for x in solved), 0.0)
+    errors = [abs(prices.ns(t.cost) / of(t) - 1) for t in timed if t.held_out and of(t)]
+    return Prices(prices.values, statistics.median(errors) if errors else 0.0)
+
+
+def _nonnegative(table: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Least squares of relative errors, none of the unknowns negative: the best over all sets of unknowns that may differ from 0."""
+    scale = np.maximum(np.abs(table).max(axis=0), 1e-30)
+    rows, target = table / scale / wanted[:, None], np.ones(len(wanted))
+    best, least = np.zeros(table.shape[1]), float("inf")
+    for chosen in _subsets(table.shape[1]):
+        solved = np.linalg.lstsq(rows[:, chosen], target, rcond=None)[0]
+        rest = float(((rows[:, chosen] @ solved - target) ** 2).sum())
+        if (solved >= 0).all() and rest < least - 1e-12:
+            least, best = rest, np.zeros(table.shape[1])
+            best[chosen] = solved
+    return best / scale
+
+
+def _subsets(count: int) -> Iterator[list[int]]:
+    for mask in range(1, 1 << count):
+        yield [i for i in range(count) if mask >> i & 1]

@@ -1,0 +1,45 @@
+"""Arguments of a block's call at given sizes: drawn numbers, and the values of integers that inputs decide."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import sympy
+import torch
+
+from secc.cost.examples import Values
+from secc.ir import expr
+from secc.ir.dialect import CallOp
+from secc.ir.template import Name, Ref
+from secc.ir.types import TensorType, tensor
+
+
+def arguments(call: CallOp, sizes: Mapping[str, int], known: Values, device: torch.device) -> tuple[list[Any], dict[str, Any]]:
+    """Fresh arguments, so that a call may write into them. Integers and masks that nobody knows are 0 and true."""
+    operands = [known[o].to(device) if o in known else _drawn(tensor(o), sizes, device) for o in call.operands]
+
+    def value(leaf: Any) -> Any:
+        match leaf:
+            case Ref(index=index):
+                return operands[index]
+            case Name(text="device"):
+                return device
+            case Name(text=text):
+                return getattr(torch, text.removeprefix("torch."))
+            case sympy.Expr():
+                return expr.evaluate(leaf, sizes)
+            case _:
+                return leaf
+
+    made = call.arguments.map(value)
+    return made.args, made.kwargs
+
+
+def _drawn(kind: TensorType, sizes: Mapping[str, int], device: torch.device) -> torch.Tensor:
+    dims, dtype = [int(expr.evaluate(d, sizes)) for d in kind.shape], getattr(torch, kind.torch_dtype)
+    if dtype == torch.bool:
+        return torch.ones(dims, dtype=dtype, device=device)
+    if not dtype.is_floating_point:
+        return torch.zeros(dims, dtype=dtype, device=device)
+    return torch.randn(dims, device=device).to(dtype).requires_grad_(kind.requires_grad)
