@@ -133,9 +133,9 @@ def call_cost(graph: GraphOp, call: CallOp) -> CallCost:
     saved = _text(call, "saved", estimate.saved)
     ops, units = number(call, "ops", estimate.ops), number(call, "units", 0)
     flops = _text(call, "flops", estimate.flops)
-    again = _text(call, "kept", saved), *(_text(call, key, ZERO) for key in ("working", "again", "again_moved"))
-    parts = (_text(call, key, ZERO) for key in ("attention", "attention_work", "moved"))
-    return CallCost(flops, _text(call, "work", flops), saved, ops, _label(call), units, *again, *parts, number(call, "narrow", 0))
+    rest = {key: _text(call, key, ZERO) for key in ("working", "again", "again_moved", "attention", "attention_work", "moved")}
+    kept, work = _text(call, "kept", saved), _text(call, "work", flops)
+    return CallCost(flops, work, saved, ops, _label(call), units, kept, narrow=number(call, "narrow", 0), **rest)
 
 
 def _text(op: Operation, key: str, default: Expr) -> Expr:

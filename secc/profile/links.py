@@ -127,7 +127,7 @@ def _link(backend: str) -> tuple[float, float]:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     queue = mp.get_context("spawn").SimpleQueue()
-    context = mp.spawn(_exchange, (backend, port, queue), nprocs=2, join=False)  # pyright: ignore[reportPrivateImportUsage]
+    context: Any = mp.spawn(_exchange, (backend, port, queue), nprocs=2, join=False)  # pyright: ignore[reportPrivateImportUsage]
     deadline = time.monotonic() + LIMIT_S
     try:
         while not context.join(timeout=1):

@@ -1,0 +1,91 @@
+"""Measured costs: prices as text and number, what is refused, and what sections make of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from secc.cluster import parse
+from secc.cost import time
+from secc.cost.measure import measure
+from secc.cost.section import section_cost
+from secc.cost.table import Entry, Hardware, Prices, Table, here, key, read
+from secc.errors import UserError
+from secc.ir.dialect import CallOp, graph_of
+from secc.profile.blocks import Batch, profile
+from secc.runtime.expr import evaluate
+from tests.cost.ir import graph
+
+CALL = '    %y = sec.call "f" (%x) args "$0" outs [""] in @s : !sec.tensor<[B, S, 8], f32, grad>\n'
+SECTION = '  sec.section "s" mode "train" blocks ["f"]\n'
+CPU = torch.device("cpu")
+
+
+def module_of(model: nn.Module) -> Any:
+    module = graph(model, CALL, SECTION)
+    measure(module, model)
+    return module
+
+
+def table(model: nn.Module, module: Any, hardware: Hardware | None = None) -> Table:
+    call = next(op for case in graph_of(module).cases for op in case.ops if isinstance(op, CallOp))
+    prices = Prices((1000.0, 0.5, 0.0, 0.25), 0.01)
+    return Table(hardware or here(CPU), {key(call, model["f"]): Entry("Linear", prices, prices)})
+
+
+def test_a_section_of_timed_blocks_is_measured() -> None:
+    model = nn.ModuleDict({"f": nn.Linear(8, 8)})
+    module = module_of(model)
+    table(model, module).write(module, model)
+    cost = section_cost(graph_of(module), next(iter(graph_of(module).sections)))
+    device = parse("local:2").device
+    assert time.label(cost, device) == "measured" and (cost.work, cost.flops) == ("0", "128*B*S")
+    sizes = {"B": 2, "S": 16}
+    counted = 6400 * 32 * 0.5 + 0.25 * 0  # work counts fifty times over 8 features; nothing else moves bytes
+    assert evaluate(time.forward_ns(cost, device), sizes) == pytest.approx(1000 + counted, rel=1e-3)
+
+
+def test_the_file_holds_the_table(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"f": nn.Linear(8, 8)})
+    made = table(model, module_of(model))
+    path = tmp_path / "costs.json"
+    path.write_text(made.to_json())
+    assert read(path) == made
+
+
+@pytest.mark.parametrize(("hardware", "cluster"), [
+    (Hardware("cpu", "Another CPU", 1), "local:2"),
+    (Hardware("cuda", "NVIDIA A100-SXM4-80GB", 0), "2x8xH100"),
+    (Hardware("cuda", "NVIDIA H100 80GB HBM3", 0), "1x2xcpu"),
+])  # fmt: skip
+def test_a_table_of_other_hardware_is_refused(hardware: Hardware, cluster: str) -> None:
+    with pytest.raises(UserError, match="measured on"):
+        Table(hardware, {}).check(parse(cluster))
+
+
+def test_a_table_of_the_clusters_hardware_is_taken() -> None:
+    Table(Hardware("cuda", "NVIDIA H100 80GB HBM3", 0), {}).check(parse("2x8xH100"))
+    Table(here(CPU), {}).check(parse("1x2xcpu"))
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", json.dumps({"version": 1, "hardware": {"backend": "cpu"}, "blocks": {}})])
+def test_what_is_no_table_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match="no file of measured costs"):
+        read(path)
+
+
+def test_real_blocks_are_timed_and_fitted() -> None:
+    model = nn.ModuleDict({"f": nn.Linear(8, 8)})
+    module = module_of(model)
+    sizes = [{"B": b, "S": s} for b in (1, 2) for s in (64, 256, 1024, 4096)]
+    batches = [Batch({"x": torch.zeros(n["B"], n["S"], 8)}, n) for n in sizes]
+    found, (report,) = profile(module, model, batches, {}, CPU, 2, lambda _: None)
+    assert len(found.entries) == 1 and len(report.timed) == 8 and report.entry is not None
+    assert all(v >= 0 for v in report.entry.forward.values) and report.entry.backward is not None
