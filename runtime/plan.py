@@ -269,6 +269,7 @@ class Plan:
     draws: tuple[Draw, ...] = ()
     fusions: tuple[Fusion, ...] = ()
     rewrites: tuple[Rewrite, ...] = ()
+    fused: tuple[str, ...] = ()  # blocks that no section calls, because fused operators read their parameters
     recorded: tuple[Recorded, ...] = ()
     labels_key: str = ""  # the input whose entries other than -100 are counted as tokens
 

@@ -95,7 +95,7 @@ class Rerecorder:
         if self._recorder is None:
             model = self._make()
             self._sections = self._make_sections(model)
-            self._recorder = Recorder(model, {b for s in self.plan.sections for b in s.blocks})
+            self._recorder = Recorder(model, {*self.plan.fused, *(b for s in self.plan.sections for b in s.blocks)})
         return self._sections
 
     def _extents(self, found: _Found) -> dict[str, Extent]:

@@ -74,6 +74,7 @@ def build(module: ModuleOp, model: plan.ModelRef, versions: Mapping[str, str]) -
         draws=draws.draws(graph.attributes.get(draws.ATTRIBUTE)),
         fusions=fusion.fusions(graph),
         rewrites=rewrites(graph),
+        fused=tuple(path for path, block in graph.blocks.items() if fusion.FUSED in block.attributes),
     )
     return dataclasses.replace(made, hash=_hash(module, model, versions))
 

@@ -11,6 +11,8 @@ from safetensors.torch import save_file
 from secc.report.facts import fused
 from secc.runtime.user_model import load
 from tests.e2e.harness import compile_to, differences, distributed, plain, recording_model
+from tools.zoo import EXACT, look
+from tools.zoo_models import entry
 
 MODELS = Path(__file__).parent.parent / "models"
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
@@ -52,6 +54,12 @@ def test_the_distillation_example_trains_as_plain_pytorch(tmp_path: Path) -> Non
     plan = compile_to(model, tmp_path / "plan", cluster="local:2", global_batch=GLOBAL_BATCH, strategy="apart", fuse=True).plan
     assert plan.rewrites
     assert list(differences(distributed(tmp_path / "plan", 2, STEPS, tmp_path / "run"), reference)) == []
+
+
+@pytest.mark.slow
+def test_glue_that_is_recorded_anew_meets_fused_heads() -> None:
+    row = look(entry("qwen2_5_vl"), run=False, fuse=True)
+    assert row.check == EXACT
 
 
 @pytest.mark.slow
