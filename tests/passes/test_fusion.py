@@ -17,10 +17,10 @@ from secc.frontend.capture import Capture, capture
 from secc.frontend.heads import note_linear
 from secc.frontend.import_ir import to_ir
 from secc.frontend.inputs import describe
-from secc.frontend.meta import meta_model
 from secc.frontend.sampling import survey
 from secc.ir.dialect import GlueOp, graph_of
 from secc.ir.fusion import fusions
+from secc.runtime.meta import meta_model
 from secc.runtime.sizes import pad_batch, sizes_of
 from secc.runtime.user_model import UserModel, load
 from tests.passes.fused_losses import FUSED, MODEL, REFUSED
