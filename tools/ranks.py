@@ -103,7 +103,7 @@ def distributed(plan: Path, world_size: int, steps: int, work: Path, *options: s
 
 def _whole(plan: Plan, name: str, held: Mapping[int, torch.Tensor | None], shape: torch.Size) -> torch.Tensor | None:
     """A parameter's gradient from what each rank has of it: parts of ranks that cut it, or all of it on each of them."""
-    section = next((s for s in plan.sections if s.mesh.tp > 1 and set(held) <= set(s.mesh.ranks)), None)
+    section = next((s for s in plan.sections if s.mesh.tp > 1 and name in s.params), None)
     if section is None or name in section.partial:
         return _joined(list(held.values()), shape)
     shard = next((s for s in section.shards if s.name == name), None)

@@ -22,7 +22,7 @@ from secc.runtime.errors import UserError
 from secc.runtime.expr import evaluate
 from secc.runtime.plan import Draw, Symbol
 from secc.runtime.program import SampleMeta
-from secc.runtime.randomness import ops
+from secc.runtime.randomness import ops, part
 from secc.runtime.randomness.bits import bits, coordinates, key
 from secc.runtime.recorder.places import drawer, paths_of, place
 from secc.runtime.sizes import combine
@@ -128,7 +128,7 @@ class Draws:
 
     def _bits(self, draw: Draw, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
         """64 bits for each entry of a result of `shape`."""
-        places = [torch.arange(size, device=device) for size in shape]
+        places = part.places(shape, device)
         if not draw.dims:
             return bits([coordinates(d, at) for d, at in enumerate(places)], key(self._seed, "all", draw.call), device)
         owner, within = self._cut(draw.rows, device)

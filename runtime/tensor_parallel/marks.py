@@ -10,14 +10,17 @@ through and its gradients were compared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from secc.runtime.randomness import part
 from secc.runtime.routes import bounds
 
 _ATTRIBUTE = "_secc_mark"
@@ -83,6 +86,7 @@ class Shapes(TorchFunctionMode):
     def __init__(self, index: int, count: int, enter: Callable[[torch.Tensor], torch.Tensor] = lambda x: x) -> None:
         super().__init__()
         self.index, self.count, self._enter = index, count, enter
+        self.drew = False  # whether random numbers were drawn for parts
 
     def enter(self, whole: torch.Tensor) -> torch.Tensor:
         """A whole tensor that meets parts: each rank's gradient of it is a part of the sum. Those of parameters are summed once a step."""
@@ -109,18 +113,20 @@ class Shapes(TorchFunctionMode):
             shape[found.dim] = found.size
         return shape
 
-    def divided(self, parts: Sequence[int], found: Mark, what: str = "entries") -> None:
-        """Refuse parts that the ranks cannot have equal shares of."""
-        uneven = next((part for part in parts if part % self.count), None)
-        if uneven is not None:
-            raise Refused(f"tp={self.count} does not divide {uneven} {what}", found.sources)
+    @contextmanager
+    def drawing(self, found: Mark) -> Iterator[None]:
+        """Random ops inside draw the rank's part of the whole numbers."""
+        self.drew = True
+        with part.drawing(found.dim, self.ranges(found.parts)):
+            yield
+
+    def ranges(self, parts: Sequence[int]) -> list[tuple[int, int]]:
+        """This rank's entries of a whole dim."""
+        starts = [0, *accumulate(parts)]
+        own = (bounds(size, self.index, self.count) for size in parts)
+        return [(offset + start, offset + stop) for offset, (start, stop) in zip(starts, own, strict=False)]
 
     def part_of(self, whole: torch.Tensor, dim: int, parts: Sequence[int]) -> torch.Tensor:
         """This rank's part of a whole tensor."""
-        pieces: list[torch.Tensor] = []
-        offset = 0
-        for size in parts:
-            start, stop = bounds(size, self.index, self.count)
-            pieces.append(whole.narrow(dim, offset + start, stop - start))
-            offset += size
+        pieces = [whole.narrow(dim, start, stop - start) for start, stop in self.ranges(parts)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)

@@ -68,7 +68,7 @@ def build(module: ModuleOp, model: plan.ModelRef, versions: Mapping[str, str]) -
         cluster=json.loads(attribute(graph, "cluster", "{}")),
         solver=json.loads(attribute(graph, "solver", "{}")),
         prediction=json.loads(attribute(graph, "prediction", "{}")),
-        checks={name: list(said) for name in (ACCEPTED, LOGGED) if (said := attribute(graph, name, ()))},
+        checks=_notes(graph),
         labels_key=graph.labels.data if graph.labels else "",
         recorded=_recorded(graph),
         draws=draws.draws(graph.attributes.get(draws.ATTRIBUTE)),
@@ -77,6 +77,13 @@ def build(module: ModuleOp, model: plan.ModelRef, versions: Mapping[str, str]) -
         fused=tuple(path for path, block in graph.blocks.items() if fusion.FUSED in block.attributes),
     )
     return dataclasses.replace(made, hash=_hash(module, model, versions))
+
+
+def _notes(graph: GraphOp) -> dict[str, Any]:
+    """What the user accepted, what forward logs beside the loss, and what tensor parallelism leaves whole."""
+    said = {name: list(found) for name in (ACCEPTED, LOGGED) if (found := attribute(graph, name, ()))}
+    whole = {s.sym.data: list(found) for s in graph.sections if (found := attribute(s, "whole", ()))}
+    return said | ({"whole": whole} if whole else {})
 
 
 def _recorded(graph: GraphOp) -> tuple[plan.Recorded, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from secc.report import cuts
 from secc.runtime.plan import Edge, Plan, Section
 
 WHAT_MODES_OWE = {
@@ -27,7 +28,7 @@ class Table:
 
 def tables(plan: Plan) -> list[Table]:
     """All that a plan decides and predicts, with the reason where there is one."""
-    found = [_sections(plan), _stages(plan), _work(plan), _edges(plan), _terms(plan), fused(plan), _checks(plan), _notes(plan)]
+    found = [_sections(plan), _stages(plan), _work(plan), _edges(plan), _cuts(plan), _terms(plan), fused(plan), _checks(plan), _notes(plan)]
     return [t for t in found if t.rows]
 
 
@@ -138,6 +139,11 @@ def _checks(plan: Plan) -> Table:
     )  # fmt: skip
     note = "Against the eager model; errors in units of the tolerance (1 is the limit)."
     return Table("Checks", ("pattern", "samples", "result", "loss error", "gradient error", "worst gradient"), rows, note)
+
+
+def _cuts(plan: Plan) -> Table:
+    note = "Of what is cut each rank of a replica has a part; * stands for alike modules. What is whole, every rank computes."
+    return Table("Tensor parallelism", ("section", "modules", "number", "how"), cuts.rows(plan), note)
 
 
 def _notes(plan: Plan) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -38,10 +39,12 @@ def normalized(mode: Shapes, func: Any, args: Args, kwargs: dict[str, Any], foun
 
 
 def dropout(mode: Shapes, func: Any, args: Args, kwargs: dict[str, Any], found: list[Mark]) -> Any:
+    """Dropout draws the rank's part of the whole numbers."""
+    own = own_mark(found, args)
     p, training = (args[i] if len(args) > i else kwargs.get(k, d) for i, k, d in ((1, "p", 0.5), (2, "training", True)))
-    if p and training:
-        raise Refused("dropout on parts draws random numbers", sources_of(found))
-    return elementwise(mode, func, args, kwargs, found)
+    with mode.drawing(own) if p and training else nullcontext():
+        out = func(*args, **kwargs)
+    return set_mark(out, own)
 
 
 def refused(mode: Shapes, func: Any, args: Args, kwargs: dict[str, Any], found: list[Mark]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 from secc.runtime.tensor_parallel.marks import Mark, Refused, Shapes, mark, set_mark, sources_of
@@ -45,8 +46,6 @@ def attention(mode: Shapes, func: Any, args: Args, kwargs: dict[str, Any], found
     if own is None or own.dim >= q.ndim - 2:
         raise Refused("attention mixes entries of which ranks have parts", sources_of(found))
     heads = own.dim == q.ndim - 3
-    if (args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)) > 0:
-        raise Refused("attention on parts draws random numbers", sources_of(found))
     names = ("query", "key", "value", "attn_mask")
     given = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
     for name in ("key", "value"):
@@ -58,7 +57,9 @@ def attention(mode: Shapes, func: Any, args: Args, kwargs: dict[str, Any], found
     rest = {k: v for k, v in kwargs.items() if k not in names} | dict(
         zip(("dropout_p", "is_causal", "scale", "enable_gqa"), args[4:], strict=False)
     )
-    return set_mark(func(**given, **rest), Mark(own.dim, own.parts, sources_of(found)))
+    with mode.drawing(own) if rest.get("dropout_p") else nullcontext():
+        out = func(**given, **rest)
+    return set_mark(out, Mark(own.dim, own.parts, sources_of(found)))
 
 
 def einsum(mode: Shapes, func: Any, args: Args, kwargs: dict[str, Any], found: list[Mark]) -> Any:

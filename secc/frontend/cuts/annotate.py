@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from torch import nn
 from xdsl.dialects.builtin import IntAttr, ModuleOp, StringAttr
 
-from secc.frontend.cuts.find import Mapping_, find, shards
+from secc.frontend.cuts.find import Found, find, shards
 from secc.frontend.cuts.observe import Observer, made_up, with_values
 from secc.frontend.cuts.verify import Verdict, verify
 from secc.frontend.survey import Survey
@@ -24,7 +24,8 @@ from secc.runtime.tensor_parallel.linears import embedding, linear
 from secc.runtime.user_model import UserModel
 
 LARGEST = 1 << 29  # entries of a module that is run here
-HEAD = 2  # a linear map with more outputs than so many times its inputs is a head
+HEAD = 2  # a linear map with more outputs than so many times its inputs is a head ...
+SHARE = 8  # ... if it has at least one in so many of its block's parameters
 
 
 @dataclass
@@ -93,14 +94,14 @@ class _Seeker:
             return Cutting(whole=dict(mapping.whole))
         return self._shown(module, call, count, mapping)
 
-    def _shown(self, module: nn.Module, call: tuple[tuple[object, ...], dict[str, object]], count: int, mapping: Mapping_) -> Cutting:
+    def _shown(self, module: nn.Module, call: tuple[tuple[object, ...], dict[str, object]], count: int, mapping: Found) -> Cutting:
         """The mapping as the code runs it on parts, with whole sizes only if it must."""
         from torch.utils._pytree import tree_map
 
         module, call = with_values(module), tree_map(made_up, call)
         cut, verdict = shards(module, mapping), Verdict("")
-        for more in ([], [Style("", "shapes")]):
-            styles = more + mapping.styles()
+        for shapes in (True,) if mapping.draws else (False, True):
+            styles = mapping.styles(shapes)
             verdict = verify(module, call, count, styles, cut)
             if not verdict.reason:
                 return Cutting(styles, cut, verdict.partial, dict(mapping.whole))
@@ -111,6 +112,7 @@ def _alone(model: nn.Module, block: str, ties: list[tuple[str, ...]]) -> Iterato
     """Embeddings and linear maps of a block that are in none of its layers."""
     inside = tuple(f"{path}." for path, _ in _layers(model, block))
     root = model.get_submodule(block)
+    size = sum(p.numel() for p in root.parameters())
     for name, module in root.named_modules():
         path = ".".join(n for n in (block, name) if n)
         if f"{path}.".startswith(inside) or any(True for _ in module.children()):
@@ -123,7 +125,7 @@ def _alone(model: nn.Module, block: str, ties: list[tuple[str, ...]]) -> Iterato
             and (tied or table.num_embeddings > HEAD * table.embedding_dim)
         ):
             yield path, Cutting([Style("", "vocab")], [Shard("weight", 0, (table.num_embeddings,))])
-        elif head is not None and (tied or head.outputs > HEAD * head.inputs):
+        elif head is not None and (tied or (head.outputs > HEAD * head.inputs and SHARE * head.weight.numel() >= size)):
             cut = [Shard("weight", head.out_dim, (head.outputs,))] + ([Shard("bias", 0, (head.outputs,))] if head.bias is not None else [])
             yield path, Cutting([Style("", "gather")], cut)
         elif table is not None or head is not None:

@@ -13,7 +13,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 import torch
@@ -29,15 +29,19 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]  # what a module is called with
 
 
 @dataclass(frozen=True)
-class Mapping_:
+class Found:
     """How a module is cut: the parts of what is cut by outputs and by inputs, and why other linear maps stay whole."""
 
     columns: Mapping[str, Parts]
     rows: Mapping[str, Parts]
     whole: Mapping[str, str]
+    scopes: tuple[str, ...] = ()  # the smallest modules inside which everything that is in parts stays
+    draws: bool = False  # whether its code draws random numbers for parts
 
-    def styles(self) -> list[Style]:
-        return [Style(p, "colwise") for p in self.columns] + [Style(p, "rowwise") for p in self.rows]
+    def styles(self, shapes: bool) -> list[Style]:
+        """How the cut modules work on their parts; with `shapes`, their code sees whole sizes."""
+        around = [Style(p, "shapes") for p in self.scopes if shapes]
+        return around + [Style(p, "colwise") for p in self.columns] + [Style(p, "rowwise") for p in self.rows]
 
 
 @dataclass
@@ -48,6 +52,7 @@ class _Search:
     reasons: dict[str, str] = field(default_factory=dict[str, str])
     rows: dict[str, tuple[Parts, frozenset[str]]] = field(default_factory=dict[str, tuple[Parts, frozenset[str]]])
     reached: set[str] = field(default_factory=set[str])
+    draws: bool = False
     hints: dict[str, str] = field(default_factory=dict[str, str])  # why outputs were cut at more places
 
     def drop(self, paths: Iterable[str], reason: str) -> None:
@@ -56,7 +61,7 @@ class _Search:
                 self.reasons[path] = self.hints.get(path, reason)
 
 
-def find(module: nn.Module, call: Call, count: int, preferred: Iterable[str] | None = None) -> Mapping_:
+def find(module: nn.Module, call: Call, count: int, preferred: Iterable[str] | None = None) -> Found:
     """A mapping of `module` over `count` ranks. `preferred` are the only maps that may be cut by outputs, where that is known."""
     found = {path: cut for path, m in module.named_modules() if (cut := linear(m)) is not None}
     allowed = set(found if preferred is None else preferred)
@@ -70,7 +75,23 @@ def find(module: nn.Module, call: Call, count: int, preferred: Iterable[str] | N
     search.drop([p for p in search.columns if p not in useful], "nothing takes parts of its outputs")
     rows = {p: parts for p, (parts, _) in search.rows.items()} if search.columns else {}
     whole = {p: search.reasons.get(p, "it gets whole activations") for p in found if p not in search.columns and p not in rows}
-    return Mapping_(search.columns, rows, whole)
+    scopes = _outermost(_common([path, *search.rows[path][1]]) for path in rows)
+    return Found(search.columns, rows, whole, scopes, search.draws)
+
+
+def _common(paths: Iterable[str]) -> str:
+    """The module that holds all of these."""
+    names = zip(*(p.split(".")[:-1] for p in paths), strict=False)
+    return ".".join(some[0] for some in takewhile(lambda some: len(set(some)) == 1, names))
+
+
+def _outermost(paths: Iterable[str]) -> tuple[str, ...]:
+    """Paths without those that lie inside others."""
+    kept: list[str] = []
+    for path in sorted(set(paths), key=len):
+        if not any(k == "" or f"{path}.".startswith(f"{k}.") for k in kept):
+            kept.append(path)
+    return tuple(kept)
 
 
 def _try(module: nn.Module, call: Call, count: int, search: _Search, found: Mapping[str, Linear]) -> bool:
@@ -81,8 +102,9 @@ def _try(module: nn.Module, call: Call, count: int, search: _Search, found: Mapp
         inner.forward = _on_parts(path, inner, count, search)
     try:
         args, kwargs = tree_map(_fresh, call)
-        with torch.enable_grad(), Shapes(0, count):
+        with torch.enable_grad(), Shapes(0, count) as mode:
             out = trial(*args, **kwargs)
+        search.draws = mode.drew
         if leaked := marks_in(out):
             raise Refused("its outputs leave the module in parts", sources_of(leaked))
         return True
@@ -143,7 +165,7 @@ def _learn(search: _Search, refused: Refused, found: Mapping[str, Linear]) -> No
     search.drop(sources or list(search.columns), refused.reason)
 
 
-def shards(module: nn.Module, mapping: Mapping_, prefix: str = "") -> list[Shard]:
+def shards(module: nn.Module, mapping: Found, prefix: str = "") -> list[Shard]:
     """The parameters that a mapping cuts, under names that start with `prefix`."""
     found: list[Shard] = []
     for path, parts in mapping.columns.items():

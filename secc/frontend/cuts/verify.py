@@ -9,11 +9,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from secc.frontend.cuts.find import Call
 from secc.frontend.cuts.threads import ThreadGroup, run_ranks
 from secc.runtime.plan import Shard, Style
+from secc.runtime.randomness import ops, part
+from secc.runtime.randomness.bits import bits, coordinates, key
 from secc.runtime.tensor_parallel.shards import Cut
 from secc.runtime.tensor_parallel.styles import apply
 
@@ -78,12 +81,31 @@ def _cuts(module: nn.Module, shards: Sequence[Shard], count: int) -> dict[str, l
 def _run(module: nn.Module, call: Call) -> _Result:
     args, kwargs = tree_map(_input, call)
     generator = torch.Generator().manual_seed(SEED)
-    with torch.enable_grad():
+    with torch.enable_grad(), _Fixed():
         outs = [t for t in tree_leaves(module(*args, **kwargs)) if isinstance(t, torch.Tensor)]
         ends = [t for t in outs if t.requires_grad]
         torch.autograd.backward(ends, [torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.dtype) for t in ends])
     inputs = [t.grad for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
     return _Result([t.detach() for t in outs], inputs, {n: p.grad for n, p in module.named_parameters()})
+
+
+class _Fixed(TorchDispatchMode):
+    """Random numbers by an entry's coordinates and the number of the draw: the same on one rank as on several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not ops.is_random(func, args, kwargs) or not ops.supported(func):
+            return func(*args, **kwargs)
+        self.count += 1
+
+        def drawn(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+            return bits([coordinates(d, at) for d, at in enumerate(part.places(shape, device))], key(self.count), device)
+
+        return ops.draw(func, args, kwargs, drawn)
 
 
 def _input(value: Any) -> Any:

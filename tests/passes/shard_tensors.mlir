@@ -1,0 +1,35 @@
+// RUN: secc opt %s -p 'shard-tensors' | filecheck %s
+
+// A section takes the cuts of its blocks for its tp. A parameter that glue reads stays whole with the module it is in, and so does one that is
+// tied to it; a head and an embedding that are cut alike stay tied; what was cut for another tp is left out.
+
+sec.graph "lm" optional [] {
+  sec.symbol "B" kind "rows" key "ids" dim 0
+  sec.block "embed" class "Embedding" params 128 trainable 128
+  sec.block "tower" class "Tower" params 600 trainable 600
+  sec.block "head" class "Linear" params 128 trainable 128
+  sec.block "extra" class "Linear" params 64 trainable 64
+  // CHECK-NOT: sec.cut
+  sec.cut "tower.layers.0" block "tower" tp 2 styles ["tower.layers.0.attn shapes", "tower.layers.0.attn.qkv colwise", "tower.layers.0.attn.o rowwise"] shards ["tower.layers.0.attn.qkv.weight 0 8,8,8", "tower.layers.0.attn.o.weight 1 8"] partial ["tower.layers.0.attn.q_norm"] whole ["tower.layers.0.router: softmax mixes entries of which ranks have parts"]
+  sec.cut "tower.layers.0" block "tower" tp 4 styles ["tower.layers.0.mlp.up colwise"] shards ["tower.layers.0.mlp.up.weight 0 8"] partial [] whole []
+  sec.cut "embed" block "embed" tp 2 styles ["embed vocab"] shards ["embed.weight 0 16"] partial [] whole []
+  sec.cut "head" block "head" tp 2 styles ["head gather"] shards ["head.weight 0 16"] partial [] whole []
+  sec.cut "extra" block "extra" tp 2 styles ["extra gather"] shards ["extra.weight 0 32"] partial [] whole []
+  sec.tie names ["embed.weight", "head.weight"]
+  // CHECK: sec.section "lm"
+  // CHECK-SAME: styles = ["tower.layers.0.attn shapes", "tower.layers.0.attn.qkv colwise", "tower.layers.0.attn.o rowwise", "embed vocab", "head gather"]
+  // CHECK-SAME: shards = ["tower.layers.0.attn.qkv.weight 0 8,8,8", "tower.layers.0.attn.o.weight 1 8", "embed.weight 0 16", "head.weight 0 16"]
+  // CHECK-SAME: partial = ["tower.layers.0.attn.q_norm"]
+  // CHECK-SAME: whole = ["tower.layers.0.router: softmax mixes entries of which ranks have parts", "extra: extra.weight is read outside of the module"]
+  sec.section "lm" mode "train" when [] blocks ["embed", "tower", "head", "extra"] {tp = 2 : i64}
+  sec.case "c" when [] {
+    %ids = sec.input "ids" : !sec.tensor<[B, 4], i64>
+    %e = sec.call "embed" (%ids) args "$0" outs [""] in @lm : !sec.tensor<[B, 4, 8], f32, grad>
+    %h = sec.call "tower" (%e) args "$0" outs [""] in @lm : !sec.tensor<[B, 4, 8], f32, grad>
+    %w = sec.param "extra.weight" : !sec.tensor<[32, 8], f32, grad>
+    %l = sec.glue "aten.linear.default" (%h, %w) args "$0, $1" in @lm : !sec.tensor<[B, 4, 32], f32, grad>
+    %s = sec.glue "aten.sum.default" (%l) args "$0" in @lm : !sec.tensor<[], f32, grad>
+    sec.term "loss" (%s) in @lm
+    sec.return constant "0.0"
+  }
+}

@@ -1,0 +1,44 @@
+"""Cuts that cannot be had are refused with the reason, and ties over sections keep parameters whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from secc import pipeline
+from secc.codegen.plan import attribute
+from secc.errors import UserError
+from secc.ir import text
+from secc.ir.dialect import graph_of
+
+SOURCE = (Path(__file__).parent / "shard_tensors.mlir").read_text()
+
+
+def sharded(source: str):
+    module = text.parse(source)
+    pipeline.run(module, pipeline.parse("shard-tensors"))
+    return graph_of(module).sections
+
+
+def test_heads_that_tp_does_not_divide_are_refused() -> None:
+    source = SOURCE.replace("softmax mixes entries of which ranks have parts", "tp=2 does not divide 3 heads", 1)
+    with pytest.raises(UserError, match=r"lm\.tp=2 is impossible: tower\.layers\.0\.router: tp=2 does not divide 3 heads") as error:
+        sharded(source)
+    assert "lm.tp" in error.value.remedy
+
+
+def test_a_section_of_which_nothing_can_be_cut_is_refused() -> None:
+    with pytest.raises(UserError, match=r"lm\.tp=3 is impossible: none of its modules can be cut \(nobody looked"):
+        sharded(SOURCE.replace("{tp = 2 : i64}", "{tp = 3 : i64}"))
+
+
+def test_a_parameter_of_two_sections_stays_whole() -> None:
+    """The head is another section's: the embedding that is tied to it is not cut."""
+    two = SOURCE.replace(
+        'blocks ["embed", "tower", "head", "extra"] {tp = 2 : i64}',
+        'blocks ["embed", "tower", "extra"] {tp = 2 : i64}\n  sec.section "top" mode "train" when [] blocks ["head"]',
+    )
+    lm = sharded(two)[0]
+    assert not any("embed" in s for s in attribute(lm, "shards", ()))
+    assert "embed: embed.weight belongs to several sections" in attribute(lm, "whole", ())

@@ -1,0 +1,130 @@
+"""How modules are cut is found from their code alone, and shown exact: attention by heads, feed-forward layers by their inner width."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers as T
+from torch import nn
+
+from secc.frontend.cuts.find import Found, find, shards
+from secc.frontend.cuts.verify import Verdict, verify
+from secc.runtime.recompute import units
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+WIDTH = 32
+
+
+def shown(module: nn.Module, *args: Any, count: int = 2, **kwargs: Any) -> tuple[Found, Verdict, Verdict]:
+    """The mapping, and what the comparison says of it without and with whole sizes."""
+    call = (args, kwargs)
+    found = find(module, call, count)
+    plain, shapes = (verify(module, call, count, found.styles(with_shapes), shards(module, found)) for with_shapes in (False, True))
+    return found, plain, shapes
+
+
+def layer(config: Any) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """The first layer of a model, and what it is called with."""
+    torch.manual_seed(0)
+    model = T.AutoModelForCausalLM.from_config(config).train()
+    first, calls = units(model)[0], list[tuple[Any, Any]]()
+    first.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
+    model(input_ids=torch.randint(0, 60, (2, 6)), use_cache=False)
+    first._forward_pre_hooks.clear()
+    return first, *calls[0]
+
+
+SMALL = {"hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+LLAMA = T.LlamaConfig(**SMALL, num_key_value_heads=2)
+QWEN3 = T.Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=8)
+GPT2 = T.GPT2Config(n_embd=WIDTH, n_layer=2, n_head=4, vocab_size=64)
+PHI3 = T.Phi3Config(**SMALL, num_key_value_heads=4, pad_token_id=0)
+NEOX = T.GPTNeoXConfig(**SMALL)
+
+
+@pytest.mark.parametrize("config", [LLAMA, QWEN3, GPT2, PHI3, NEOX], ids=lambda c: c.model_type)
+def test_layers_of_models_are_cut_everywhere(config: Any) -> None:
+    """Separate and fused projections, `nn.Linear` and `Conv1D`, queries and keys side by side or head by head, dropout."""
+    module, args, kwargs = layer(config)
+    found, _, shapes = shown(module, *args, **kwargs)
+    assert shapes.reason == "" and not found.whole
+    assert len(found.rows) == 2
+    assert set(shapes.partial) == {n for n, _ in module.named_parameters() if "q_norm" in n or "k_norm" in n}
+
+
+def test_parts_of_fused_projections_are_found() -> None:
+    module, args, kwargs = layer(PHI3)
+    found, *_ = shown(module, *args, **kwargs)
+    assert found.columns["self_attn.qkv_proj"] == (WIDTH, WIDTH, WIDTH) and found.columns["mlp.gate_up_proj"] == (48, 48)
+
+
+def test_code_that_follows_its_sizes_needs_no_help() -> None:
+    module, args, kwargs = layer(LLAMA)
+    assert shown(module, *args, **kwargs)[1].reason == ""
+
+
+def test_heads_that_do_not_divide_stay_whole_with_the_reason() -> None:
+    module, args, kwargs = layer(LLAMA)
+    found, _, shapes = shown(module, *args, count=4, **kwargs)
+    assert found.whole["self_attn.k_proj"] == "tp=4 does not divide 2 heads"
+    assert set(found.rows) == {"mlp.down_proj"} and shapes.reason == ""
+
+
+def test_plain_pytorch_with_sizes_spelt_out() -> None:
+    from nano import Block  # pyright: ignore[reportMissingImports]
+
+    torch.manual_seed(0)
+    found, plain, shapes = shown(Block(), torch.randn(2, 7, WIDTH, requires_grad=True))
+    assert found.columns["attn.c_attn"] == (WIDTH, WIDTH, WIDTH) and set(found.rows) == {"attn.c_proj", "down"}
+    assert plain.reason and shapes == Verdict("", ("scale",))
+
+
+class Mixture(nn.Module):
+    """A router weighs two ways; its softmax mixes what ranks would have parts of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.up, self.down = nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        share = self.router(x).softmax(-1)
+        return self.down(F.gelu(self.up(x)) * share[..., :1]) * share[..., 1:2]
+
+
+def test_a_whole_activation_that_meets_parts_gets_its_whole_gradient() -> None:
+    torch.manual_seed(0)
+    found, plain, shapes = shown(Mixture(), torch.randn(2, 3, WIDTH, requires_grad=True))
+    assert set(found.columns) == {"up"} and "softmax" in found.whole["router"]
+    assert plain.reason and shapes.reason == ""  # without marks the router's gradient would be a part of the sum
+
+
+class Wrong(nn.Module):
+    """Reads its own width off its weights, which are parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu() / self.up.weight.shape[0])
+
+
+def test_a_mapping_that_is_not_exact_is_found_out() -> None:
+    torch.manual_seed(0)
+    _, plain, shapes = shown(Wrong(), torch.randn(2, 3, WIDTH, requires_grad=True))
+    assert plain.reason == shapes.reason == "its results differ on parts"
+
+
+def test_adapters_are_cut_with_their_layer() -> None:
+    """A LoRA of rank 8 beside a linear map: what it adds is whole, and joins parts."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"mlp": nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH))})
+    adapted = peft.get_peft_model(model["mlp"], peft.LoraConfig(target_modules=["0"], r=8, lora_alpha=8, init_lora_weights=False))
+    found, _, shapes = shown(adapted, torch.randn(2, 3, WIDTH, requires_grad=True))
+    assert shapes.reason == "" and len(found.rows) >= 1

@@ -1,0 +1,97 @@
+"""Code on parts: what whole sizes read as, how sizes that code gives are cut down, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from secc.runtime.tensor_parallel.marks import Mark, Refused, Shapes, mark, set_mark
+
+RANKS = 2
+
+
+def part(whole: torch.Tensor, dim: int, parts: tuple[int, ...], rank: int) -> torch.Tensor:
+    return set_mark(Shapes(rank, RANKS).part_of(whole, dim, parts).clone(), Mark(dim, parts, frozenset({"m"})))
+
+
+def same(code, whole: torch.Tensor, dim: int, parts: tuple[int, ...]) -> bool:
+    """Whether `code` gives on each rank the rank's part of what it gives for the whole tensor."""
+    expected = code(whole)
+    for rank in range(RANKS):
+        with Shapes(rank, RANKS) as mode:
+            found = code(part(whole, dim, parts, rank))
+        m = mark(found)
+        assert m is not None
+        if not torch.equal(found, mode.part_of(expected, m.dim, m.parts)):
+            return False
+    return True
+
+
+WAYS = {
+    "heads": lambda t: t.view(t.shape[0], t.shape[1], 4, t.shape[2] // 4).transpose(1, 2),
+    "heads by -1": lambda t: t.reshape(*t.shape[:-1], -1, 4).permute(0, 2, 1, 3).contiguous(),
+    "there and back": lambda t: t.view(*t.shape[:2], 4, 4).transpose(1, 2).transpose(1, 2).flatten(2) * 2,
+    "unflatten": lambda t: t.unflatten(-1, (4, -1)).softmax(-1),
+    "repeated heads": lambda t: t.view(2, 3, 4, 4)[:, :, :, None].expand(2, 3, 4, 2, 4).reshape(2, 3, 8, 4),
+    "interleaved": lambda t: t.view(2, 3, 4, 4).repeat_interleave(2, dim=2) + 1,
+    "first tokens": lambda t: t[:, :2] + torch.arange(16.0),
+    "joined": lambda t: torch.cat([t[:, 1:], t[:, :1]], dim=1).unsqueeze(1),
+    "scores": lambda t: t.view(2, 3, 4, 4).transpose(1, 2) @ t.view(2, 3, 4, 4).permute(0, 2, 3, 1),
+    "stacked": lambda t: torch.stack([t, -t], dim=0).sum(0),
+    "einsum": lambda t: torch.einsum("bshd,bthd->bhst", t.view(2, 3, 4, 4), t.view(2, 3, 4, 4)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_code_on_parts_gives_parts(way: str) -> None:
+    assert same(WAYS[way], torch.randn(2, 3, 16), 2, (16,))
+
+
+PIECES = {
+    "split": lambda t: t.split(8, dim=-1)[1],
+    "slice": lambda t: t[..., 8:16],
+    "chunk": lambda t: t.chunk(3, -1)[2],
+    "view": lambda t: t.view(2, 3, 3, 8)[:, :, 1],
+}
+
+
+@pytest.mark.parametrize("way", PIECES)
+def test_several_parts_side_by_side(way: str) -> None:
+    assert same(PIECES[way], torch.randn(2, 3, 24), 2, (8, 8, 8))
+
+
+@given(st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=4), st.integers(1, 3), st.integers(1, 3))
+def test_views_there_and_back(before: list[int], inner: int, rows: int) -> None:
+    """[..., 4 * inner] to [..., 4, inner] with any dims before, sizes given whole."""
+    whole = torch.randn(*before, rows, 4 * inner)
+    assert same(lambda t: t.view(*before, rows, 4, inner), whole, whole.ndim - 1, (4 * inner,))
+    assert same(lambda t: t.view(*before, rows, 4, inner).reshape(t.shape), whole, whole.ndim - 1, (4 * inner,))
+
+
+REFUSED = {
+    "softmax": (lambda t: t.softmax(-1), "mixes"),
+    "mean": (lambda t: t.mean(dim=-1), "mixes"),
+    "norm": (lambda t: torch.nn.functional.layer_norm(t, (16,)), "mixes"),
+    "merged": (lambda t: t.reshape(2, 48), "merged"),
+    "product": (lambda t: t @ torch.randn(16, 4), "sums over"),
+    "a piece": (lambda t: t[..., :5], "a piece"),
+    "one entry": (lambda t: t[..., 3], "one entry"),
+    "a value": (lambda t: bool((t > 0).all()), "mixes|reads values"),
+    "other size": (lambda t: t + torch.randn(8), "another size"),
+}
+
+
+@pytest.mark.parametrize("way", REFUSED)
+def test_what_mixes_parts_is_refused(way: str) -> None:
+    code, reason = REFUSED[way]
+    with pytest.raises(Refused, match=reason) as error, Shapes(0, RANKS):
+        code(part(torch.randn(2, 3, 16), 2, (16,), 0))
+    assert error.value.sources == {"m"}
+
+
+def test_where_an_edge_would_help() -> None:
+    with pytest.raises(Refused) as error, Shapes(0, RANKS):
+        part(torch.randn(2, 3, 24), 2, (24,), 0).split([8, 16], dim=-1)
+    assert error.value.edges == ((8, 24),)
