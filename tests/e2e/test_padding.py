@@ -1,0 +1,165 @@
+"""Packed batches, padding on either side, and edges whose two sides have widths of their own: exact, with own widths where padding is unseen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from secc.check import checked
+from secc.compiler import Options, compile_model
+
+DATA = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, i):
+        g = torch.Generator().manual_seed(i)
+        n, t = (int(torch.randint(low, high, (), generator=g)) for low, high in ((5, 14), (6, 20)))
+        ids = torch.randint(1, 64, (n,), generator=g)
+        labels = torch.cat([ids.new_full((1,), -100), ids[1:]])
+        return dict(input_ids=ids, labels=labels, sound=torch.randn(t, 8, generator=g))
+
+
+def dataset():
+    return Samples()
+
+
+def packed(samples, key):
+    return torch.cat([s[key] for s in samples])[None]
+"""
+LLAMA = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+def model():
+    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    return LlamaForCausalLM(LlamaConfig(**sizes, use_cache=False, max_position_embeddings=64))
+"""
+# Hugging Face's packing: positions that start anew.
+RESETS = """
+
+def collate(samples):
+    positions = torch.cat([torch.arange(len(s["input_ids"])) for s in samples])[None]
+    return dict(input_ids=packed(samples, "input_ids"), labels=packed(samples, "labels"), position_ids=positions)
+"""
+# Padding before the tokens. The first label counts only where it is asked for: padding predicts it.
+LEFT = """
+
+def collate(samples):
+    width = max(len(s["input_ids"]) for s in samples)
+    pad = lambda x, value: torch.cat([x.new_full((width - len(x),), value), x])
+    mask = torch.stack([pad(torch.ones_like(s["input_ids"]), 0) for s in samples])
+    ids, labels = torch.stack([pad(s["input_ids"], 0) for s in samples]), torch.stack([pad(s[LABELS], -100) for s in samples])
+    return dict(input_ids=ids, labels=labels, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0))
+"""
+# Attention within each sample of a packed batch, by the offsets of its samples, which a block reads.
+OFFSETS = """
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x, offsets):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        spans = [slice(a, b) for a, b in zip(offsets[:-1].tolist(), offsets[1:].tolist())]
+        found = [F.scaled_dot_product_attention(q[:, None, s], k[:, None, s], v[:, None, s], is_causal=True)[:, 0] for s in spans]
+        return x + self.out(torch.cat(found, 1))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.layers, self.head = nn.Embedding(64, 16), nn.ModuleList(Layer() for _ in range(3)), nn.Linear(16, 64)
+
+    def forward(self, input_ids, labels, cu_seqlens):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x, cu_seqlens)
+        return F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def model():
+    return Model()
+
+
+def collate(samples):
+    lengths = torch.tensor([0] + [len(s["input_ids"]) for s in samples])
+    return dict(input_ids=packed(samples, "input_ids"), labels=packed(samples, "labels"), cu_seqlens=lengths.cumsum(0).int())
+"""
+# An encoder of sounds as long as they are, a decoder of texts as long as they are.
+EDGE = """
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inp = nn.Linear(8, 16)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(2))
+
+    def forward(self, sound, mask):
+        x = self.inp(sound) * mask[..., None]
+        for layer in self.layers:
+            x = layer(x, src_key_padding_mask=mask == 0)
+        return x
+
+
+class Decoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(64, 16)
+        self.layers = nn.ModuleList(nn.TransformerDecoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(2))
+
+    def forward(self, ids, memory, mask):
+        x = self.embed(ids)
+        causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        for layer in self.layers:
+            x = layer(x, memory, tgt_mask=causal, memory_key_padding_mask=mask == 0)
+        return x
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder, self.head = Encoder(), Decoder(), nn.Linear(16, 64)
+
+    def forward(self, sound, sound_mask, input_ids, labels):
+        x = self.head(self.decoder(input_ids, self.encoder(sound, sound_mask), sound_mask))
+        return F.cross_entropy(x[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def model():
+    return Model()
+
+
+def collate(samples):
+    pad = lambda key, value=0: pad_sequence([s[key] for s in samples], True, value)
+    mask = pad_sequence([torch.ones(len(s["sound"])) for s in samples], True)
+    return dict(sound=pad("sound"), sound_mask=mask, input_ids=pad("input_ids"), labels=pad("labels", -100))
+"""
+
+CASES = {
+    "packed, positions that start anew": (LLAMA + RESETS, "own", 1),
+    "packed, offsets that blocks read": (OFFSETS, "own", 1),
+    "left": (LLAMA + LEFT.replace("LABELS", '"labels"'), "own", 1),
+    "left, and padding predicts a label": (LLAMA + LEFT.replace("LABELS", '"input_ids"'), "global", 1),
+    "an edge of another width than its consumer's": (EDGE, "own", 2),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_padding_and_packing_are_exact(name: str, tmp_path: Path) -> None:
+    text, widths, sections = CASES[name]
+    path = tmp_path / "model.py"
+    path.write_text(DATA + text)
+    plan = checked(compile_model(path, Options())).plan  # raises where the plan is not exact
+    assert (plan.widths, len(plan.sections)) == (widths, sections)
+    if plan.edges:
+        assert all(edge.extents for edge in plan.edges)  # samples travel as long as they are
