@@ -9,6 +9,7 @@ from secc.ir.types import tensor
 from secc.passes.loss.accept import balance
 from secc.passes.loss.aten import ALONG_DIM, BATCH_NORMS, FACTORIES
 from secc.passes.loss.context import Context, floating, one_entry
+from secc.passes.loss.places import misplaced
 from secc.passes.loss.reductions import reduced_dims
 from secc.passes.loss.states import LOCAL, Bad, Part, State, Sum
 from secc.passes.loss.workshop import argument
@@ -23,6 +24,8 @@ def mixing(ctx: Context, op: Computation) -> Bad | None:
         return None  # positions and offsets that inputs give are bookkeeping
     if name in BATCH_NORMS:
         return _batch_norm(ctx, op, BATCH_NORMS[name])
+    if (bad := misplaced(ctx, op)) is not None:
+        return bad
     type = tensor(op.operands[0])
     samples, rank = set(ctx.samples(type)), len(type.dims)
     if name in {"native_layer_norm", "layer_norm", "rms_norm", "_fused_rms_norm"}:

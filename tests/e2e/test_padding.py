@@ -1,4 +1,4 @@
-"""Packed batches, padding on either side, and edges whose two sides have widths of their own: exact, with own widths where padding is unseen."""
+"""Packed batches, padding on either side, and edges between widths: exact, with own widths where padding is unseen."""
 
 from __future__ import annotations
 
