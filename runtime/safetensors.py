@@ -15,7 +15,7 @@ import torch
 
 from secc.runtime.errors import UserError
 
-PIECE = 1 << 24  # bytes
+PIECE = 1 << 22  # bytes
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32,
     "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
