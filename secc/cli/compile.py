@@ -87,7 +87,7 @@ def _explain_fusion(plan: Plan) -> None:
     for table in found:
         print_table(table)
     if not found:
-        out.print("  fusion rules found nothing to look at")
+        out.print("  fusion is off, or its rules found nothing to look at")
 
 
 def _checked_text(checks: dict[str, object]) -> str:
