@@ -7,6 +7,7 @@ of large products (`secc.cost.efficiency`), bytes are those that other operation
 from __future__ import annotations
 
 from secc.cluster import Cluster, Device
+from secc.cost.collectives import all_reduce_ns, half_reduce_ns, in_a_row
 from secc.cost.section import SectionCost
 
 OPTIMIZER_PASSES = 7  # AdamW reads parameter, gradient and two states, and writes parameter and states
@@ -49,20 +50,17 @@ def label(cost: SectionCost, device: Device) -> str:
     return "default" if "default" in (cost.label, device.label) else "roofline"
 
 
-def reduce_ns(size: int, ranks: int, cluster: Cluster) -> int:
-    """A ring all-reduce of `size` bytes over `ranks` ranks in a row: 2(n - 1) messages of an n-th each."""
-    return 2 * (ranks - 1) * cluster.link(ranks).message_ns(size // ranks) if ranks > 1 and size else 0
+def reduce_ns(size: int, ranks: int, cluster: Cluster, stride: int = 1) -> int:
+    """An all-reduce of `size` bytes over `ranks` ranks, every `stride`-th one of those in a row."""
+    return all_reduce_ns(size, in_a_row(ranks, cluster, stride), cluster)
 
 
-def sharded_reduce_ns(size: int, ranks: int, cluster: Cluster) -> int:
-    """A reduce-scatter of `size` bytes of gradients and an all-gather of as many of parameters: (n - 1) messages of an n-th each.
+def sharded_reduce_ns(size: int, ranks: int, cluster: Cluster, stride: int = 1) -> int:
+    """A reduce-scatter of `size` bytes of gradients and an all-gather of as many of parameters.
 
     gloo's reduce-scatter takes about twice the time of its all-reduce.
     """
-    if ranks < 2 or not size:
-        return 0
-    message = cluster.link(ranks).message_ns(size // ranks)
-    return (ranks - 1) * message * (5 if cluster.device.backend == "cpu" else 2)
+    return half_reduce_ns(size, in_a_row(ranks, cluster, stride), cluster) * (5 if cluster.device.backend == "cpu" else 2)
 
 
 def optimizer_ns(cost: SectionCost, device: Device, shards: int = 1) -> int:

@@ -15,6 +15,7 @@ from math import prod
 import torch
 
 from secc.cluster import Cluster, Link
+from secc.cost.collectives import all_reduce_ns, of_ranks
 from secc.cost.time import OPTIMIZER_PASSES
 from secc.runtime.expr import evaluate
 from secc.runtime.gradients import Holders, holders
@@ -60,12 +61,9 @@ class Traffic:
         return holders(self.plan, sorted(names), every)
 
     def reduce_ns(self, held: Holders) -> int:
-        """A ring all-reduce of the gradients of `held`: 2(n - 1) messages of an n-th each, over the slowest link on the way."""
-        size, n = sum(parameter_bytes(self.plan, p) for p in held.names), len(held.ranks)
-        if n < 2 or size == 0 or self.cluster is None:
-            return 0
-        link = max((self.link(a, b) for a, b in zip(held.ranks, held.ranks[1:], strict=False)), key=lambda x: x.message_ns(size))
-        return 2 * (n - 1) * link.message_ns(size // n)
+        """An all-reduce of the gradients of `held`."""
+        size = sum(parameter_bytes(self.plan, p) for p in held.names)
+        return 0 if self.cluster is None or len(held.ranks) < 2 else all_reduce_ns(size, of_ranks(held.ranks, self.cluster), self.cluster)
 
     def closing_ns(self, section: str) -> int:
         """The reduction of the gradients that belong to a section alone."""

@@ -155,7 +155,7 @@ def test_sharding_sends_as_much_and_steps_on_less() -> None:
 
 def test_all_reduce_over_nodes_is_slower() -> None:
     cluster = parse("2x8xH100")
-    assert time.reduce_ns(1 << 30, 16, cluster) > 5 * time.reduce_ns(1 << 30, 8, cluster)
+    assert time.reduce_ns(1 << 30, 16, cluster) > 1.5 * time.reduce_ns(1 << 30, 8, cluster)
 
 
 def test_memory_grows_with_what_is_in_flight() -> None:

@@ -1,0 +1,79 @@
+"""Collectives by an α-β model on a cluster's levels: the ranks inside a node, and the nodes.
+
+A ring over n ranks sends 2(n - 1) messages of an n-th of the bytes for a sum, (n - 1) for half of one (a reduce-scatter, an all-gather).
+A tree sends the bytes up and down, pipelined, with 2 log2(n) latencies (Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth
+broadcast, reduction and scan", 2009; NCCL's double binary trees). Over two levels each node first shares out its sum, then the k-th ranks
+of all nodes sum their k-th parts at the same time, each over its own link, and the nodes gather. NCCL takes what is fastest; gloo has
+rings alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import ceil, log2
+
+from secc.cluster import Cluster, Link
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where a group's ranks are: `inside` of them on each node, on `nodes` nodes."""
+
+    inside: int
+    nodes: int
+
+    @property
+    def ranks(self) -> int:
+        return self.inside * self.nodes
+
+
+def in_a_row(ranks: int, cluster: Cluster, stride: int = 1) -> Span:
+    """The span of `ranks` ranks, every `stride`-th one."""
+    inside = max(1, min(ranks, cluster.per_node // stride))
+    return Span(inside, ceil(ranks / inside))
+
+
+def of_ranks(ranks: Iterable[int], cluster: Cluster) -> Span:
+    """The span of these ranks; where nodes hold unequally many, as if all held as many as the fullest."""
+    nodes = [r // cluster.per_node for r in ranks]
+    inside = max(nodes.count(n) for n in set(nodes))
+    return Span(inside, ceil(len(nodes) / inside))
+
+
+def all_reduce_ns(size: int, span: Span, cluster: Cluster) -> int:
+    """A sum of `size` bytes over a span."""
+    if span.ranks < 2 or not size:
+        return 0
+    if span.nodes == 1:
+        return _sum(size, span.ranks, cluster.inside, cluster)
+    flat = _ring(size, span.ranks, cluster.between, 2)
+    if cluster.device.backend == "cpu":
+        return flat
+    return min(flat, _ring(size, span.inside, cluster.inside, 2) + _sum(-(-size // span.inside), span.nodes, cluster.between, cluster))
+
+
+def half_reduce_ns(size: int, span: Span, cluster: Cluster) -> int:
+    """A reduce-scatter or an all-gather of `size` bytes over a span."""
+    if span.ranks < 2 or not size:
+        return 0
+    if span.nodes == 1:
+        return _ring(size, span.ranks, cluster.inside, 1)
+    flat = _ring(size, span.ranks, cluster.between, 1)
+    if cluster.device.backend == "cpu":
+        return flat
+    part = -(-size // span.inside)
+    return min(flat, _ring(size, span.inside, cluster.inside, 1) + _ring(part, span.nodes, cluster.between, 1))
+
+
+def _sum(size: int, ranks: int, link: Link, cluster: Cluster) -> int:
+    ring = _ring(size, ranks, link, 2)
+    return ring if cluster.device.backend == "cpu" else min(ring, _tree(size, ranks, link))
+
+
+def _ring(size: int, ranks: int, link: Link, rounds: int) -> int:
+    return rounds * (ranks - 1) * link.message_ns(size // ranks) if ranks > 1 else 0
+
+
+def _tree(size: int, ranks: int, link: Link) -> int:
+    return 2 * ceil(log2(ranks)) * link.latency_ns + 2 * (link.message_ns(size) - link.latency_ns) if ranks > 1 else 0
