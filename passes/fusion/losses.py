@@ -97,7 +97,7 @@ def _logsumexp(r: Reader, op: Computation) -> Formula:
     plain, dims = formula.single(), reduced_dims(argument(op, 1, "dim"), len(tensor(op.operands[0]).dims))
     if formula.kind != ENTRIES or not isinstance(plain, Plain) or plain.of.softcap == TANH or dims != [formula.axis]:
         raise Unread("logsumexp is not taken of plain logits over the tokens")
-    r.compared.add(plain.of.head)
+    r.compared[plain.of.head] = None
     return _kept(op, Formula.of(ROWS, LogSum(plain.of)))
 
 

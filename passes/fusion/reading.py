@@ -45,7 +45,7 @@ class Reader:
         self.graph, self.case = graph, case
         self.formulas: dict[SSAValue, Formula] = {}
         self.unread: dict[Operation, str] = {}
-        self.compared: set[Head] = set()  # heads whose logits are normalised over the tokens: losses, not layers
+        self.compared: dict[Head, None] = {}  # heads whose logits are normalised over the tokens: losses, not layers
         for op in case.ops:
             if isinstance(op, Computation):
                 self._read(op)
@@ -227,7 +227,7 @@ def _softmax(r: Reader, op: Computation) -> Formula:
         raise Unread(f"{op.callee} is not taken of plain logits")
     if int(argument(op, 1, "dim")) % len(tensor(op.operands[0]).dims) != formula.axis:
         raise Unread(f"{op.callee} is not taken over the tokens of the vocabulary")
-    r.compared.add(plain.of.head)
+    r.compared[plain.of.head] = None
     return Formula.of(ENTRIES, LogProb(plain.of) if "log" in op.base else Prob(plain.of), 1.0, formula.axis)
 
 
