@@ -16,6 +16,9 @@ MODEL = Annotated[Path, typer.Argument(help="the model file: plain PyTorch with 
 ACCEPT = Annotated[list[str] | None, typer.Option(help="take an approximation of the loss: balance-loss", metavar="NAME")]
 JSON = Annotated[bool, typer.Option("--json", help="print the result as JSON, and no progress")]
 
+_FUSE = typer.Option("--fuse/--no-fuse", help="put fused operators into the model (default: on GPUs)", show_default=False)
+FUSE = Annotated[bool | None, _FUSE]
+
 
 def command(
     model: MODEL,
@@ -30,10 +33,7 @@ def command(
     stats: Annotated[Path | None, typer.Option(help="statistics of the dataset, as `secc stats` writes them", metavar="FILE")] = None,
     skip_bad_samples: Annotated[bool, typer.Option(help="leave samples that do not load out of those that are drawn")] = False,
     widths: Annotated[str, typer.Option(help="auto, own or global: the padded width of micro-batches")] = "auto",
-    fuse: Annotated[
-        bool | None,
-        typer.Option("--fuse/--no-fuse", help="put fused operators into the model (default: on GPUs)", show_default=False),
-    ] = None,
+    fuse: FUSE = None,
     no_fuse_rule: Annotated[list[str] | None, typer.Option(help="leave this fusion rule out", metavar="RULE")] = None,
     explain_fusion: Annotated[bool, typer.Option("--explain-fusion", help="say what was fused, and why other places were not")] = False,
     accept: ACCEPT = None,
