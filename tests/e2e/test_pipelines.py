@@ -29,6 +29,7 @@ SLOW = [
     ("llava_tiny", 4, ("language_model.pp=2", "vision_tower.pp=2")),
     ("llava_tiny", 4, ("language_model.pp=2", "language_model.dp=2", "vision_tower.with=language_model")),
     ("whisper_tiny", 4, ("decoder.pp=2", "encoder.pp=2")),
+    ("llava_tiny", 5, ("language_model.pp=2", "language_model.tp=2", "vision_tower.dp=1")),
 ]  # fmt: skip
 
 
