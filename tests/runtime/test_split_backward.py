@@ -1,0 +1,98 @@
+"""A backward in two parts gives the gradients of one in a piece, whatever uses the parameters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from secc.runtime.split_backward import split_backward
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8, bias=False)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.gate = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        x = x + self.attention(y, y, y, need_weights=False)[0] * torch.tanh(self.gate)
+        return x + self.down(F.silu(self.up(x)))
+
+
+class Twice(nn.Module):
+    """One layer after another, the first again, a weight used by products and by glue, a table that no input reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.table = Layer(), Layer(), nn.Embedding(5, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = self.table(torch.arange(3))
+        x = self.first(self.second(self.first(x + bias)))
+        return (x @ self.second.up.weight.t()).square() + self.second.up.weight.sum() * self.first.gate
+
+
+class Frozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Layer().requires_grad_(False), Layer())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def gradients(module: nn.Module, received: list[torch.Tensor], split: bool) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
+    leaves = [t.clone().requires_grad_() for t in received]
+    outs = [module(leaves[0] + sum(leaves[1:]))]
+    outs += [module(received[0]).mean()]  # a root that no received tensor reaches
+    roots = [(t, torch.full_like(t, 0.3 + i)) for i, t in enumerate(outs)]
+    module.zero_grad()
+    if split:
+        finish = split_backward(roots, leaves)
+        first = [p.grad for p in module.parameters()]
+        assert all(g is None for g in first)
+        finish()
+    else:
+        torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
+    return [t.grad for t in leaves], [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+
+
+@pytest.mark.parametrize("kind", [Layer, Twice, Frozen])
+@pytest.mark.parametrize("count", [1, 2])
+def test_two_parts_give_what_one_gives(kind: type[nn.Module], count: int) -> None:
+    torch.manual_seed(0)
+    module, received = kind().double(), [torch.randn(2, 3, 8, dtype=torch.float64) for _ in range(count)]
+    whole, parts = gradients(module, received, split=False), gradients(module, received, split=True)
+    for expected, found in zip(whole[0] + whole[1], parts[0] + parts[1], strict=True):
+        assert (expected is None) == (found is None)
+        if expected is not None and found is not None:
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_products_compute_one_gradient_in_each_part() -> None:
+    torch.manual_seed(0)
+    layers, leaf = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(4, 8, requires_grad=True)
+    out = layers(leaf)
+    counts: list[int] = []
+    finish = None
+    for part in range(2):
+        with torch.profiler.profile() as profile:
+            if part == 0:
+                finish = split_backward([(out, torch.ones_like(out))], [leaf])
+            elif finish is not None:
+                finish()
+        counts.append(sum(e.count for e in profile.key_averages() if e.key == "aten::mm"))
+    assert counts == [2, 2]
+
+
+def test_without_received_tensors_all_is_left_for_the_second_part() -> None:
+    layer = nn.Linear(4, 4)
+    out = layer(torch.ones(2, 4))
+    finish = split_backward([(out, torch.ones_like(out))], [])
+    assert layer.weight.grad is None
+    finish()
+    assert layer.weight.grad is not None
