@@ -57,7 +57,7 @@ class Allocate(ModulePass):
             solution = solve(asked)
         if solution is None:
             raise explain(work, asked, pins)
-        _write(graph, work, asked, solution)
+        _write(graph, work, asked, solution, pins)
 
     def _ranks(self, cluster: Cluster) -> int:
         if self.ranks > cluster.ranks:
@@ -83,8 +83,11 @@ class Allocate(ModulePass):
             )
 
 
-def _write(graph: GraphOp, work: Workload, asked: Problem, solution: Solution) -> None:
+def _write(graph: GraphOp, work: Workload, asked: Problem, solution: Solution, pins: Pins) -> None:
     value = evaluate(asked, solution.assignment)
+    for name, load in work.loads.items():
+        if pins.splits_backward(name):
+            load.section.attributes["backward"] = StringAttr("split")
     chosen = {s: cs[solution.assignment.choice[s]] for s, cs in asked.sections.items()}
     ranks = _hand_out(solution, chosen)
     for name, load in work.loads.items():

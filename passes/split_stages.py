@@ -5,7 +5,8 @@ cuts few bytes cross: with a heavy head the last stage has fewer layers. Glue th
 whichever is cheaper, by the minimum cut that also settles boundaries of sections. Ranks of a section are ordered (dp, pp, tp).
 
 A stage may hold `in_flight` micro-batches between forward and backward: twice as many as there are stages, which keeps ragged micro-batches
-from waiting for each other, or what memory allows, but no fewer than 1F1B has.
+from waiting for each other, or what memory allows, but no fewer than 1F1B has. Where the user asks for it (`backward=split`), stages whose
+backward others wait for compute their parameters' gradients later, when nothing else is to be done.
 """
 
 from __future__ import annotations
@@ -161,6 +162,7 @@ def _note_costs(graph: GraphOp, stages: Sequence[SectionOp], cluster: Cluster) -
         annotate(stage, replace(work.loads[load.name].cost, saved=load.under(recompute).saved))
         in_flight = _in_flight(work, load, counts[text_of(stage, "pipeline") or ""])
         stage.attributes |= {
+            "weight_permille": integer(_weight_permille(work, load)),
             "in_flight": integer(in_flight if load.mode != "forward" else 0),
             "label": StringAttr(load.label),
             "forward_ns": StringAttr(load.forward_ns),
@@ -169,6 +171,14 @@ def _note_costs(graph: GraphOp, stages: Sequence[SectionOp], cluster: Cluster) -
     for stage in stages:
         held = [s for s in graph.sections if set(_ranks(s)) & set(_ranks(stage))] or [stage]
         stage.attributes["memory_gib"] = number(round(sum(_memory(work, _rank(work, s)) for s in held) / GIB, 4))
+
+
+def _weight_permille(work: Workload, load: Load) -> int:
+    """The share of a split backward that comes later: parameters' gradients, where others wait for the rest."""
+    cost, awaited = load.cost, any(c.dst == load.name and c.grad and work.loads[c.src].mode != "forward" for c in work.crossings)
+    if text_of(load.section, "backward") != "split" or load.mode != "train" or not awaited or not cost.params:
+        return 0
+    return 1000 * cost.trainable // (cost.params + cost.trainable)
 
 
 def _rank(work: Workload, section: SectionOp) -> Load:

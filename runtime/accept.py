@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from secc.runtime.collector import collector_paused
 from secc.runtime.plan import Plan
-from secc.runtime.program import Instruction, SampleMeta, Schedule, active, owes_backward, pairs, returns_gradient
+from secc.runtime.program import Instruction, SampleMeta, Schedule, active, computations, pairs, returns_gradient
 from secc.runtime.routes import Ranks, replicas, routes
 
 Job = tuple[str, str, int, int]  # kind, section, micro-batch, rank
@@ -78,14 +78,13 @@ class _Run:
 
     def _add(self, plan: Plan, schedule: Schedule) -> None:
         for section in plan.sections:
-            name, backward = section.name, owes_backward(section)
+            name, kinds = section.name, computations(section)
             for m in schedule.micro_batches[name]:
                 for rank in self.replicas[name][m.replica]:
-                    self.open.add(("F", name, m.index, rank))
-                    if backward:
-                        self.open.add(("B", name, m.index, rank))
-                        self.left[name, rank] += 1
-                        self._feed(("F", name, m.index, rank), ("B", name, m.index, rank))
+                    self.open |= {(kind, name, m.index, rank) for kind in kinds}
+                    self.left[name, rank] += len(kinds) - 1
+                    for first, then in pairwise(kinds):
+                        self._feed((first, name, m.index, rank), (then, name, m.index, rank))
 
     def _connect(self, plan: Plan, schedule: Schedule) -> None:
         sections = {s.name: s for s in plan.sections}
@@ -116,7 +115,7 @@ class _Run:
     def ends(self) -> bool:
         """Whether every program runs to its end and nothing is left. Raises _Wrong at an instruction that must not stand where it does."""
         at = [0] * len(self.programs)
-        steps = {"F": self.compute, "B": self.compute, "SEND": self.send, "RECV": self.receive, "REDUCE": self.reduce}
+        steps = {"F": self.compute, "B": self.compute, "W": self.compute, "SEND": self.send, "RECV": self.receive, "REDUCE": self.reduce}
         while self.runnable:
             rank = self.runnable.popleft()
             program = self.programs[rank]
@@ -146,7 +145,7 @@ class _Run:
         self.open.discard(job)
         for used in self.feeds.get(job, ()):
             self.needs[used] -= 1
-        if kind == "B":
+        if kind != "F":
             self.left[section, rank] -= 1
         return True
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from secc.runtime.accept import accepts
@@ -25,7 +26,7 @@ from secc.runtime.program import (
     SampleMeta,
     Schedule,
     active,
-    owes_backward,
+    computations,
     pairs,
     returns_gradient,
 )
@@ -148,7 +149,7 @@ class Checker:
         """Every instruction but STEP, with its rank."""
         for name, micros in self.schedule.micro_batches.items():
             for m in micros:
-                for kind in ("F", "B") if owes_backward(self.sections[name]) else ("F",):
+                for kind in computations(self.sections[name]):
                     yield from ((rank, self._compute(kind, m)) for rank in self.ranks[name][m.replica])
             for replica, ranks in enumerate(self.ranks[name]):
                 yield from ((rank, Instruction("REDUCE", name, replica)) for rank in ranks)
@@ -169,10 +170,12 @@ class Checker:
     def _before(self) -> Iterator[tuple[int, Instruction, Instruction]]:
         """A rank and two of its instructions of which the first must stand first."""
         for name, micros in self.schedule.micro_batches.items():
-            for m in micros if owes_backward(self.sections[name]) else ():
+            kinds = computations(self.sections[name])
+            for m in micros if len(kinds) > 1 else ():
                 for rank in self.ranks[name][m.replica]:
-                    yield rank, self._compute("F", m), self._compute("B", m)
-                    yield rank, self._compute("B", m), Instruction("REDUCE", name, m.replica)
+                    for first, then in pairwise(kinds):
+                        yield rank, self._compute(first, m), self._compute(then, m)
+                    yield rank, self._compute(kinds[-1], m), Instruction("REDUCE", name, m.replica)
         edges = {e.name: e for e in self.plan.edges}
         for link in self.links:
             edge = edges[link.edge]
@@ -235,7 +238,7 @@ class Checker:
             yield from ((member, members) for member in members)
             for m in self.schedule.micro_batches[name]:
                 ranks = groups[m.replica]
-                for kind in ("F", "B") if owes_backward(self.sections[name]) and len(ranks) > 1 else ("F",):
+                for kind in computations(self.sections[name]) if len(ranks) > 1 else ("F",):
                     together = [(rank, self._compute(kind, m)) for rank in ranks]
                     yield from ((member, together) for member in together)
 

@@ -21,7 +21,7 @@ from secc.runtime.costs import Costs
 from secc.runtime.graph import Graph
 from secc.runtime.lots import Lot, lots
 from secc.runtime.plan import Plan, Section
-from secc.runtime.program import MicroBatch, SampleMeta, active, replica_ranks, returns_gradient
+from secc.runtime.program import MicroBatch, SampleMeta, active, replica_ranks, returns_gradient, weight_part
 from secc.runtime.routes import replicas
 
 Cut = list[tuple[int, Lot]]  # a section's micro-batches: (replica, positions of the samples)
@@ -46,13 +46,15 @@ class Style:
 class Table:
     """The micro-batches of a section, and a number for each in every column.
 
-    `forward`, `backward`: ns. `upstream`: backward ns that become possible upstream once this micro-batch's is done. Within a `wave`, the
-    least `urgency` goes first. `turn`: when the critical section wants its samples.
+    `forward`, `backward`: ns; `weight`: the part of the backward that comes later where it is split. `upstream`: backward ns that become
+    possible upstream once this micro-batch's is done. Within a `wave`, the least `urgency` goes first. `turn`: when the critical section
+    wants its samples.
     """
 
     micro_batches: tuple[MicroBatch, ...]
     forward: Column
     backward: Column
+    weight: Column
     upstream: Column
     wave: Column
     urgency: Column
@@ -312,14 +314,22 @@ class Composer:
             at = [t[0] for t in lots]
             columns = [[c[p] for p in at] for c in (*self.alone[name], owed, urgency, turn)]
             forward, backward, upstream, urgencies, turns = columns
-            return Table(micros, forward, backward, upstream, [waves[self.kind[p]] for p in at], urgencies, turns)
+            return Table(
+                micros, forward, backward, _weights(section, backward), upstream, [waves[self.kind[p]] for p in at], urgencies, turns
+            )
         forward, backward = self.costs.of(section, lots)
         upstream, urgencies = ([sum(c[p] for p in t) for t in lots] for c in (owed, urgency))
         wave = [min(waves[self.kind[p]] for p in t) for t in lots]
-        return Table(micros, forward, backward, upstream, wave, urgencies, [min(turn[p] for p in t) for t in lots])
+        return Table(
+            micros, forward, backward, _weights(section, backward), upstream, wave, urgencies, [min(turn[p] for p in t) for t in lots]
+        )
 
 
 def _level(load: dict[int, int], team: Iterable[Section]) -> None:
     """All ranks of a replica are as busy as the busiest of them."""
     for ranks in (ranks for s in team for ranks in replicas(s) if len(ranks) > 1):
         load |= dict.fromkeys(ranks, max(load[r] for r in ranks))
+
+
+def _weights(section: Section, backward: Column) -> Column:
+    return [weight_part(section, ns) for ns in backward] if section.weight_permille else [0] * len(backward)

@@ -68,7 +68,7 @@ def _where(step: Step) -> list[Ranks]:
     found: list[Ranks] = [()] * len(step.jobs.rank)
     for n in step.numbers.values():
         together = {ranks[0]: ranks for ranks in replicas(n.section)}
-        for start in {n.forward, n.backward} - {-1}:
+        for start in {n.forward, n.backward, n.weight} - {-1}:
             found[start : start + n.count] = [together[r] for r in step.jobs.rank[start : start + n.count]]
     return found
 
@@ -103,6 +103,8 @@ def _compute(tables: dict[str, Table], step: Step) -> list[tuple[Instruction, ..
         micros = tables[name].micro_batches
         forwards = [Instruction._make(("F", name, m.replica, n.section.stage, m.index, "", "", -1, -1, -1, 0, 1)) for m in micros]
         backwards = [Instruction._make(("B", *i[1:])) for i in forwards] if n.backward >= 0 else []
+        if n.weight >= 0:
+            found[n.weight : n.weight + len(micros)] = zip([Instruction._make(("W", *i[1:])) for i in forwards], strict=True)
         if n.backward == n.forward:
             found[n.forward : n.forward + len(micros)] = zip(forwards, backwards, strict=True)
         else:

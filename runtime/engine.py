@@ -24,6 +24,7 @@ from secc.runtime.routes import Part, Ranks, gathered, replicas, routes
 from secc.runtime.section import Batch, Section, Tensors
 from secc.runtime.sends import limit_of
 from secc.runtime.sizes import combine
+from secc.runtime.split_backward import split_backward
 from secc.runtime.tensor_parallel.group import Group
 from secc.runtime.trace import Trace
 
@@ -52,6 +53,7 @@ class _Live:
     leaves: Tensors = field(default_factory=dict)  # of the edges whose gradient goes back
     outs: Tensors = field(default_factory=dict)
     terms: Tensors = field(default_factory=dict)
+    rest: Callable[[], None] | None = None  # the second part of a split backward
     waiting: int = 0  # messages and same-rank consumers that have not taken their part of `outs`, or, after B, of the gradients
 
 
@@ -91,6 +93,7 @@ class Engine:
         planned = {s.name: s for s in plan.sections}
         self.backward_owed = {name: owes_backward(s) for name, s in planned.items()}
         self.whole = {name: s.whole for name, s in planned.items()}
+        self.splits = {name: s.weight_permille > 0 for name, s in planned.items()}
         self.ranks = {name: replicas(s) for name, s in planned.items()}
         self.returns_grad = {e.name: returns_gradient(e, planned) for e in plan.edges}
         self.into = {name: [e for e in plan.edges if e.dst == name] for name in planned}
@@ -129,7 +132,7 @@ class _Execution:
         program = self.step.schedule.programs[self.engine.rank]
         transport = self.engine.transport
         transport.begin(self.layouts, program, limit_of(self.step.schedule))
-        last = {i.section: i for i in program if i.kind == "B"}
+        last = {i.section: i for i in program if i.kind in ("B", "W")}
         for i in program:
             if last.get(i.section) is i:
                 self.engine.on_last(i.section)
@@ -138,6 +141,8 @@ class _Execution:
                     self.forward(i)
                 case "B":
                     self.backward(i)
+                case "W":
+                    self.weights(i)
                 case "SEND":
                     self.send(i)
                 case "RECV":
@@ -181,17 +186,29 @@ class _Execution:
         roots = [(live.outs[name], g) for name, g in gradients.items()]
         roots += [(t, torch.full_like(t, self.step.coefficients[name])) for name, t in live.terms.items() if t.requires_grad]
         with self.compute_event(i, self.micro(i.section, i.micro)), backward_of(live.draws):
-            if roots:
+            if self.engine.splits[i.section]:
+                live.rest = split_backward(roots, list(live.leaves.values()))
+            elif roots:
                 torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
         # A consumer that sends no gradient back may come to its part of the tensors after this backward.
         constant = (e.name for e in self.engine.out_of[i.section] if not self.engine.returns_grad[e.name])
         live.outs = {name: live.outs[name].detach() for name in constant if name in live.outs}
-        live.terms, live.backward_owed = {}, False
+        live.terms, live.backward_owed = {}, live.rest is not None
         live.waiting += sum(
             self.takers(self.ends(self.engine.edges[name], pair)[::-1])
             for name in live.leaves
             for pair in self.layouts[name].of("dst", i.micro)
         )
+        if live.waiting == 0 and not live.backward_owed:
+            del self.live[i.section, i.micro]
+
+    def weights(self, i: Instruction) -> None:
+        """The second part of a split backward."""
+        live = self.live[i.section, i.micro]
+        assert live.rest is not None
+        with self.compute_event(i, self.micro(i.section, i.micro)), backward_of(live.draws):
+            live.rest()
+        live.rest, live.backward_owed = None, False
         if live.waiting == 0:
             del self.live[i.section, i.micro]
 

@@ -1,9 +1,9 @@
 """The jobs of a step: one for each forward and backward, or one for both where nothing can come between them.
 
 A section that nothing consumes runs a micro-batch's backward right after its forward, so the two are one job: the order takes half as
-long to compute. Which job is more urgent on a rank: backwards before forwards, since they free memory and are awaited upstream, and
-downstream sections before upstream ones; only sections that run *ahead*, because they feed sections on other ranks, do all forwards
-first.
+long to compute. Where a backward is split, its second part is a job of its own. Which job is more urgent on a rank: backwards before
+forwards, since they free memory and are awaited upstream, and downstream sections before upstream ones; only sections that run *ahead*,
+because they feed sections on other ranks, do all forwards first. The second parts of backwards, for which nobody waits, come last.
 
 The stages of a pipeline pass micro-batches on in the order in which the first stage takes them, and a stage that holds as many as it may
 between forward and backward starts no other forward: with a room of one for itself and each stage behind it, that is 1F1B.
@@ -29,17 +29,23 @@ class Numbers:
     """Where the jobs of a section's `count` micro-batches stand.
 
     The forward of micro-batch m is job `forward + m`, its backward `backward + m`; `backward` is -1 where none is owed, and equal to
-    `forward` where one job does both.
+    `forward` where one job does both. `weight` is where the second parts of split backwards start, else -1.
     """
 
     section: Section
     count: int
     forward: int
     backward: int
+    weight: int = -1
+
+    @property
+    def last(self) -> int:
+        """Where the jobs start after which a micro-batch keeps nothing."""
+        return self.weight if self.weight >= 0 else self.backward
 
     def jobs(self, micro: int) -> list[int]:
         """The jobs of a micro-batch."""
-        return [start + micro for start in {self.forward, self.backward} if start >= 0]
+        return [start + micro for start in {self.forward, self.backward, self.weight} if start >= 0]
 
 
 @dataclass
@@ -71,28 +77,33 @@ def _pass_on(step: Step, graph: Graph, stages: Sequence[Section]) -> None:
     for before, then in pairwise(numbers):
         step.jobs.follow(range(before.forward, before.forward + before.count), range(then.forward, then.forward + then.count))
     for section, n in zip(stages, numbers, strict=True):
-        if section.in_flight and n.backward not in (-1, n.forward) and not graph.runs_ahead(section):
-            step.jobs.limit(section.in_flight, range(n.forward, n.forward + n.count), range(n.backward, n.backward + n.count))
+        if section.in_flight and n.last not in (-1, n.forward) and not graph.runs_ahead(section):
+            step.jobs.limit(section.in_flight, range(n.forward, n.forward + n.count), range(n.last, n.last + n.count))
 
 
 def _add(step: Step, section: Section, table: Table, fused: bool) -> None:
     jobs, ranks, count = step.jobs, replica_ranks(section), len(table.micro_batches)
     start, where = len(jobs.rank), [ranks[m.replica] for m in table.micro_batches]
+    inputs = list(map(int.__sub__, table.backward, table.weight))
     if not owes_backward(section):
         parts, backward = [table.forward], -1
     elif fused:
-        parts, backward = [list(map(int.__add__, table.forward, table.backward))], start
+        parts, backward = [list(map(int.__add__, table.forward, inputs))], start
     else:
-        parts, backward = [table.forward, table.backward], start + count
+        parts, backward = [table.forward, inputs], start + count
+    weight = -1
+    if section.weight_permille and backward >= 0:
+        weight = start + len(parts) * count
+        parts.append(table.weight)
     for durations in parts:
         jobs.rank += where
         jobs.duration += durations
         jobs.successors += [[] for _ in durations]
         jobs.waits += [0] * count
-    if len(parts) == 2:
-        for m in range(count):
-            jobs.before(start + m, backward + m)
-    step.numbers[section.name] = Numbers(section, count, start, backward)
+    for part in range(1, len(parts)):
+        for m in range(start + (part - 1) * count, start + part * count):
+            jobs.before(m, m + count)
+    step.numbers[section.name] = Numbers(section, count, start, backward, weight)
 
 
 def _depend(plan: Plan, step: Step, messages: Messages) -> None:
@@ -119,8 +130,9 @@ def _in_turn(step: Step, tables: dict[str, Table]) -> None:
 
 
 def _priorities(graph: Graph, step: Step, tables: dict[str, Table], in_turn: bool) -> Column:
-    """Each job's place in the order of urgency, in four bands: backwards, forwards that run ahead, forwards, backwards of those ahead."""
-    bands: list[list[tuple[int, ...]]] = [[], [], [], []]
+    """Each job's place in the order of urgency, in bands: backwards, forwards that run ahead, forwards, backwards of those ahead, and
+    what nobody waits for: the second parts of backwards."""
+    bands: list[list[tuple[int, ...]]] = [[], [], [], [], []]
     for name, n in step.numbers.items():
         table, depth, ahead = tables[name], graph.depth[name], graph.runs_ahead(n.section)
         early, late = _forward_band(bands, ahead), bands[3 if ahead else 0]
@@ -128,6 +140,8 @@ def _priorities(graph: Graph, step: Step, tables: dict[str, Table], in_turn: boo
         if n.backward not in (-1, n.forward):
             upstream = [-u for u in table.upstream] if not ahead else [-u - b for u, b in zip(table.upstream, table.backward, strict=True)]
             late += zip(_constant(-depth, table), upstream, _sizes(table), range(n.backward, n.backward + len(upstream)), strict=True)
+        if n.weight >= 0:
+            bands[4] += [(job,) for job in range(n.weight, n.weight + n.count)]
     priority = [0] * len(step.jobs.rank)
     for place, (*_, job) in enumerate(key for band in bands for key in sorted(band)):
         priority[job] = place

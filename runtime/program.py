@@ -91,6 +91,18 @@ def owes_backward(section: Section) -> bool:
     return section.mode != "forward"
 
 
+def computations(section: Section) -> tuple[str, ...]:
+    """The kinds of instructions that each micro-batch of a section has, in their order."""
+    if not owes_backward(section):
+        return ("F",)
+    return ("F", "B", "W") if section.weight_permille else ("F", "B")
+
+
+def weight_part(section: Section, backward_ns: int) -> int:
+    """The part of a backward's time that W takes."""
+    return backward_ns * section.weight_permille // 1000 if owes_backward(section) else 0
+
+
 def returns_gradient(edge: Edge, sections: Mapping[str, Section]) -> bool:
     """Whether the consumer's backward sends a gradient back over the edge, on which the producer's backward waits."""
     return edge.grad and owes_backward(sections[edge.src]) and owes_backward(sections[edge.dst])

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 
-from secc.runtime.program import Instruction, Schedule
+from secc.runtime.program import COMPUTE, Instruction, Schedule
 
 SENDS = 32
 
@@ -22,7 +22,7 @@ def limit_of(schedule: Schedule, first: int = SENDS) -> int:
     most = max((sum(i.kind == "SEND" for i in program) for program in schedule.programs), default=0)
     if most <= first:
         return first
-    together = Counter(i[:5] for program in schedule.programs for i in program if i.kind in ("F", "B"))
+    together = Counter(i[:5] for program in schedule.programs for i in program if i.kind in COMPUTE)
     programs = [[i for i in program if i.kind in ("SEND", "RECV") or together[i[:5]] > 1] for program in schedule.programs]
     limit = first
     while limit < most and not _ends(programs, limit, together):
@@ -45,7 +45,7 @@ def _ends(programs: Sequence[Program], limit: int, together: Mapping[tuple[objec
         rank = runnable.popleft()
         while at[rank] < len(programs[rank]):
             i = programs[rank][at[rank]]
-            if i.kind in ("F", "B"):
+            if i.kind in COMPUTE:
                 needed = passed = i[:5]
                 if (rank, at[rank]) not in joined:
                     joined.add((rank, at[rank]))

@@ -6,7 +6,7 @@ product computes one gradient instead of two; the gradients that enter nodes wit
 nodes once more, for its other inputs alone, and accumulates into the parameters what comes of it.
 
 `torch.distributed.pipelining` splits its backward likewise ("Zero Bubble Pipeline Parallelism", Qi et al., 2023). Here gradients are kept
-at every node, so a parameter that several nodes use has each of their shares: at a node that many lead to they are summed in the first part.
+at every node, so a parameter that several nodes use gets each one's share; what several nodes lead to is summed in the first part.
 """
 
 from __future__ import annotations

@@ -167,6 +167,9 @@ def ways_to_run(work: Workload, load: Load, pins: Pins) -> list[tuple[str, str]]
     if load.mode == "forward":
         _only_none(load, "recompute", pins, "it has no backward")
         recompute = ("none",)
+    if pins.splits_backward(load.name):
+        _only_none(load, "recompute", pins, "each part of a split backward would run it again")
+        recompute = ("none",)
     reason = "it trains nothing" if not load.cost.trainable else work.unshardable
     if reason:
         _only_none(load, "sharding", pins, reason)

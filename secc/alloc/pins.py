@@ -7,8 +7,12 @@ from dataclasses import dataclass, field
 
 from secc.errors import UserError
 
-KEYS = ("dp", "micro_batch", "with", "tp", "pp", "sharding", "recompute", "micro_tokens")
-WORDS = {"sharding": ("none", "zero1", "zero2"), "recompute": ("none", "selective", "full")}  # in the order of preference among equals
+KEYS = ("dp", "micro_batch", "with", "tp", "pp", "sharding", "recompute", "backward", "micro_tokens")
+WORDS = {
+    "sharding": ("none", "zero1", "zero2"),
+    "recompute": ("none", "selective", "full"),
+    "backward": ("whole", "split"),
+}  # in the order of preference among equals
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,16 @@ class Pins:
         """The tp and pp of a section's replicas: 1 where they are not pinned."""
         pinned = self.values.get(section, {})
         return pinned.get("tp", 1), pinned.get("pp", 1)
+
+    def splits_backward(self, section: str) -> bool:
+        """Whether a section's stages run their backward in two parts. Raises UserError for a section without stages, or cut by tp."""
+        asked = self.words.get(section, {}).get("backward") == "split"
+        if asked and (self.shape(section)[1] == 1 or self.shape(section)[0] > 1):
+            reason = "only stages wait for the first part" if self.shape(section)[1] == 1 else "its ranks cannot split it alike"
+            raise UserError(
+                f"{section}.backward=split is impossible: {reason}", remedy=f"set {section}.pp above 1 without tp, or leave it out"
+            )
+        return asked
 
     def word(self, section: str, key: str) -> tuple[str, ...]:
         """The choices of `sharding` or `recompute` to consider."""

@@ -114,8 +114,9 @@ def _pools(work: Work) -> list[tuple[int, list[str]]]:
 def _families(units: Sequence[Unit]) -> Iterator[tuple[str, list[_Job]]]:
     """Whole units, forwards alone and backwards alone."""
     late = [(u, h, t) for u in units if (h := u.backward_head) is not None and (t := u.backward_tail) is not None]
-    ends = {id(u): t for u, _, t in late}
-    yield "all work", [_Job(u.forward_weight + u.backward_weight, u.forward_head, ends.get(id(u), u.forward_tail)) for u in units]
+    ends = {id(u): t if u.last_tail is None else u.last_tail for u, _, t in late}
+    totals = [u.forward_weight + u.backward_weight + u.last_weight for u in units]
+    yield "all work", [_Job(w, u.forward_head, ends.get(id(u), u.forward_tail)) for w, u in zip(totals, units, strict=True)]
     if late:
         yield "forwards", [_Job(u.forward_weight, u.forward_head, u.forward_tail) for u in units]
         yield "backwards", [_Job(u.backward_weight, h, t) for u, h, t in late]

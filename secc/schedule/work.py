@@ -15,7 +15,7 @@ from secc.runtime.costs import Costs
 from secc.runtime.expr import evaluate
 from secc.runtime.graph import Graph
 from secc.runtime.plan import Edge, Plan, Section
-from secc.runtime.program import SampleMeta, active, owes_backward, replica_ranks, returns_gradient
+from secc.runtime.program import SampleMeta, active, computations, owes_backward, replica_ranks, returns_gradient, weight_part
 from secc.schedule.additive import parts
 from secc.schedule.traffic import Traffic, message_ns, sample_bytes
 
@@ -25,7 +25,8 @@ class Unit:
     """Forward and backward of one sample in one section, which run on one rank. All times in ns.
 
     `forward`, `backward`: durations of the sample alone. `forward_weight`, `backward_weight`: what it adds to any micro-batch. Heads and
-    tails as the module says; those of the backward are None in a section that owes none.
+    tails as the module says; those of the backward are None in a section that owes none. Of a split backward all this is that of its
+    first part; `last_weight` and `last_tail` are what the second part adds, and the tail behind it.
     """
 
     section: str
@@ -38,6 +39,8 @@ class Unit:
     forward_tail: int
     backward_head: int | None
     backward_tail: int | None
+    last_weight: int = 0
+    last_tail: int | None = None
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class Work:
     def _times(self, section: Section) -> dict[int, tuple[int, int]]:
         """(forward, backward) of each active sample on its own."""
         forward, backward = self._costs.alone(section)
-        return {p: (forward[p], backward[p]) for p in self.active[section.name]}
+        return {p: (forward[p], backward[p] - weight_part(section, backward[p])) for p in self.active[section.name]}
 
     def _waits(self, edge: Edge) -> dict[int, int]:
         """The message of each sample that both ends of an edge see, over the fastest link there is."""
@@ -81,11 +84,15 @@ class Work:
         found: dict[str, list[Unit]] = {}
         for s in self.sections:
             weights, backward = self._weights(s), owes_backward(s)
+            last = self.closing[s.name] if computations(s)[-1] == "W" else None
             found[s.name] = []
             for p in self.active[s.name]:
                 f, b = ("F", s.name, p), ("B", s.name, p)
                 late = (heads[b], tails[b]) if backward else (None, None)
-                found[s.name].append(Unit(s.name, p, *self._alone[s.name][p], *weights[p], heads[f], tails[f], *late))
+                own, total = weights[p]
+                first = total * (1000 - s.weight_permille) // 1000
+                weighed = (own, first, heads[f], tails[f], *late, total - first, last)
+                found[s.name].append(Unit(s.name, p, *self._alone[s.name][p], *weighed))
         return found
 
     def least(self, section: str) -> list[int]:
@@ -97,10 +104,14 @@ class Work:
         return [forward[p] + backward[p] for p in self.active[section]]
 
     def _weights(self, section: Section) -> dict[int, tuple[int, int]]:
-        """For each sample what it adds to a micro-batch's forward and backward: all of it, where micro-batches are single samples."""
+        """For each sample what it adds to a micro-batch's forward and backward: all of it, where micro-batches are single samples.
+
+        Of a split backward both parts count.
+        """
         name, together = section.name, min(section.micro_batch, len(self.active[section.name]))
         if together <= 1:
-            return self._alone[name]
+            forward, backward = self._costs.alone(section)
+            return {p: (forward[p], backward[p]) for p in self.active[name]}
         texts = (section.cost.forward_ns, section.cost.backward_ns if owes_backward(section) else "0")
         forward, backward = (self._share(text, self.active[name], together) for text in texts)
         return {p: (forward[p], backward[p]) for p in self.active[name]}

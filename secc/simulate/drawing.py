@@ -96,7 +96,7 @@ def _cells(bars: Sequence[Bar], columns: int, end: int) -> list[tuple[str, str]]
 
 
 def _glyph(kind: str) -> str:
-    return {"F": "█", "B": "▒"}.get(kind, "─")
+    return {"F": "█", "B": "▒", "W": "░"}.get(kind, "─")
 
 
 def _style(section: int) -> str:
@@ -123,7 +123,7 @@ def svg(step: Simulated) -> str:
 def _rect(bar: Bar, y: int, end: int) -> str:
     x, w = LEFT + bar.start * WIDTH / max(end, 1), (bar.end - bar.start) * WIDTH / max(end, 1)
     colour = GREY if bar.section == NO_SECTION else COLOURS[bar.section % len(COLOURS)]
-    opacity = "0.55" if bar.kind == "B" else "1"
+    opacity = {"B": "0.55", "W": "0.3"}.get(bar.kind, "1")
     shape = f'<rect x="{x:.2f}" y="{y}" width="{w:.2f}" height="{ROW}" fill="{colour}" fill-opacity="{opacity}"'
     return f"{shape} stroke='white' stroke-width='0.3'><title>{escape(bar.title)}, {(bar.end - bar.start) / 1e6:.3f} ms</title></rect>"
 

@@ -23,7 +23,7 @@ from secc.runtime.costs import Costs
 from secc.runtime.edges import EdgeLayout
 from secc.runtime.gradients import Holders
 from secc.runtime.plan import Plan
-from secc.runtime.program import Instruction, SampleMeta, Schedule, returns_gradient
+from secc.runtime.program import COMPUTE, Instruction, SampleMeta, Schedule, returns_gradient, weight_part
 from secc.runtime.routes import bounds, replicas, routes
 from secc.runtime.sizes import combine
 from secc.schedule.traffic import Traffic
@@ -104,11 +104,11 @@ class _Machine:
         rank = self.ranks[index]
         while rank.at < len(rank.program):
             i = rank.program[rank.at]
-            if i.kind in ("F", "B") and not self.start(index, i):
+            if i.kind in COMPUTE and not self.start(index, i):
                 return
             rank.at += 1
             match i.kind:
-                case "F" | "B":
+                case "F" | "B" | "W":
                     return
                 case "SEND":
                     self.post(self._key(i, index), time, sent=True)
@@ -155,7 +155,9 @@ class _Machine:
         heapq.heappush(self.wakes, (end, index))
 
     def duration(self, i: Instruction) -> int:
-        return self.durations[i.section][i.kind == "B"][i.micro]
+        forward, backward = (column[i.micro] for column in self.durations[i.section])
+        weight = weight_part(self.sections[i.section], backward)
+        return {"F": forward, "B": backward - weight, "W": weight}[i.kind]
 
     # -- messages -----------------------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from itertools import accumulate
 
 from secc.runtime.costs import Costs
 from secc.runtime.expr import evaluate
+from secc.runtime.program import computations
 from secc.schedule.bounds import Bound, work_bound, work_plan_bound
 from secc.schedule.traffic import Traffic, parameter_bytes
 from secc.schedule.work import Work
@@ -175,7 +176,9 @@ def _running(step: Simulated, rank: int, amount: Amount) -> list[tuple[int, int]
 
 def _changes(step: Simulated, rank: int, amount: Amount) -> Iterator[tuple[int, int]]:
     modes = {s.name: s.mode for s in step.plan.sections}
+    last = {s.name: computations(s)[-1] for s in step.plan.sections}
     for c in step.compute:
         if c.rank == rank and modes[c.section] != "forward":
             size = amount(c.section, c.micro)
-            yield (c.start, size) if c.kind == "F" else (c.end, -size)
+            if c.kind in ("F", last[c.section]):
+                yield (c.start, size) if c.kind == "F" else (c.end, -size)

@@ -16,13 +16,15 @@ STEPS, GLOBAL_BATCH = 4, 12
 
 # (model file, ranks, choices); ranks that the choices leave over train nothing
 CASES = [
-    ("skips", 3, ("model.pp=3", "model.sharding=none")),
+    ("skips", 3, ("model.pp=3", "model.backward=split", "model.micro_batch=2")),
     ("llava_tiny", 3, ("language_model.pp=2", "vision_tower.dp=1")),
 ]  # fmt: skip
 SLOW = [
     ("skips", 4, ("model.pp=2", "model.dp=2", "model.sharding=zero2", "model.recompute=full")),
     ("skips", 4, ("model.pp=2", "model.dp=2", "model.sharding=zero1", "model.recompute=selective", "model.micro_batch=2")),
     ("skips", 5, ("model.pp=5", "model.micro_batch=1")),
+    ("skips", 4, ("model.pp=2", "model.dp=2", "model.sharding=zero2", "model.backward=split")),
+    ("llava_tiny", 5, ("language_model.pp=2", "language_model.dp=2", "vision_tower.dp=1", "language_model.backward=split")),
     ("qwen_distil", 2, ("student.pp=2", "teacher.with=student")),
     ("qwen_distil", 4, ("student.pp=2", "teacher.pp=2")),
     ("qwen_distil", 5, ("student.pp=2", "teacher.pp=3")),

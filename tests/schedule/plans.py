@@ -68,7 +68,9 @@ def pipelines(draw, name, world):
         return [section(name, first, **options, forward=draw(costs), backward=draw(costs))]
     ranks = [first, *(draw(st.permutations(range(world)))[: len(first)] for _ in range(count - 1))]
     in_flight = draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
-    return stages(name, ranks, in_flight=in_flight, **options, forward=draw(costs), backward=draw(costs))
+    made = stages(name, ranks, in_flight=in_flight, **options, forward=draw(costs), backward=draw(costs))
+    split = 500 if options["mode"] == "train" and draw(st.booleans()) else 0
+    return [dataclasses.replace(s, weight_permille=split) for s in made]
 
 
 @st.composite

@@ -47,7 +47,9 @@ def test_the_plan_bound_is_below_the_schedule_bound(p, samples):
     assert plan_bound(p, samples) <= schedule_bound(p, samples).ns
 
 
-single = plans().map(lambda p: dataclasses.replace(p, sections=tuple(dataclasses.replace(s, micro_batch=1) for s in p.sections)))
+single = plans().map(
+    lambda p: dataclasses.replace(p, sections=tuple(dataclasses.replace(s, micro_batch=1, weight_permille=0) for s in p.sections))
+)
 small = batches.map(lambda samples: samples[:5])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -63,6 +64,17 @@ def test_room_is_a_wish_where_a_consumer_needs_more_at_once():
     p = plan([*lm, judge], [*passes_on(lm), edge("lm_1", "judge")], 3)
     samples = [sample(i, length=100) for i in range(8)]
     check(p, samples, schedule(p, samples))
+
+
+def test_a_split_backward_fills_what_would_be_idle():
+    whole, samples = pipeline(4, room=(8, 8, 8, 8)), [sample(i, length=100) for i in range(8)]
+    split = dataclasses.replace(whole, sections=tuple(dataclasses.replace(s, weight_permille=500) for s in whole.sections))
+    step = schedule(split, samples)
+    kinds = ["".join(i.kind for i in program if i.kind in "FBW") for program in step.programs]
+    assert all(k.count("W") == k.count("B") == k.count("F") == 8 for k in kinds)
+    assert kinds[0].endswith("BWW") and not kinds[3].startswith("FBW")
+    assert simulate(split, samples, step).end < 0.9 * simulate(whole, samples, schedule(whole, samples)).end
+    assert simulate(split, samples, step).end < 1.1 * schedule_bound(split, samples).ns
 
 
 @given(plans(), batches)
