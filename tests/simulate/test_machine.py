@@ -73,7 +73,7 @@ def test_a_rank_does_one_thing_at_a_time_and_everything_once(p, samples):
         assert all(a.end <= b.start for a, b in pairwise(mine))
         assert all(c.free <= c.waited <= c.start <= c.end for c in mine)
     done = [(c.rank, c.kind, c.section, c.micro) for c in step.compute]
-    assert len(set(done)) == len(done) == sum(i.kind in "FB" for program in step.schedule.programs for i in program)
+    assert len(set(done)) == len(done) == sum(i.kind in ("F", "B", "W") for program in step.schedule.programs for i in program)
 
 
 def test_a_message_takes_its_latency_and_its_bytes():
