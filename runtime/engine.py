@@ -242,7 +242,8 @@ class _Execution:
         shape = layout.shape("dst", micro)
         if layout.whole:
             message = self.forward_message(edge, incoming[0])
-            return message.new_empty(0).set_(message).resize_(shape)  # no view: a block may write to it
+            own = message.new_empty(0).set_(message)  # pyright: ignore[reportCallIssue, reportArgumentType]
+            return own.resize_(shape)  # the same memory, but no view: a block may write to it
         tensor = torch.zeros(shape, dtype=layout.dtype, device=self.engine.device)
         for pair in incoming:
             layout.unpack(self.forward_message(edge, pair), tensor, "dst", pair)

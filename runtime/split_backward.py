@@ -20,6 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 Root = tuple[torch.Tensor, torch.Tensor]  # a tensor that the loss depends on, and its gradient
 Edge = tuple[Any, int]  # a node of the graph and the number of one of its results
+Kept = dict[Edge, torch.Tensor | None]  # gradients that wait for the second part
 
 
 def split_backward(roots: Sequence[Root], leaves: Sequence[torch.Tensor]) -> Callable[[], None]:
@@ -37,15 +38,17 @@ def split_backward(roots: Sequence[Root], leaves: Sequence[torch.Tensor]) -> Cal
     rest = [r for r in roots if r[0].grad_fn not in graph.passing]
     entries = [(n, k) for n in graph.sides for k in sorted(graph.used[n])]
     summed = list(graph.shared)
-    inputs = [*leaves, *(GradientEdge(*e) for e in (*entries, *summed))]
-    found = torch.autograd.grad([t for t, _ in ahead], inputs, [g for _, g in ahead], retain_graph=True, allow_unused=True)
+    inputs: list[Any] = [*leaves, *(GradientEdge(*e) for e in (*entries, *summed))]
+    found: tuple[torch.Tensor | None, ...] = torch.autograd.grad(
+        [t for t, _ in ahead], inputs, [g for _, g in ahead], retain_graph=True, allow_unused=True
+    )
     for leaf, gradient in zip(leaves, found, strict=False):
         leaf.grad = gradient
-    kept = dict(zip((*entries, *summed), found[len(leaves) :], strict=True))
+    kept: Kept = dict(zip((*entries, *summed), found[len(leaves) :], strict=True))
     return lambda: _finish(graph, kept, rest)
 
 
-def _finish(graph: _Graph, kept: dict[Edge, torch.Tensor | None], rest: Sequence[Root]) -> None:
+def _finish(graph: _Graph, kept: Kept, rest: Sequence[Root]) -> None:
     """The parameters' gradients, from those that entered the nodes."""
     edges: list[torch.Tensor | GradientEdge] = [GradientEdge(*e) for e in graph.shared if kept[e] is not None]
     gradients = [g for e in graph.shared if (g := kept[e]) is not None]
@@ -53,7 +56,9 @@ def _finish(graph: _Graph, kept: dict[Edge, torch.Tensor | None], rest: Sequence
         own = [GradientEdge(*e) for e in sides if e not in graph.shared]
         entered = [(GradientEdge(node, k), g) for k in sorted(graph.used[node]) if (g := kept[node, k]) is not None]
         if own and entered:
-            found = torch.autograd.grad([e for e, _ in entered], own, [g for _, g in entered], retain_graph=True, allow_unused=True)
+            found: tuple[torch.Tensor | None, ...] = torch.autograd.grad(
+                [e for e, _ in entered], own, [g for _, g in entered], retain_graph=True, allow_unused=True
+            )
             reached = [(e, g) for e, g in zip(own, found, strict=True) if g is not None]
             edges += [e for e, _ in reached]
             gradients += [g for _, g in reached]

@@ -89,10 +89,10 @@ class Work:
             for p in self.active[s.name]:
                 f, b = ("F", s.name, p), ("B", s.name, p)
                 late = (heads[b], tails[b]) if backward else (None, None)
-                own, total = weights[p]
+                (own, total), (forward, inputs) = weights[p], self._alone[s.name][p]
                 first = total * (1000 - s.weight_permille) // 1000
-                weighed = (own, first, heads[f], tails[f], *late, total - first, last)
-                found[s.name].append(Unit(s.name, p, *self._alone[s.name][p], *weighed))
+                unit = Unit(s.name, p, forward, inputs, own, first, heads[f], tails[f], *late, total - first, last)
+                found[s.name].append(unit)
         return found
 
     def least(self, section: str) -> list[int]:
