@@ -14,9 +14,11 @@ from xdsl.dialects.builtin import IntegerAttr, ModuleOp
 from xdsl.passes import ModulePass
 
 from secc.errors import UserError
-from secc.ir.dialect import CutOp, GraphOp, ParamOp, SectionOp, TieOp, graph_of, strings, texts
+from secc.ir.dialect import CutOp, GraphOp, ParamOp, SectionOp, TieOp, graph_of, section_of, strings, texts
+from secc.ir.types import tensor
 
 HEADS = "heads"  # ends the reason of a tp that does not divide them
+UNEVEN = "does not divide"  # is in the reason of any size that tp does not divide
 
 
 @dataclass(frozen=True)
@@ -43,9 +45,13 @@ def _shard(graph: GraphOp, section: SectionOp, tp: int) -> None:
     if heads is not None:
         raise UserError(f"{name} is impossible: {heads}", remedy=f"set {section.sym.data}.tp to a number that divides its heads")
     kept, why = _usable(graph, section, cuts)
-    if not any(strings(c.styles) for c in kept):
+    why += [f"{name}: it is read outside of its module" for name in _read(graph, section)]
+    uneven = not any(s.endswith("colwise") for c in kept for s in strings(c.styles)) and any(
+        UNEVEN in w for c in cuts for w in strings(c.whole)
+    )
+    if uneven or not any(strings(c.styles) for c in kept):
         reasons = [w for c in cuts for w in strings(c.whole)] + why
-        cause = reasons[0] if reasons else "nobody looked how its blocks could be cut"
+        cause = reasons[0] if cuts and reasons else "nobody looked how its blocks could be cut"
         raise UserError(f"{name} is impossible: none of its modules can be cut ({cause})", remedy=f"leave {section.sym.data}.tp out")
     section.attributes |= {
         "styles": texts(s for c in kept for s in strings(c.styles)),
@@ -53,6 +59,12 @@ def _shard(graph: GraphOp, section: SectionOp, tp: int) -> None:
         "partial": texts(p for c in kept for p in strings(c.partial)),
         "whole": texts([w for c in kept for w in strings(c.whole)] + why),
     }
+
+
+def _read(graph: GraphOp, section: SectionOp) -> list[str]:
+    """The matrices that the section's glue reads."""
+    ops = [o.owner for case in graph.cases for op in case.ops if section_of(op) == section.sym.data for o in op.operands]
+    return list(dict.fromkeys(o.path.data for o in ops if isinstance(o, ParamOp) and len(tensor(o.result).dims) > 1))
 
 
 def _usable(graph: GraphOp, section: SectionOp, cuts: list[CutOp]) -> tuple[list[CutOp], list[str]]:
@@ -76,11 +88,11 @@ def _conflict(cut: CutOp, how: dict[str, str], read: set[str], elsewhere: list[s
     for name in [n for n, _ in map(_parts, strings(cut.shards))] + list(strings(cut.partial)):
         names = next((t for t in ties if name in t), (name,))
         if any(n in read for n in names):
-            return f"{name} is read outside of the module"
+            return "a parameter of it is read outside"
         if any(n.startswith(f"{b}.") for n in names for b in elsewhere):
-            return f"{name} belongs to several sections"
+            return "a parameter of it belongs to several sections"
         if len({how.get(n) for n in names}) > 1:
-            return f"{name} is tied to a parameter that is not cut alike"
+            return "a parameter of it is tied to one that is not cut alike"
     return ""
 
 

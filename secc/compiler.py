@@ -141,7 +141,7 @@ def compile_model(path: str | Path, options: Options, progress: Callable[[str], 
         with clock.step("passes"):
             run = pipeline.run(module, passes[:last], dump=True, progress=clock.progress)
     with clock.step("cut blocks over ranks"):
-        if annotate(module, meta, model, user, drawn):
+        if annotate(module, meta, model, user, drawn, (rewrites(graph_of(module)), fused_module(graph_of(module)))):
             run.dumps[-1] = (run.dumps[-1][0], pipeline.header([pipeline.described(step) for step in passes[:last]]) + print_module(module))
     with clock.step("passes"):
         done = [pipeline.described(step) for step in passes[:last]]

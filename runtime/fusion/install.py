@@ -1,8 +1,8 @@
 """Puts the functions of a plan's `sections/fused.py` in the place of methods, or of functions that methods call by a global name.
 
 A function keeps the user's file and lines: tracebacks point there, and random ops inside it keep the names that they were captured with.
-It is only for plain tensors given as the trace had them; for anything else (a DTensor, an argument that was left at its default) the
-user's own code runs.
+It is only for plain tensors given as the trace had them; for anything else (a DTensor, a tensor that is marked as a part of a whole, an
+argument that was left at its default) the user's own code runs.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from secc.runtime.errors import UserError
 from secc.runtime.fusion import operators
 from secc.runtime.plan import Rewrite
 from secc.runtime.recorder.fakes import is_fake
+from secc.runtime.tensor_parallel.marks import mark
 
 FILE = "sections/fused.py"
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -115,7 +116,11 @@ def _for_plain(own: Own, fused: Own, module: nn.Module | None) -> Own:
     weights = module._parameters.values() if module is not None else ()
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        plain = all(type(a) in _PLAIN or is_fake(a) for a in (*args, *kwargs.values(), *weights) if isinstance(a, torch.Tensor))
+        plain = all(
+            (type(a) in _PLAIN and mark(a) is None) or is_fake(a)
+            for a in (*args, *kwargs.values(), *weights)
+            if isinstance(a, torch.Tensor)
+        )
         if plain and len(args) <= most and names.issuperset(kwargs):
             return fused(*args, **kwargs)
         return own(*args, **kwargs)

@@ -10,6 +10,7 @@ through and its gradients were compared.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -80,6 +81,14 @@ def sources_of(marks: Sequence[Mark]) -> frozenset[str]:
     return frozenset[str]().union(*(m.sources for m in marks))
 
 
+_here = threading.local()
+
+
+def active() -> bool:
+    """Whether the code that runs sees whole sizes, so that parts must bear marks."""
+    return getattr(_here, "depth", 0) > 0
+
+
 class Shapes(TorchFunctionMode):
     """Whole sizes on the parts of rank `index` of `count`. `enter` sums the gradients of whole activations that meet parts."""
 
@@ -91,6 +100,14 @@ class Shapes(TorchFunctionMode):
     def enter(self, whole: torch.Tensor) -> torch.Tensor:
         """A whole tensor that meets parts: each rank's gradient of it is a part of the sum. Those of parameters are summed once a step."""
         return whole if isinstance(whole, torch.nn.Parameter) or not whole.requires_grad else self._enter(whole)
+
+    def __enter__(self) -> Shapes:
+        _here.depth = getattr(_here, "depth", 0) + 1
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        _here.depth -= 1
+        super().__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         from secc.runtime.tensor_parallel.rules import rule_of

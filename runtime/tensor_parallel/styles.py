@@ -23,7 +23,7 @@ from secc.runtime.routes import bounds
 from secc.runtime.tensor_parallel.collectives import Entrance, gather_last
 from secc.runtime.tensor_parallel.group import Group
 from secc.runtime.tensor_parallel.linears import Linear, embedding, linear
-from secc.runtime.tensor_parallel.marks import Mark, Shapes, set_mark
+from secc.runtime.tensor_parallel.marks import Mark, Shapes, active, set_mark
 
 Forward = Callable[..., Any]
 
@@ -53,8 +53,7 @@ def _colwise(module: nn.Module, entrance: Entrance, parts: tuple[int, ...]) -> F
     @functools.wraps(inner)
     def forward(x: torch.Tensor) -> torch.Tensor:
         out = inner(entrance(x))
-        set_mark(out, Mark(out.ndim - 1, parts))
-        return out
+        return set_mark(out, Mark(out.ndim - 1, parts)) if active() else out
 
     return forward
 

@@ -148,6 +148,9 @@ def replica_of(work: Workload, load: Load, pins: Pins, ranks: int) -> Load:
     if tp * pp > ranks:
         message = f"{load.name}.tp={tp} with pp={pp} is impossible: a replica would need {tp * pp} ranks, and there are {ranks}"
         raise UserError(message, remedy="set smaller ones, or give more ranks")
+    if tp > 1 and load.cost.trainable and work.unshardable:
+        message = f"{load.name}.tp={tp} is impossible: ranks would have parts of parameters, but {work.unshardable}"
+        raise UserError(message, remedy=f"leave it out, or set {load.name}.tp=1")
     layers = max(load.cost.layers, _declared_layers(work.graph, load.section))
     if pp > max(1, layers):
         message = f"{load.name}.pp={pp} is impossible: the section has {layers} layers to cut between"

@@ -62,18 +62,29 @@ class Traffic:
 
     def reduce_ns(self, held: Holders) -> int:
         """An all-reduce of the gradients of `held`."""
-        size = sum(parameter_bytes(self.plan, p) for p in held.names)
+        size = sum(self.bytes_on_rank(p) for p in held.names)
         return 0 if self.cluster is None or len(held.ranks) < 2 else all_reduce_ns(size, of_ranks(held.ranks, self.cluster), self.cluster)
 
     def closing_ns(self, section: str) -> int:
-        """The reduction of the gradients that belong to a section alone."""
-        return sum(self.reduce_ns(h) for h in self.held if h.sections == (section,))
+        """The reductions of the gradients that belong to a section alone, on the rank that they take longest on."""
+        alone = [h for h in self.held if h.sections == (section,)]
+        return max((sum(self.reduce_ns(h) for h in alone if r in h.ranks) for r in self.plan.section(section).mesh.ranks), default=0)
+
+    @cached_property
+    def cut(self) -> dict[str, int]:
+        """Over how many ranks each parameter that is cut is cut, by the first of its names."""
+        canonical = {n: tie.names[0] for tie in self.plan.ties for n in tie.names}
+        return {canonical.get(shard.name, shard.name): s.mesh.tp for s in self.plan.sections for shard in s.shards}
+
+    def bytes_on_rank(self, name: str) -> int:
+        """Bytes that a rank has of a parameter."""
+        return parameter_bytes(self.plan, name) // self.cut.get(name, 1)
 
     def optimizer_ns(self, rank: int) -> int:
         """The optimizer's step on a rank, bound by memory."""
         if self.cluster is None:
             return 0
-        size = sum(parameter_bytes(self.plan, p) for h in self.held if rank in h.ranks for p in h.names)
+        size = sum(self.bytes_on_rank(p) for h in self.held if rank in h.ranks for p in h.names)
         return 1000 * OPTIMIZER_PASSES * size // self.cluster.device.bandwidth
 
 

@@ -11,7 +11,7 @@ from secc.runtime.costs import Costs
 from secc.runtime.expr import evaluate
 from secc.runtime.program import computations
 from secc.schedule.bounds import Bound, work_bound, work_plan_bound
-from secc.schedule.traffic import Traffic, parameter_bytes
+from secc.schedule.traffic import Traffic
 from secc.schedule.work import Work
 from secc.simulate.events import Simulated
 
@@ -160,10 +160,10 @@ def _fixed(step: Simulated, rank: int) -> int:
     """Parameters, and for those that train gradients and optimizer states, of which a sharded section's ranks have their part."""
     held = [s for s in step.plan.sections if rank in s.mesh.ranks]
     shards = {n: s.mesh.dp if s.sharding != "none" else 1 for s in held for n in s.params}
-    total = 0
+    traffic, total = Traffic(step.plan), 0
     for name, count in shards.items():
         trained = step.plan.model.parameters.get(name, "").endswith(" train")
-        size = parameter_bytes(step.plan, name)
+        size = traffic.bytes_on_rank(name)
         own = size + (size // count if count > 1 else 0)  # gradients, and the sums of this rank's shard
         total += size + trained * (own + OPTIMIZER_STATES * size // count)
     return total

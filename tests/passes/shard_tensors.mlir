@@ -20,7 +20,7 @@ sec.graph "lm" optional [] {
   // CHECK-SAME: styles = ["tower.layers.0.attn shapes", "tower.layers.0.attn.qkv colwise", "tower.layers.0.attn.o rowwise", "embed vocab", "head gather"]
   // CHECK-SAME: shards = ["tower.layers.0.attn.qkv.weight 0 8,8,8", "tower.layers.0.attn.o.weight 1 8", "embed.weight 0 16", "head.weight 0 16"]
   // CHECK-SAME: partial = ["tower.layers.0.attn.q_norm"]
-  // CHECK-SAME: whole = ["tower.layers.0.router: softmax mixes entries of which ranks have parts", "extra: extra.weight is read outside of the module"]
+  // CHECK-SAME: whole = ["tower.layers.0.router: softmax mixes entries of which ranks have parts", "extra: a parameter of it is read outside", "extra.weight: it is read outside of its module"]
   sec.section "lm" mode "train" when [] blocks ["embed", "tower", "head", "extra"] {tp = 2 : i64}
   sec.case "c" when [] {
     %ids = sec.input "ids" : !sec.tensor<[B, 4], i64>

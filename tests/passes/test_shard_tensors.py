@@ -41,4 +41,4 @@ def test_a_parameter_of_two_sections_stays_whole() -> None:
     )
     lm = sharded(two)[0]
     assert not any("embed" in s for s in attribute(lm, "shards", ()))
-    assert "embed: embed.weight belongs to several sections" in attribute(lm, "whole", ())
+    assert "embed: a parameter of it belongs to several sections" in attribute(lm, "whole", ())

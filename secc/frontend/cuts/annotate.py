@@ -6,19 +6,24 @@ stand embeddings, cut by vocabulary, and heads, whose logits are gathered.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
+import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
 from xdsl.dialects.builtin import IntAttr, ModuleOp, StringAttr
 
-from secc.frontend.cuts.find import Found, find, shards
+from secc.frontend.cuts.find import Call, Found, find, shards
 from secc.frontend.cuts.observe import Observer, made_up, with_values
 from secc.frontend.cuts.verify import Verdict, verify
 from secc.frontend.survey import Survey
 from secc.ir.analysis import number_of
 from secc.ir.dialect import CutOp, GraphOp, TieOp, graph_of, strings, texts
-from secc.runtime.plan import Shard, Style
+from secc.runtime.fusion.install import install
+from secc.runtime.plan import Rewrite, Shard, Style
 from secc.runtime.recompute import units
 from secc.runtime.tensor_parallel.linears import embedding, linear
 from secc.runtime.user_model import UserModel
@@ -26,6 +31,9 @@ from secc.runtime.user_model import UserModel
 LARGEST = 1 << 29  # entries of a module that is run here
 HEAD = 2  # a linear map with more outputs than so many times its inputs is a head ...
 SHARE = 8  # ... if it has at least one in so many of its block's parameters
+
+
+Fused = tuple[Sequence[Rewrite], str]
 
 
 @dataclass
@@ -38,10 +46,11 @@ class Cutting:
     whole: dict[str, str] = field(default_factory=dict[str, str])
 
 
-def annotate(module: ModuleOp, meta: nn.Module, model: nn.Module | None, user: UserModel, survey: Survey) -> bool:
+def annotate(module: ModuleOp, meta: nn.Module, model: nn.Module | None, user: UserModel, survey: Survey, fused: Fused) -> bool:
     """Add the cuts of sections with a tp above 1; whether there are any such.
 
-    `meta` is the user's model without weights, `model` one with weights if it fits here.
+    `meta` is the user's model without weights, `model` one with weights if it fits here; `fused` has the fused operators that ranks will
+    put into it, and their code.
     """
     graph = graph_of(module)
     wanted = [(block, tp) for s in graph.sections if (tp := int(number_of(s, "tp") or 1)) > 1 for block in strings(s.blocks)]
@@ -52,7 +61,7 @@ def annotate(module: ModuleOp, meta: nn.Module, model: nn.Module | None, user: U
     if model is not None:
         observer.real(model, user, survey)
     observer.meta(graph, meta)
-    seeker = _Seeker(meta, model, observer)
+    seeker = _Seeker(meta, model, observer, fused)
     ties = [strings(op.names) for op in graph.body.block.ops if isinstance(op, TieOp)]
     for block, count in wanted:
         for path, _ in _layers(meta, block):
@@ -72,8 +81,8 @@ def _layers(model: nn.Module, block: str) -> Iterator[tuple[str, nn.Module]]:
 class _Seeker:
     """Seeks and shows mappings; those of alike modules once."""
 
-    def __init__(self, meta: nn.Module, model: nn.Module | None, observer: Observer) -> None:
-        self.source, self.observer = meta if model is None else model, observer
+    def __init__(self, meta: nn.Module, model: nn.Module | None, observer: Observer, fused: Fused) -> None:
+        self.source, self.observer, self.fused = meta if model is None else model, observer, fused
         self._known: dict[object, Cutting] = {}
 
     def layer(self, path: str, count: int) -> Cutting:
@@ -89,20 +98,25 @@ class _Seeker:
             why = "it was not called here" if size <= LARGEST else "it is too large to be shown exact here"
             return Cutting(whole={p: why for p, m in module.named_modules() if linear(m) is not None})
         call = self.observer.calls[path]
-        mapping = find(module, call, count)
+        bare = any(isinstance(t, torch.Tensor) and t.is_meta for t in tree_leaves(call))
+        mapping = find(copy.deepcopy(module).to("meta") if bare else module, call, count)
         if not mapping.columns:
             return Cutting(whole=dict(mapping.whole))
-        return self._shown(module, call, count, mapping)
+        return self._shown(path, module, call, count, mapping)
 
-    def _shown(self, module: nn.Module, call: tuple[tuple[object, ...], dict[str, object]], count: int, mapping: Found) -> Cutting:
+    def _fuse(self, path: str, module: nn.Module) -> None:
+        """Put fused operators into a copy of the module at `path`."""
+        rewrites, source = self.fused
+        own = [(r, tuple(m.removeprefix(path).lstrip(".") for m in r.modules if f"{m}.".startswith(f"{path}."))) for r in rewrites]
+        install(module, [replace(r, modules=modules) for r, modules in own if modules], source)
+
+    def _shown(self, path: str, module: nn.Module, call: Call, count: int, mapping: Found) -> Cutting:
         """The mapping as the code runs it on parts, with whole sizes only if it must."""
-        from torch.utils._pytree import tree_map
-
         module, call = with_values(module), tree_map(made_up, call)
         cut, verdict = shards(module, mapping), Verdict("")
         for shapes in (True,) if mapping.draws else (False, True):
             styles = mapping.styles(shapes)
-            verdict = verify(module, call, count, styles, cut)
+            verdict = verify(module, call, count, styles, cut, partial(self._fuse, path))
             if not verdict.reason:
                 return Cutting(styles, cut, verdict.partial, dict(mapping.whole))
         return Cutting(whole=dict(mapping.whole) | dict.fromkeys([*mapping.columns, *mapping.rows], verdict.reason))

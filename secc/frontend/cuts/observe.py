@@ -6,16 +6,16 @@ and its arguments get random values: for floats any value will do, of integers a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
 from secc.cost.measure import arguments
+from secc.cost.trial import run
 from secc.frontend.cuts.find import Call
 from secc.frontend.survey import Survey
 from secc.ir.dialect import CallOp, GraphOp
@@ -49,13 +49,10 @@ class Observer:
                     self._run_block(op, model, sizes, inside)
 
     def _run_block(self, op: CallOp, model: nn.Module, sizes: Mapping[str, int], inside: Mapping[str, nn.Module]) -> None:
-        block = model.get_submodule(op.target.data)
-        state = {n: torch.empty_like(t, device="meta").requires_grad_(t.requires_grad) for n, t in _state(block)}
         with ExitStack() as stack:
             self._watch(stack, model, inside)
             try:
-                args, kwargs = arguments(op, sizes, _empty)
-                functional_call(block, state, tuple(args), kwargs)
+                run(model.get_submodule(op.target.data), lambda makes: arguments(op, sizes, makes), op.no_grad is None)
             except Exception:  # whatever the user's code does on tensors without values: those modules stay without a call
                 return
 
@@ -68,15 +65,6 @@ class Observer:
 
     def _note(self, path: str, call: Call) -> None:
         self.calls.setdefault(path, tree_map(_kept, call))
-
-
-def _empty(dims: Sequence[int], strides: Sequence[int], dtype: torch.dtype, grad: bool) -> torch.Tensor:
-    return torch.empty_strided(dims, strides, dtype=dtype, device="meta", requires_grad=grad)
-
-
-def _state(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
 
 
 def _kept(value: Any) -> Any:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from secc.runtime.tensor_parallel.styles import apply
 TOLERANCE = 1e-5  # of a gradient's own norm, plus
 FLOOR = 1e-7  # of the norm of all: in float64, but a user's code may compute in float32 inside
 SEED = 7
+LARGE = 1 << 25  # parameters: what has more is compared in float32
+ROUNDING = 10  # times as much may float32 differ
 
 
 @dataclass(frozen=True)
@@ -40,13 +43,20 @@ class _Result:
     gradients: dict[str, torch.Tensor | None]
 
 
-def verify(module: nn.Module, call: Call, count: int, styles: Sequence[Style], shards: Sequence[Shard]) -> Verdict:
-    """Compare `module` cut over `count` ranks with the whole module, for one call."""
+def verify(
+    module: nn.Module,
+    call: Call,
+    count: int,
+    styles: Sequence[Style],
+    shards: Sequence[Shard],
+    fuse: Callable[[nn.Module], None] = lambda module: None,
+) -> Verdict:
+    """Compare `module` cut over `count` ranks with the whole module, for one call. `fuse` puts fused operators into a rank's module."""
     whole = _wide(module)
     state = torch.random.get_rng_state()
     try:
-        expected = _run(copy.deepcopy(whole), call)
-        ranks = run_ranks(count, lambda group: _rank(whole, call, group, styles, shards))
+        expected = _run(whole, call)
+        ranks = run_ranks(count, lambda group: _rank(whole, call, group, styles, shards, fuse))
     except Exception as error:
         return Verdict(f"its code fails on parts: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
     finally:
@@ -55,18 +65,22 @@ def verify(module: nn.Module, call: Call, count: int, styles: Sequence[Style], s
 
 
 def _wide(module: nn.Module) -> nn.Module:
-    """A copy in float64 whose parameters all train."""
-    wide = copy.deepcopy(module).double()
+    """A copy whose parameters all train, in float64 unless it is large."""
+    wide = copy.deepcopy(module)
+    wide = wide.double() if sum(p.numel() for p in module.parameters()) < LARGE else wide.float()
     for p in wide.parameters():
         p.requires_grad_(p.is_floating_point())
     return wide
 
 
-def _rank(whole: nn.Module, call: Call, group: ThreadGroup, styles: Sequence[Style], shards: Sequence[Shard]) -> _Result:
-    part = copy.deepcopy(whole)
-    params = dict(part.named_parameters())
-    for name, cuts in _cuts(whole, shards, group.size).items():
-        params[name].data = cuts[group.index].take(params[name].data)
+def _rank(
+    whole: nn.Module, call: Call, group: ThreadGroup, styles: Sequence[Style], shards: Sequence[Shard], fuse: Callable[[nn.Module], None]
+) -> _Result:
+    cuts = _cuts(whole, shards, group.size)
+    own = {p: cuts[n][group.index].take(p.detach()) if n in cuts else p.detach().clone() for n, p in whole.named_parameters()}
+    memo: dict[int, object] = {id(p): nn.Parameter(values, p.requires_grad) for p, values in own.items()}
+    part = copy.deepcopy(whole, memo)
+    fuse(part)
     apply(part, styles, group, {s.name: s.parts for s in shards})
     return _run(part, call)
 
@@ -79,7 +93,8 @@ def _cuts(module: nn.Module, shards: Sequence[Shard], count: int) -> dict[str, l
 
 
 def _run(module: nn.Module, call: Call) -> _Result:
-    args, kwargs = tree_map(_input, call)
+    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float64)
+    args, kwargs = tree_map(partial(_input, dtype), call)
     generator = torch.Generator().manual_seed(SEED)
     with torch.enable_grad(), _Fixed():
         outs = [t for t in tree_leaves(module(*args, **kwargs)) if isinstance(t, torch.Tensor)]
@@ -108,11 +123,11 @@ class _Fixed(TorchDispatchMode):
         return ops.draw(func, args, kwargs, drawn)
 
 
-def _input(value: Any) -> Any:
+def _input(dtype: torch.dtype, value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     own = value.detach().clone()
-    return own.double().requires_grad_(value.requires_grad) if own.is_floating_point() else own
+    return own.to(dtype).requires_grad_(value.requires_grad) if own.is_floating_point() else own
 
 
 def _compare(expected: _Result, ranks: Sequence[_Result], cuts: Mapping[str, list[Cut]]) -> Verdict:
@@ -147,4 +162,5 @@ def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _near(a: torch.Tensor | None, b: torch.Tensor | None, total: float) -> bool:
     if a is None or b is None:
         return a is b
-    return a.shape == b.shape and float((a.double() - b.double()).norm()) <= TOLERANCE * float(b.double().norm()) + FLOOR * total
+    scale = 1 if b.dtype == torch.float64 else ROUNDING
+    return a.shape == b.shape and float((a - b).norm()) <= scale * (TOLERANCE * float(b.norm()) + FLOOR * total)
