@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
@@ -71,7 +72,7 @@ def test_a_micro_batch_takes_at_least_the_sum_of_its_samples_weights(text, sampl
     sizes = [s.sizes for s in samples]
     together = {"B": sum(s["B"] for s in sizes), "I": sum(s["I"] for s in sizes), "S": max((s["S"] for s in sizes), default=0)}
     for branch in parts(text, SYMBOLS):
-        weights = sum(evaluate(branch.additive, s) + evaluate(branch.rest, s) / len(samples) for s in sizes)
+        weights = sum(evaluate(branch.additive, s) + Fraction(evaluate(branch.rest, s), len(samples)) for s in sizes)
         assert weights <= evaluate(text, together)
 
 
