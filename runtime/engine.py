@@ -176,7 +176,7 @@ class _Execution:
             self.add_loss(live.terms)
         for edge in engine.out_of[i.section]:
             self.check_shape(i, edge, live.outs)
-            live.waiting += sum(self.takers(self.ends(edge, pair)) for pair in self.layouts[edge.name].of("src", i.micro))
+            live.waiting += sum(self.takers(*self.ends(edge, pair)) for pair in self.layouts[edge.name].of("src", i.micro))
         if with_grad or live.waiting:
             self.live[i.section, i.micro] = live
 
@@ -195,7 +195,7 @@ class _Execution:
         live.outs = {name: live.outs[name].detach() for name in constant if name in live.outs}
         live.terms, live.backward_owed = {}, live.rest is not None
         live.waiting += sum(
-            self.takers(self.ends(self.engine.edges[name], pair)[::-1])
+            self.takers(*reversed(self.ends(self.engine.edges[name], pair)))
             for name in live.leaves
             for pair in self.layouts[name].of("dst", i.micro)
         )
@@ -344,10 +344,10 @@ class _Execution:
         """The parts of a message that come to this rank."""
         return [part for part in routes(sources, targets) if part.receiver == self.engine.rank]
 
-    def takers(self, ends: tuple[Ranks, Ranks]) -> int:
+    def takers(self, sources: Ranks, targets: Ranks) -> int:
         """How often this rank's tensor is taken: once for each part that it sends, and once if it is at the other end, too."""
         rank = self.engine.rank
-        return sum(part.sender == rank for part in routes(*ends)) + (rank in ends[1])
+        return sum(part.sender == rank for part in routes(sources, targets)) + (rank in targets)
 
     def check_shape(self, i: Instruction, edge: Edge, outs: Tensors) -> None:
         """A tensor of another shape than the consumer expects would be cut wrongly without an error.

@@ -63,5 +63,6 @@ def linear(module: nn.Module) -> Linear | None:
 
 def embedding(module: nn.Module) -> nn.Embedding | None:
     """`module` as an embedding whose rows can be cut, or None."""
-    plain = isinstance(module, nn.Embedding) and module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
-    return module if plain else None
+    if not isinstance(module, nn.Embedding) or module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+        return None
+    return module

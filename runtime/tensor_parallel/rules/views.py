@@ -39,7 +39,8 @@ def plain(mode: Shapes, func: Any, args: Args, kwargs: dict[str, Any], found: li
 
 
 def view(mode: Shapes, func: Any, args: Args, kwargs: dict[str, Any], found: list[Mark]) -> Any:
-    tensor, sizes = args[0], args[1:] if len(args) > 1 else (kwargs.get("size") or kwargs.get("shape") or kwargs.get("dtype"),)
+    tensor = args[0]
+    sizes: Sequence[Any] = args[1:] or [kwargs[k] for k in ("size", "shape", "dtype") if k in kwargs]
     if isinstance(sizes[0], torch.dtype):
         return elementwise(mode, func, args, kwargs, found)
     wanted = [int(s) for s in (sizes[0] if isinstance(sizes[0], tuple | list) else sizes)]
