@@ -18,6 +18,7 @@ from secc.errors import UserError
 from secc.ir.carry import WHOLE
 from secc.ir.dialect import TransferOp, graph_of, section_of, texts
 from secc.ir.edges import Crossing, Edge, edges_of, label
+from secc.ir.spare import drop_misfits
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class InsertTransfers(ModulePass):
 
     def apply(self, ctx: Context, op: ModuleOp) -> None:
         graph = graph_of(op)
+        drop_misfits(graph)
         edges, problems = edges_of(graph)
         for crossing, reason in problems:
             _refuse(crossing, reason)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from xdsl.context import Context
-from xdsl.dialects.builtin import ModuleOp, StringAttr, UnitAttr
+from xdsl.dialects.builtin import ModuleOp, StringAttr
 from xdsl.ir import Operation
 from xdsl.passes import ModulePass
 
@@ -46,19 +46,26 @@ class Lower(ModulePass):
 
 def _lower_section(graph: GraphOp, section: str, cases: Sequence[CaseOp]) -> None:
     names: list[str] = []
-    for found in merge(_section_way(case, section) for case in cases):
+    ways = _wanted([_section_way(case, section) for case in cases])
+    for found in merge(ways):
         case = found.way.case
         guards = [g for g in _distinct_guards(case, section) if _reading(case, g) in found.way.guards]
         names.append(unique(_name(found) + ("_anew" if recorded.ANEW in case.attributes else ""), names))
         _add(graph, names[-1], section, found, section_part(case, section, guards))
-        _note_anew(graph, case)
+        _note_anew(graph, [way.case for way in ways if way.code == found.way.code])
 
 
-def _note_anew(graph: GraphOp, case: CaseOp) -> None:
-    """Mark the body made last if the glue of its case is recorded anew: then each micro-batch is compared with the case."""
-    body = graph.body.block.last_op
-    if recorded.ANEW in case.attributes and body is not None:
-        body.attributes[recorded.ANEW] = UnitAttr()
+def _note_anew(graph: GraphOp, cases: Sequence[CaseOp]) -> None:
+    """Name those cases of the body made last whose glue is recorded anew: each micro-batch is compared with them."""
+    anew, made = [c.sym.data for c in cases if recorded.ANEW in c.attributes], graph.body.block.last_op
+    if anew and made is not None:
+        made.attributes[recorded.ANEW] = texts(anew)
+
+
+def _wanted(ways: Sequence[Way]) -> list[Way]:
+    """The ways without those of spare cases where another holds for every micro-batch of the pattern."""
+    always = {way.pattern for way in ways if recorded.SPARE not in way.case.attributes and not way.guards}
+    return [way for way in ways if recorded.SPARE not in way.case.attributes or way.pattern not in always]
 
 
 def _section_way(case: CaseOp, section: str) -> Way:

@@ -21,6 +21,7 @@ from secc.ir.dialect import CallOp, GraphOp, SectionOp, graph_of, section_of, se
 from secc.ir.edges import Crossing, crossings, edges_of, label
 from secc.ir.merging import merge_sections, note
 from secc.ir.placement import repeat, settle_mode
+from secc.ir.spare import drop, drop_misfits, spare_cases
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class SinkBoundaries(ModulePass):
         graph = graph_of(op)
         while self._improve(graph):
             pass
+        drop_misfits(graph)
         while problem := next(iter(edges_of(graph)[1]), None):
             crossing, reason = problem
             _merge(graph, crossing.src, crossing.dst, f"{label(crossing)} at {crossing.where} cannot cross: {reason}")
@@ -45,6 +47,9 @@ class SinkBoundaries(ModulePass):
         for j, dst in enumerate(names):
             for src in names[:j]:
                 if not settle(graph, src, dst, Prices(self.flops_per_byte, self.growth)):
+                    if spare := spare_cases(graph):
+                        drop(graph, spare)
+                        return True
                     _merge(graph, src, dst, "no boundary between them can be carried by rows per sample")
                     return True
         return False

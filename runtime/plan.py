@@ -232,9 +232,12 @@ class Tie:
 class Recorded:
     """A case whose glue is recorded anew for each micro-batch: `when` is its pattern, `why` and `where` say what asks for it.
 
+    A pattern may have several, which differ in the blocks that are called.
+
     `nodes` is its outline, which every recording must have (`secc.runtime.recorder.match`).
     """
 
+    name: str
     when: tuple[str, ...]
     why: str
     where: str

@@ -39,8 +39,9 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True)
 class Glue:
-    """The recorded glue of one micro-batch. `seconds`: what recording it took, 0 where the cache had it."""
+    """The recorded glue of one micro-batch, for a case of the plan. `seconds`: what recording took, 0 where the cache had it."""
 
+    case: str
     programs: Mapping[str, Program]
     planned: Mapping[str, Sequence[str]]
     seconds: float
@@ -64,7 +65,7 @@ class Rerecorder:
     def __init__(self, plan: Plan, model: Callable[[], nn.Module], sections: Callable[[nn.Module], Sequence[Section]]) -> None:
         self.plan, self._make, self._make_sections = plan, model, sections
         self._when = {s.name: frozenset(s.when) for s in plan.sections}
-        self._cases = {frozenset(c.when): _Case(c) for c in plan.recorded}
+        self._cases = [_Case(c) for c in plan.recorded]
         self._optional = frozenset(i.key for i in plan.inputs if i.optional)
         self._counted = [s for s in plan.symbols if is_label(s.key)]
         self._recorder: Recorder | None = None
@@ -79,17 +80,21 @@ class Rerecorder:
     def with_glue(self, batch: dict[str, Any], samples: int) -> dict[str, Any]:
         """A micro-batch of so many samples with its recording, where a section needs it. Raises UserError where it goes another way."""
         pattern = self._optional.intersection(batch)
-        case = self._cases.get(pattern)
-        active = (s for s in self._ready() if not self._when[s.name] or self._when[s.name] & pattern) if case is not None else ()
-        if case is None or not any(s.case(batch).anew for s in active):
+        cases = [c for c in self._cases if c.when == pattern]
+        active = (s for s in self._ready() if not self._when[s.name] or self._when[s.name] & pattern) if cases else ()
+        if not any(s.wants_recording(batch) for s in active):
             return batch
         start = time.perf_counter()
         before = len(self._cache)
         found = self._find(batch)
         known = batch | self._extents(found)
-        case.check(found, sizes_of(known, self.plan.symbols, samples))
+        sizes = sizes_of(known, self.plan.symbols, samples)
+        problems = [c.problem(found, sizes) for c in cases]
+        fitting = next((c for c, problem in zip(cases, problems, strict=True) if problem is None), None)
+        if fitting is None:
+            raise problems[0] or UserError("no case of the plan fits")
         seconds = time.perf_counter() - start if len(self._cache) > before else 0.0
-        return known | {RECORDED: Glue(found.programs, case.sources, seconds)}
+        return known | {RECORDED: Glue(fitting.name, found.programs, fitting.sources, seconds)}
 
     def _ready(self) -> Sequence[Section]:
         if self._recorder is None:
@@ -145,20 +150,21 @@ class _Case:
     """A case of the plan that is recorded anew."""
 
     def __init__(self, case: Recorded) -> None:
-        self._nodes = case.nodes
+        self.name, self.when, self._nodes = case.name, frozenset(case.when), case.nodes
         self.sources = {n["kind"][1]: [_source(case.nodes, i) for i in n["sources"]] for n in case.nodes if n["kind"][0] == "recorded"}
 
-    def check(self, found: _Found, sizes: Mapping[str, int]) -> None:
-        """Raise UserError if a recording differs from the plan's case in anything but the glue that is recorded."""
+    def problem(self, found: _Found, sizes: Mapping[str, int]) -> UserError | None:
+        """Where a recording differs from the plan's case in anything but the glue that is recorded; None if it does not."""
         problem = mismatch(found.outline.skeleton(self.sources), self._nodes, sizes)
         if problem is not None:
-            raise problem
+            return problem
         for label, program in found.programs.items():
             extra = [s for s in program.sources if s not in self.sources[label] and not s.startswith("input ")]
             if extra:
                 message = f"the glue that makes {label} of a micro-batch needs {extra[0].partition(' ')[2]}, which no capture needed there"
                 place = found.outline.made[label].meta.get("where", "")
-                raise UserError(message, place, "let dataset() show such samples earlier, or compile again with more --stats-samples")
+                return UserError(message, place, "let dataset() show such samples earlier, or compile again with more --stats-samples")
+        return None
 
 
 def _source(nodes: Sequence[Mapping[str, Any]], number: int) -> str:

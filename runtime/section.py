@@ -30,8 +30,8 @@ class Case:
     """One captured way through a section: `method(batch, edges)` computes it when `when` and `guards` hold.
 
     `when` is the set of optional keys of the micro-batch that this section tells apart; `guards` maps a method of the section
-    (input-only) to the value the captures saw. `receives`, `sends` and `terms` name the edges and loss terms of this case. `anew`: glue
-    of it is recorded for each micro-batch (`secc.runtime.rerecord`).
+    (input-only) to the value the captures saw. `receives`, `sends` and `terms` name the edges and loss terms of this case. `anew`: the
+    plan's cases one of which the micro-batch's own recording has to have (`secc.runtime.rerecord`).
     """
 
     method: str
@@ -40,7 +40,7 @@ class Case:
     receives: tuple[str, ...] = ()
     sends: tuple[str, ...] = ()
     terms: tuple[str, ...] = ()
-    anew: bool = False
+    anew: tuple[str, ...] = ()
 
 
 class Constants:
@@ -101,20 +101,35 @@ class Section(nn.Module):
 
     def case(self, batch: Batch) -> Case:
         """The case of a micro-batch. Raises UserError if no capture took this way (naming pattern and guards)."""
+        found, seen = self._compiled(batch)
+        if found is None and RECORDED in batch:
+            found = next((c for c in self._alike(batch) if batch[RECORDED].case in c.anew), None)
+        if found is not None:
+            return found
         pattern = self.optional & batch.keys()
-        seen: list[str] = []
-        for case in self.cases:
-            if case.when != pattern:
-                continue
-            failed = [g for g, value in case.guards.items() if getattr(self, g)(batch) != value]
-            if not failed:
-                return case
-            seen += failed
         reason = f"guards {', '.join(sorted(set(seen)))} have values no capture saw" if seen else "the pattern was not captured"
         raise UserError(
             f"section {self.name} was not compiled for a micro-batch with {sorted(pattern) or 'no optional inputs'}: {reason}",
             remedy="let dataset() show such samples earlier, or compile again with more --stats-samples",
         )
+
+    def wants_recording(self, batch: Batch) -> bool:
+        """Whether no case is compiled for a micro-batch, but one takes glue that is recorded for it."""
+        return self._compiled(batch)[0] is None and any(c.anew for c in self._alike(batch))
+
+    def _alike(self, batch: Batch) -> list[Case]:
+        pattern = self.optional & batch.keys()
+        return [c for c in self.cases if c.when == pattern]
+
+    def _compiled(self, batch: Batch) -> tuple[Case | None, list[str]]:
+        """The case that is compiled for a micro-batch, and the guards that say no to others."""
+        seen: list[str] = []
+        for case in self._alike(batch):
+            failed = [g for g, value in case.guards.items() if getattr(self, g)(batch) != value]
+            if not failed and not case.anew:
+                return case, []
+            seen += failed
+        return None, seen
 
     def forward(self, case: Case, batch: Batch, edges: Tensors) -> tuple[Tensors, Tensors]:
         """Edges out and numerators of loss terms (0-dim) of one micro-batch."""

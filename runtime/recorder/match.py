@@ -23,6 +23,7 @@ from secc.runtime.recorder.structure import take
 Nodes = Sequence[Mapping[str, Any]]
 
 aten = torch.ops.aten
+_COPY: Any = aten.clone.default  # left out of a recording where a batch of one sample has the wanted layout already
 
 
 def kind(node: fx.Node) -> list[Any]:
@@ -63,9 +64,10 @@ class _Match:
         self._number: dict[fx.Node, int] = {}
 
     def run(self) -> UserError | None:
-        present = [n for n in self._found.graph.nodes if n.op not in ("placeholder", "get_attr")]
         heads = [n for n in self._found.graph.nodes if n.op in ("placeholder", "get_attr")]
+        present = [n for n in self._found.graph.nodes if n.op not in ("placeholder", "get_attr") and n.target is not _COPY]
         planned = [(i, n) for i, n in enumerate(self._nodes) if n["kind"][0] not in ("input", "state") and not n.get("made")]
+        planned = [(i, n) for i, n in planned if list(n["kind"][:2]) != ["op", str(_COPY)]]
         self._heads(heads)
         for node, (number, expected) in zip(present, planned, strict=False):
             self._number[node] = number
@@ -127,11 +129,17 @@ class _Match:
         """Whether a tensor has the plan's sizes; None stands for a size that values decide."""
         return all(d is None or size == evaluate(d, self._sizes) for d, size in zip(dims, node.meta.get("shape", ()), strict=False))
 
+    def _copied(self, number: int) -> int:
+        """The planned node behind copies into other layouts."""
+        while list(self._nodes[number]["kind"][:2]) == ["op", str(_COPY)]:
+            number = self._nodes[number]["args"][0]["node"]
+        return number
+
     def _equal(self, value: Any, expected: Any, free: bool) -> bool:
         """Whether an argument is the plan's; `free` lets torch find one size of a reshape."""
         match expected:
             case {"node": number}:
-                return isinstance(value, fx.Node) and self._number.get(value) == number
+                return isinstance(value, fx.Node) and self._number.get(_original(value)) == self._copied(number)
             case {"size": text, **rest}:
                 return isinstance(value, (int, float)) and _near(
                     value, evaluate(text, self._sizes), evaluate(rest.get("over", 1), self._sizes)
@@ -150,6 +158,13 @@ class _Match:
         if free and expected == -1 and isinstance(value, int):
             return True
         return type(value) is type(expected) and value == expected
+
+
+def _original(node: fx.Node) -> fx.Node:
+    """The node behind copies into other layouts."""
+    while node.target is _COPY:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
 
 
 def _near(value: float, whole: int, over: int) -> bool:

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
-import torch
 from torch import fx
 
 from secc.runtime.recorder.recording import Recording
@@ -146,12 +145,7 @@ class _Skeleton:
         return node
 
     def _copy(self, node: fx.Node) -> None:
-        if node in self.new:
-            return
-        if node.target is torch.ops.aten.clone.default:
-            # A copy into another layout, which torch leaves out where a batch of one sample has it; no block follows to write to it.
-            self.new[node] = self.new[node.args[0]]  # type: ignore[index]
-        else:
+        if node not in self.new:
             self.new[node] = self.graph.node_copy(node, lambda n: self.new[n])
 
 

@@ -12,6 +12,7 @@ from secc.codegen.body import BodyPrinter
 from secc.codegen.names import Scope, attribute_names, class_name, identifier
 from secc.codegen.render import render
 from secc.ir import recorded
+from secc.ir.analysis import texts_of
 from secc.ir.dialect import (
     BodyOp,
     CallOp,
@@ -57,12 +58,12 @@ class Guard:
 
 @dataclass(frozen=True)
 class CaseText:
-    """One way through the section: the optional keys present, its guards, and whether its glue is recorded anew."""
+    """One way through the section: the optional keys present, its guards, and of which cases recorded glue is taken."""
 
     when: tuple[str, ...]
     method: Method
     guards: tuple[Guard, ...]
-    anew: bool
+    anew: tuple[str, ...]
 
 
 def bodies(graph: GraphOp, section: str) -> list[BodyOp]:
@@ -113,7 +114,7 @@ def _cases(graph: GraphOp, body: BodyOp, attributes: dict[str, str], name: str) 
         tuple(op.edge.data for op in ops if isinstance(op, ReceiveOp)),
     )
     guards = tuple(_guard(graph, body, f"guard_{name}_{i}", op) for i, op in enumerate(o for o in ops if isinstance(o, GuardOp)))
-    return [CaseText(when, method, guards, recorded.ANEW in body.attributes) for when in patterns(body)]
+    return [CaseText(when, method, guards, texts_of(body, recorded.ANEW)) for when in patterns(body)]
 
 
 def _computation(ops: Sequence[Operation]) -> list[Operation]:

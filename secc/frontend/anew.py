@@ -8,6 +8,7 @@ the sum of its samples' (each recorded alone), which edges can carry.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ import sympy
 import torch
 from torch import fx
 
-from secc.frontend.compare import Generic, Probe, merged
+from secc.frontend.compare import FEWEST, Generic, Probe, merged
 from secc.frontend.inputs import Inputs
 from secc.frontend.survey import Sample, Survey
 from secc.frontend.ways import Diagnostic, GlueError, Observed, Shapes, difference, signature
@@ -50,24 +51,45 @@ class Rows:
         return tuple(plan.Symbol(name, "rows", label, dim) for (label, dim), name in self.names.items())
 
 
-def outlined(observed: Sequence[Observed], rows: Rows, probe: Probe | None) -> Generic:
-    """The case of these captures. Raises GlueError where blocks or the loss differ in a way that no size explains."""
-    outlines = [Outline.of(o.recording) for o in observed]
-    sources = _union(o.sources() for o in outlines)
-    skeletons = [replace(seen, recording=o.skeleton(sources)) for seen, o in zip(observed, outlines, strict=True)]
-    groups: dict[Any, list[Observed]] = {}
-    for o in skeletons:
-        groups.setdefault(signature(o.recording.graph), []).append(o)
-    if len(groups) > 1:
-        problem = difference(list(groups.values())) or Diagnostic("the glue's blocks change with the batch", "")
-        raise problem.error()
-    found = merged(skeletons, _Outlined(probe, sources) if probe is not None else None, rows)
-    nodes = outline_nodes(found)
-    for seen, outline in zip(skeletons[1:], outlines[1:], strict=True):  # the first is used up
-        problem = mismatch(seen.recording, nodes, {**seen.sizes, **rows.of(outline.shapes())})
-        if problem is not None:
-            raise GlueError("", problem.message, problem.where)
-    return found
+class Outlines:
+    """The outlines of one pattern's captures. Make them before the captures are merged, which uses one up."""
+
+    def __init__(self, observed: Sequence[Observed]) -> None:
+        outlines = [Outline.of(o.recording) for o in observed]
+        self._sources = _union(o.sources() for o in outlines)
+        self._shapes = [o.shapes() for o in outlines]
+        self._seen = [replace(seen, recording=o.skeleton(self._sources)) for seen, o in zip(observed, outlines, strict=True)]
+
+    def case(self, rows: Rows, probe: Probe) -> Generic:
+        """The one case of all captures. Raises GlueError where blocks or the loss differ in a way that no size explains."""
+        groups = self._groups()
+        if len(groups) > 1:
+            problem = difference([[self._seen[i] for i in g] for g in groups]) or Diagnostic("the blocks change with the batch", "")
+            raise problem.error()
+        return self._merged(groups[0], rows, probe)
+
+    def cases(self, rows: Rows, probe: Probe) -> list[Generic]:
+        """A case for each way in which blocks are called, where enough captures took it."""
+        found: list[Generic] = []
+        for group in self._groups():
+            with suppress(GlueError):
+                found += [self._merged(group, rows, probe)] if len(group) >= FEWEST else []
+        return found
+
+    def _groups(self) -> list[list[int]]:
+        groups: dict[Any, list[int]] = {}
+        for i, o in enumerate(self._seen):
+            groups.setdefault(signature(o.recording.graph), []).append(i)
+        return sorted(groups.values(), key=len, reverse=True)
+
+    def _merged(self, group: Sequence[int], rows: Rows, probe: Probe) -> Generic:
+        found = merged([self._seen[i] for i in group], _Outlined(probe, self._sources), rows)
+        nodes = outline_nodes(found)
+        for i in group[1:]:  # the first is used up
+            problem = mismatch(self._seen[i].recording, nodes, {**self._seen[i].sizes, **rows.of(self._shapes[i])})
+            if problem is not None:
+                raise GlueError("", problem.message, problem.where)
+        return found
 
 
 class _Outlined:

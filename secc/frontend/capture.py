@@ -7,12 +7,12 @@ recordings generic. A block that turns out not to be callable from recorded argu
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx, nn
 
-from secc.frontend.anew import Rows, counted, outlined
+from secc.frontend.anew import Outlines, Rows, counted
 from secc.frontend.batches import Batches, shapes_alone
 from secc.frontend.compare import Generic, generalise
 from secc.frontend.draws import find
@@ -57,13 +57,15 @@ class Parameter:
 class Case:
     """A way through forward: the optional keys of the batch, and the generic graph.
 
-    `anew`: why its glue is recorded anew for each micro-batch, None for glue that holds at every size.
+    `anew`: why its glue is recorded anew for each micro-batch, None for glue that holds at every size. A `spare` case is for micro-batches
+    of which Python reads what no capture saw.
     """
 
     name: str
     pattern: Pattern
     generic: Generic
     anew: Diagnostic | None = None
+    spare: bool = False
 
 
 @dataclass
@@ -84,6 +86,15 @@ class Capture:
     draws: list[Draw]
     notes: list[Note]
     buffers: dict[str, torch.Tensor]
+
+    @property
+    def spare(self) -> bool:
+        """Whether there are cases that a plan can do without."""
+        return any(c.spare for c in self.cases)
+
+    def without_spare(self) -> Capture:
+        """The capture without them."""
+        return replace(self, cases=[c for c in self.cases if not c.spare])
 
     @property
     def constants(self) -> dict[str, torch.Tensor]:
@@ -152,7 +163,7 @@ class _Cases:
         cases: list[Case] = []
         notes: list[Note] = []
         for pattern, seen in observed.items():
-            anew = None
+            anew, outlines = None, Outlines(seen)
             try:
                 found, problems = generalise(seen, self.batches[pattern])
             except GlueError as error:
@@ -165,6 +176,9 @@ class _Cases:
                 found, problems = ([again], [_recorded(pattern, anew)]) if again is not None else ([], [anew])
             notes += [Note("", p.message, p.where) for p in problems]
             cases += [_named(Case(f"c{len(cases) + i}", pattern, g, anew)) for i, g in enumerate(found)]
+            if anew is None and (read := _undecided(found)) is not None:
+                spare = outlines.cases(self.rows, self.batches[pattern])
+                cases += [_named(Case(f"c{len(cases) + i}", pattern, g, read, spare=True)) for i, g in enumerate(spare)]
         self.frontier.notes += notes
         return cases
 
@@ -173,7 +187,7 @@ class _Cases:
         if not self._joins(error.module):
             return None
         try:
-            return outlined(self.batches[pattern].record_with_parts(), self.rows, self.batches[pattern])
+            return Outlines(self.batches[pattern].record_with_parts()).case(self.rows, self.batches[pattern])
         except GlueError:
             return None
 
@@ -182,6 +196,17 @@ class _Cases:
         inside = [b for b in self.frontier.blocks if not path or b.startswith(f"{path}.")]
         cut = any(path == c or path.startswith(f"{c}.") for c in self.cut)
         return len({component(self.model, b) for b in inside}) > 1 or (cut and len(inside) > 1)
+
+
+def _undecided(cases: Sequence[Generic]) -> Diagnostic | None:
+    """A value that Python reads of inputs and that another batch may have otherwise than all captures; None if there is none."""
+    values: dict[tuple[str, int], set[str]] = {}
+    for guard in (g for case in cases for g in case.guards):
+        values.setdefault((guard.meta["where"], guard.meta["order"]), set()).add(repr(guard.meta["read"][1]))
+    for (where, _), seen in values.items():
+        if seen != {"True", "False"}:
+            return Diagnostic(f"Python reads a value of the inputs, of which captures saw {' and '.join(sorted(seen))[:60]}", where)
+    return None
 
 
 def _recorded(pattern: Pattern, why: Diagnostic) -> Diagnostic:

@@ -72,7 +72,13 @@ def to_ir(capture: Capture) -> ModuleOp:
 def _anew(case: Case) -> dict[str, Any]:
     """What a plan has to know to record a case's glue anew."""
     assert case.anew is not None
-    return {"when": sorted(case.pattern), "why": case.anew.message, "where": case.anew.where, "nodes": outline_nodes(case.generic)}
+    return {
+        "name": case.name,
+        "when": sorted(case.pattern),
+        "why": case.anew.message,
+        "where": case.anew.where,
+        "nodes": outline_nodes(case.generic),
+    }
 
 
 def _symbol(s: plan.Symbol) -> SymbolOp:
@@ -132,6 +138,8 @@ class _Case:
         found = CaseOp.create(properties=properties, regions=[new_block(self._ops)])
         if self._case.anew is not None:
             found.attributes[recorded.ANEW] = UnitAttr()
+        if self._case.spare:
+            found.attributes[recorded.SPARE] = UnitAttr()
         return found
 
     def _node(self, node: fx.Node) -> None:

@@ -26,6 +26,7 @@ from secc.ir.dialect import (
     strings,
 )  # fmt: skip
 from secc.ir.expr import Expr
+from secc.ir.recorded import SPARE
 from secc.ir.types import tensor
 
 MODES = ("forward", "dgrad", "train")
@@ -141,8 +142,9 @@ class Statistics:
     def __init__(self, graph: GraphOp) -> None:
         self._symbols = list(graph.symbols)
         self._weights: list[tuple[CaseOp, float, dict[str, float]]] = []
-        for case in graph.cases:
-            alike = sum(set(strings(c.when)) == set(strings(case.when)) for c in graph.cases)
+        cases = [c for c in graph.cases if SPARE not in c.attributes]
+        for case in cases:
+            alike = sum(set(strings(c.when)) == set(strings(case.when)) for c in cases)
             for share, sizes in self._samples(graph, case):
                 self._weights.append((case, share / alike, sizes))
 

@@ -14,6 +14,7 @@ from xdsl.ir import Attribute, Operation
 
 ATTRIBUTE = "recorded"  # of a graph
 ANEW = "anew"  # of a case, and of a body that lower cuts out of one
+SPARE = "spare"  # of a case for micro-batches of which Python reads what no capture saw; it may be dropped
 PREFIX = "recorded."  # of the target of a glue op
 
 
