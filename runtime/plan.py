@@ -232,7 +232,7 @@ class Tie:
 class Recorded:
     """A case whose glue is recorded anew for each micro-batch: `when` is its pattern, `why` and `where` say what asks for it.
 
-    A pattern may have several, which differ in the blocks that are called.
+    A pattern may have several, which differ in the blocks that are called. A `spare` case is for what no compiled case holds for.
 
     `nodes` is its outline, which every recording must have (`secc.runtime.recorder.match`).
     """
@@ -242,6 +242,7 @@ class Recorded:
     why: str
     where: str
     nodes: tuple[dict[str, Any], ...]
+    spare: bool = False
 
 
 @dataclass(frozen=True)

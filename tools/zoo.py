@@ -105,7 +105,7 @@ def look(entry: Entry, ranks: int = RANKS, run: bool = True, fuse: bool | None =
 
 def glue(compiled: Compiled) -> str:
     """How the glue is known: `generic` code for all sizes, recorded anew for each micro-batch, or hidden in a block made larger for it."""
-    if compiled.plan.recorded:
+    if not all(case.spare for case in compiled.plan.recorded):
         return "recorded anew"
     hidden = [note.partition(": ")[0] for note in compiled.plan.checks.get("notes", ()) if ": one block, because " in note]
     return f"in block {hidden[-1]}" if hidden else "generic"

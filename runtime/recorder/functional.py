@@ -66,7 +66,7 @@ class _Functional:
         self._env: dict[fx.Node, Any] = {}
         self._carrying: set[Any] = set()  # nodes whose value has a gradient
         self.tape = old.successor(lambda: dict(self._meta))
-        self._glue = Glue(self.tape, Executor(mode, fail), fail)
+        self._glue = Glue(self.tape, Executor(mode, fail), fail, sizes=False)
 
     def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An op that functionalisation asks for. Its own bookkeeping makes shallow copies, which show as `detach`."""

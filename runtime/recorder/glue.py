@@ -113,10 +113,10 @@ def _indices(index: torch.Tensor | None) -> list[torch.Tensor | None]:
 
 
 class Glue:
-    """Executes ops and writes them to a tape."""
+    """Executes ops and writes them to a tape. `sizes`: a size that values of inputs decide is a value that Python reads."""
 
-    def __init__(self, tape: Tape, executor: Executor, fail: Fail) -> None:
-        self.tape, self._executor, self._fail = tape, executor, fail
+    def __init__(self, tape: Tape, executor: Executor, fail: Fail, sizes: bool = True) -> None:
+        self.tape, self._executor, self._fail, self._sizes = tape, executor, fail, sizes
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """One op: executed, recorded, its result bound to its node."""
@@ -132,7 +132,23 @@ class Glue:
         nodes = self.tape.nodes(args), self.tape.nodes(kwargs)
         out = self._executor.execute(func, args, kwargs)
         self.tape.emit(func, *nodes, out)
+        if self._sizes and torch.Tag.dynamic_output_shape in func.tags:
+            self._sized(func, args, out)
         return out
+
+    def _sized(self, func: Any, args: Any, out: Any) -> None:
+        """An op whose result has as many rows as values decide: Python sees the number without a further op."""
+        masks = [m for m in pytree.tree_leaves(args[1:]) if isinstance(m, torch.Tensor) and m.dtype in (torch.bool, torch.uint8)]
+        first = out if isinstance(out, torch.Tensor) else out[0]
+        if func is aten.index.Tensor and not masks:
+            return
+        if not self._executor.unknown(first):
+            ones = self.run(aten.ones_like.default, (first,), {"dtype": torch.int64})
+            self.read("size", self.run(aten.sum.default, (ones,), {}))
+            return
+        for mask in masks:
+            if not self._executor.unknown(mask):
+                self.run(aten.nonzero.default, (mask,), {})
 
     def read(self, kind: str, tensor: torch.Tensor) -> None:
         """Python looks at the values of a tensor."""

@@ -30,7 +30,9 @@ def recorded(label: str, *sources: Any) -> NoReturn:
 
 @dataclass
 class Outline:
-    """What is found of one recording. `made` maps the label of a tensor that glue makes for a block, `BLOCK:ARGUMENT`, to its node.
+    """What is found of one recording. `made` maps the label of a tensor that a block is called with, `BLOCK:ARGUMENT`, to its node.
+
+    Such a tensor is made by glue, or may be in another batch: it has its label although it is an input or a block's result here.
 
     `calls` gives each block's call its label: the path, with `#1` and so on behind it from the second call on.
     """
@@ -49,7 +51,7 @@ class Outline:
             found.calls[call] = f"{path}#{met[path]}" if met[path] else path
             met[path] += 1
             for place, node in _tensors(call):
-                if not found.is_source(node) and node not in seen:
+                if node not in seen:
                     seen.add(node)
                     found.made[f"{found.calls[call]}:{place}"] = node
         return found
@@ -94,6 +96,7 @@ class _Skeleton:
     def __init__(self, outline: Outline, sources: Sources) -> None:
         self.outline, self.sources = outline, sources
         self.graph, self.new = fx.Graph(), dict[fx.Node, fx.Node]()
+        self.given: dict[fx.Node, fx.Node] = {}  # what blocks are called with
         self.by_source = {outline.source(n): n for n in outline.recording.graph.nodes if outline.is_source(n)}
         self.made = {node: label for label, node in outline.made.items()}
 
@@ -114,8 +117,6 @@ class _Skeleton:
     def _heads(self, tail: Sequence[fx.Node]) -> None:
         """Inputs and state first, as in every graph."""
         wanted = {self.by_source[s] for found in self.sources.values() for s in found if s in self.by_source} | set(tail)
-        for call in self.outline.calls:
-            wanted |= set(call.all_input_nodes)
         heads = [n for n in self.outline.recording.graph.nodes if n.op in ("placeholder", "get_attr")]
         direct = {n for n in heads if n in wanted and (self.outline.is_source(n) or n in tail)}
         for op in ("placeholder", "get_attr"):
@@ -124,18 +125,14 @@ class _Skeleton:
 
     def _call(self, call: fx.Node) -> None:
         for _, node in _tensors(call):
-            if node in self.new:
-                continue
-            if node.target is take:
-                self._copy(self._result(node))
-            elif not self.outline.is_source(node):
+            if node not in self.given:
                 self._recorded(node, self.made[node])
-        self._copy(call)
+        self.new[call] = self.graph.node_copy(call, lambda n: self.given[n])
 
     def _recorded(self, node: fx.Node, label: str) -> None:
         arguments = [self.new[self._result(self.by_source[s])] for s in self.sources.get(label, ()) if s in self.by_source]
-        self.new[node] = self.graph.call_function(recorded, (label, *arguments))
-        self.new[node].meta = dict(node.meta) | {"label": label, "grad": bool(node.meta.get("requires_grad"))}
+        self.given[node] = self.graph.call_function(recorded, (label, *arguments))
+        self.given[node].meta = dict(node.meta) | {"label": label, "grad": bool(node.meta.get("requires_grad"))}
 
     def _result(self, node: fx.Node) -> fx.Node:
         """A tensor of a block's result, taken where it is first needed."""

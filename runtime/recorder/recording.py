@@ -38,7 +38,7 @@ class BlockError(UserError):
 
 @dataclass(frozen=True)
 class Read:
-    """A value of an input-only tensor that Python looked at: `kind` is `item`, `tolist`, `numpy`, `tensor` or the op's name."""
+    """A value of an input-only tensor that Python looked at: `kind` is `item`, `tolist`, `numpy`, `tensor`, `size` or the op's name."""
 
     kind: str
     value: Any

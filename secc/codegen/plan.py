@@ -90,7 +90,7 @@ def _recorded(graph: GraphOp) -> tuple[plan.Recorded, ...]:
     """The cases whose glue ranks record anew."""
     taken = {name for body in _bodies(graph) for name in attribute(body, recorded.ANEW, ())}
     found = [c for c in recorded.cases(graph.attributes.get(recorded.ATTRIBUTE)) if c["name"] in taken]
-    return tuple(plan.Recorded(c["name"], tuple(c["when"]), c["why"], c["where"], tuple(c["nodes"])) for c in found)
+    return tuple(plan.Recorded(c["name"], tuple(c["when"]), c["why"], c["where"], tuple(c["nodes"]), c["spare"]) for c in found)
 
 
 def _hash(module: ModuleOp, model: plan.ModelRef, versions: Mapping[str, str]) -> str:

@@ -192,8 +192,10 @@ class _Cases:
             return None
 
     def _joins(self, path: str) -> bool:
-        """Whether a module as one block would hold blocks of several components, or of one that is to be cut."""
-        inside = [b for b in self.frontier.blocks if not path or b.startswith(f"{path}.")]
+        """Whether a module as one block would hold blocks of several components, or of one that is to be cut; the model itself is none."""
+        if not path:
+            return True
+        inside = [b for b in self.frontier.blocks if b.startswith(f"{path}.")]
         cut = any(path == c or path.startswith(f"{c}.") for c in self.cut)
         return len({component(self.model, b) for b in inside}) > 1 or (cut and len(inside) > 1)
 

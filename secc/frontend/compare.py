@@ -23,7 +23,7 @@ from secc.frontend.ways import Diagnostic, Observed, difference, signature, way
 from secc.ir import template
 from secc.ir.expr import Expr, symbol, symbols
 from secc.ir.naming import DATA
-from secc.runtime.recorder import Read, is_read
+from secc.runtime.recorder import Read, is_read, take
 from secc.runtime.recorder.finish import needed
 
 FEWEST = 3  # captures that a case needs, so that sizes can be explained and checked
@@ -272,7 +272,8 @@ class _Merge:
         elif "label" in node.meta or _dynamic(node):
             self._decided(Source(node, dim), values)
         else:
-            message = f"a dim of the result of {node.target} moves with the batch, and no expression over its sizes explains it"
+            made_by = node.args[0] if node.target is take else node.target
+            message = f"a dim of the result of {made_by} moves with the batch, and no expression over its sizes explains it"
             raise _unexplained(node, message, values)
         found = self._fitter.integer(values)
         assert found is not None
@@ -305,7 +306,7 @@ class _Merge:
         values = [n.meta["read"][1] for n in nodes]
         if all(v == values[0] for v in values):
             return not _of_inputs(nodes[0])
-        if all(isinstance(v, bool) for v in values):
+        if all(isinstance(v, bool) for v in values) or nodes[0].meta["read"][0] == "size":
             return True
         try:
             self._value(nodes[0], values)

@@ -72,13 +72,8 @@ def to_ir(capture: Capture) -> ModuleOp:
 def _anew(case: Case) -> dict[str, Any]:
     """What a plan has to know to record a case's glue anew."""
     assert case.anew is not None
-    return {
-        "name": case.name,
-        "when": sorted(case.pattern),
-        "why": case.anew.message,
-        "where": case.anew.where,
-        "nodes": outline_nodes(case.generic),
-    }
+    said = {"name": case.name, "when": sorted(case.pattern), "why": case.anew.message, "where": case.anew.where, "spare": case.spare}
+    return said | {"nodes": outline_nodes(case.generic)}
 
 
 def _symbol(s: plan.Symbol) -> SymbolOp:

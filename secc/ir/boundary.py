@@ -19,6 +19,7 @@ from secc.ir.dialect import CallOp, CaseOp, GlueOp, GraphOp, ParamOp, section_of
 from secc.ir.digraph import Cut
 from secc.ir.edges import places
 from secc.ir.expr import Expr
+from secc.ir.recorded import SPARE, label
 from secc.ir.types import tensor
 
 _GLUE = 0.02  # price of glue computed elsewhere, in bytes sent for each byte of its results: memory is this much faster than a network
@@ -128,6 +129,8 @@ class _Network:
 
     def _may_move_up(self, op: Operation) -> bool:
         """Glue on values of the two sections alone, used in `dst` alone."""
+        if SPARE in self.case.attributes and label(op) is not None:
+            return False
         if not isinstance(op, GlueOp) or is_random(op) or reads_parameters(op) or self.origin[op.results[0]] is not Origin.MODEL:
             return False
         near = {section_of(producer(o)) for o in op.operands} - {None}

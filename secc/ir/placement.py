@@ -13,6 +13,7 @@ from xdsl.ir import Operation, SSAValue
 from secc.ir.analysis import Origin, active, mode_of, origins, producer, strongest, users, with_gradient
 from secc.ir.carry import can_send
 from secc.ir.dialect import CallOp, CaseOp, GlueOp, GraphOp, ParamOp, SectionOp, TermOp, section_of, set_section, strings
+from secc.ir.recorded import SPARE, label
 from secc.ir.types import tensor
 
 
@@ -38,7 +39,7 @@ class _Placement:
         for op in self.case.ops:
             if isinstance(op, CallOp):
                 set_section(op, self.home[op.target.data])
-            elif self._needs_section(op):
+            elif self._needs_section(op) and not self._at_users(op):
                 set_section(op, self._latest(op))
         for op in reversed(self.case.ops):
             if isinstance(op, GlueOp) and self._needs_section(op):
@@ -46,6 +47,10 @@ class _Placement:
 
     def _needs_section(self, op: Operation) -> bool:
         return isinstance(op, TermOp) or (isinstance(op, GlueOp) and self.origin[op.results[0]] is Origin.MODEL)
+
+    def _at_users(self, op: Operation) -> bool:
+        """Whether an op belongs to its users' sections: of a spare case only blocks' results cross, which are the same in every case."""
+        return SPARE in self.case.attributes and label(op) is not None
 
     def _latest(self, op: Operation) -> str | None:
         """The last section among the producers of an op; a term that depends on no block goes to the last active section."""
@@ -63,7 +68,8 @@ class _Placement:
         if home is None:
             home = min(used_in, key=lambda name: self.rank[name], default=None)
             set_section(op, home)
-        stuck = sorted((s for s in used_in - {home} if not self._can_send(op, home, s)), key=lambda name: self.rank[name])
+        stays = self._at_users(op)
+        stuck = sorted((s for s in used_in - {home} if stays or not self._can_send(op, home, s)), key=lambda name: self.rank[name])
         if stuck and home not in used_in:
             set_section(op, stuck.pop(0))
         for name in stuck:
