@@ -23,12 +23,12 @@ from secc.runtime.errors import UserError
 from secc.runtime.fetch import Fetchers
 from secc.runtime.loader import Collated, Loader, Rows, Share
 from secc.runtime.metadata import Leaf, Record, Records, Skipped, leaves_of
-from secc.runtime.plan import Plan
+from secc.runtime.plan import Plan, is_label
 from secc.runtime.program import SampleMeta, Schedule
 from secc.runtime.rerecord import Rerecorder
 from secc.runtime.sizes import combine
 from secc.runtime.user_model import UserModel
-from secc.runtime.worker import Background, Inline
+from secc.runtime.worker import AHEAD, RECORDED_AHEAD, Background, Inline
 
 Order = Callable[[Sequence[SampleMeta]], Schedule]
 
@@ -37,7 +37,8 @@ Order = Callable[[Sequence[SampleMeta]], Schedule]
 class GlobalBatch:
     """What every rank knows of a global batch: its samples in order, the sums of their leaves, its symbols and its labels that count.
 
-    `skipped` are the dataset indices of samples that would be in it, but did not load.
+    `skipped` are the dataset indices of samples that would be in it, but did not load; `kept` are the positions of the others, and `widths`
+    what micro-batches are padded to.
     """
 
     step: int
@@ -46,6 +47,12 @@ class GlobalBatch:
     sizes: dict[str, int]
     tokens: int
     skipped: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()
+    widths: tuple[tuple[str, int], ...] = ()
+
+    def collated(self, positions: Sequence[int]) -> Collated:
+        """Asks for a micro-batch: positions among the samples that were kept are not those of the sequence."""
+        return Collated(self.step, tuple(self.kept[p] for p in positions), self.widths)
 
     @property
     def pattern(self) -> frozenset[str]:
@@ -88,9 +95,10 @@ class DataPlane:
         self._shares = _Shares(self.epochs, world_size, user, plan, order)
         fetchers = Fetchers(user, seed, workers) if workers > 1 else None
         loader = Loader(user, self._records, self.epochs, skip_bad, fetchers, rerecorder)
-        self._source = Background(loader, fetchers) if workers else Inline(loader)
-        self._step, self._widths = start - 1, dict[str, int]()
-        self._kept: tuple[int, ...] = ()  # positions of the samples that were not skipped
+        ahead = AHEAD if rerecorder is None else RECORDED_AHEAD
+        self._source = Background(loader, fetchers, ahead) if workers else Inline(loader)
+        self._step = start - 1
+        self._latest: GlobalBatch | None = None
         self._source.request([self._share(start)])
 
     def next(self, group: dist.ProcessGroup | None = None) -> GlobalBatch:
@@ -105,26 +113,31 @@ class DataPlane:
         for line in rows.skipped:
             sys.stderr.write(f"step {self._step + 1}: a sample is left out: {line}\n")
         found = self._records.unpack(self._gather(rows.table, group) if self.world_size > 1 else self._in_order([rows.table]))
-        self._kept, records, skipped = _split(found)
+        kept, records, skipped = _split(found)
         if not records:
             raise UserError(f"none of the {len(found)} samples of step {self._step + 1} loads", remedy="run without --skip-bad-samples")
         self._shares.check(records)
-        return self._batch(records, skipped, group)
+        self._latest = self._batch(records, kept, skipped, group)
+        return self._latest
 
-    def _batch(self, records: Sequence[Record], skipped: tuple[int, ...], group: dist.ProcessGroup | None) -> GlobalBatch:
+    def _batch(
+        self, records: Sequence[Record], kept: tuple[int, ...], skipped: tuple[int, ...], group: dist.ProcessGroup | None
+    ) -> GlobalBatch:
         sizes = combine([r.meta.sizes for r in records], self.plan.symbols)
-        if self.plan.widths == "global":
-            self._widths = {s.name: sizes[s.name] for s in self.plan.symbols if s.kind == "width"}
-        columns = zip(*(self._padded_leaves(group) if self._widths else [r.leaves for r in records]), strict=True)
+        padded = self.plan.widths == "global"
+        widths = tuple((s.name, sizes[s.name]) for s in self.plan.symbols if s.kind == "width") if padded else ()
+        columns = zip(*(self._padded_leaves(kept, widths, group) if widths else [r.leaves for r in records]), strict=True)
         # fsum rounds once, so the sums do not depend on how the samples are spread over ranks.
         leaves = {name: math.fsum(column) for name, column in zip(self._records.leaves, columns, strict=False)}
-        return GlobalBatch(self._step, tuple(r.meta for r in records), leaves, sizes, sum(r.tokens for r in records), skipped)
+        tokens = sum(r.tokens for r in records)
+        return GlobalBatch(self._step, tuple(r.meta for r in records), leaves, sizes, tokens, skipped, kept, widths)
 
-    def _padded_leaves(self, group: dist.ProcessGroup | None) -> list[tuple[float, ...]]:
+    def _padded_leaves(
+        self, kept: tuple[int, ...], widths: tuple[tuple[str, int], ...], group: dist.ProcessGroup | None
+    ) -> list[tuple[float, ...]]:
         """The leaves of each rank's share at the global batch's widths, where padded positions may count."""
-        kept = set(self._kept)
-        positions = tuple(p for p in self._share(self._step).positions if p in kept)
-        share = Collated(self._step, positions, tuple(self._widths.items()), glue=False)
+        positions = tuple(p for p in self._share(self._step).positions if p in set(kept))
+        share = Collated(self._step, positions, widths, glue=False)
         if not self._records.leaves or not share.positions:
             mine: tuple[float, ...] = (0.0,) * len(self._records.leaves)
         else:
@@ -136,14 +149,21 @@ class DataPlane:
         dist.all_gather(parts, torch.tensor(mine, dtype=torch.float64, device=device), group)
         return [tuple(part.tolist()) for part in parts]
 
-    def prepare(self, batches: Iterable[Sequence[int]]) -> None:
-        """Announce the batches of this step in the order in which they will be asked for, so that a worker can run ahead."""
-        self._source.request([self._collated(positions) for positions in batches])
+    def prepare(self, batches: Iterable[Sequence[int]], of: GlobalBatch | None = None) -> None:
+        """Announce micro-batches of a global batch (default: the latest) in the order in which they will be asked for, so that a worker
+        can run ahead."""
+        self._source.request([self._of(of).collated(positions) for positions in batches])
 
-    def batch(self, positions: Sequence[int]) -> dict[str, Any]:
-        """The samples at `positions` of the current global batch, collated in this order, on the device, padded as the plan wants."""
-        batch = self._source.result(self._collated(positions))
+    def batch(self, positions: Sequence[int], of: GlobalBatch | None = None) -> dict[str, Any]:
+        """The samples at `positions` of a global batch (default: the latest), collated in this order, on the device, padded as the plan
+        wants."""
+        batch = self._source.result(self._of(of).collated(positions))
         return {key: v.to(self.device, non_blocking=True) if isinstance(v, torch.Tensor) else v for key, v in batch.items()}
+
+    def _of(self, given: GlobalBatch | None) -> GlobalBatch:
+        found = given or self._latest
+        assert found is not None, "next() comes first"
+        return found
 
     def close(self) -> None:
         """End the worker."""
@@ -157,10 +177,6 @@ class DataPlane:
 
     def _share(self, step: int) -> Share:
         return Share(step, self._shares.of(step)[self.rank])
-
-    def _collated(self, positions: Sequence[int]) -> Collated:
-        """What to ask for: positions among the samples that were kept are not those of the sequence."""
-        return Collated(self._step, tuple(self._kept[p] for p in positions), tuple(self._widths.items()))
 
     def _gather(self, mine: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
         """All ranks' rows in the order of the batch, from this rank's."""
@@ -184,7 +200,8 @@ class _Shares:
 
     def __init__(self, epochs: Epochs, world_size: int, user: UserModel, plan: Plan, order: Order | None) -> None:
         self.epochs, self.world_size, self._order = epochs, world_size, order
-        self.declared = Declared(user, plan.symbols, plan.inputs) if user.has("sizes") and order is not None else None
+        said = user.has("sizes") and order is not None and not any(is_label(s.key) for s in plan.symbols)
+        self.declared = Declared(user, plan.symbols, plan.inputs) if said else None
         self._of: dict[int, list[tuple[int, ...]]] = {}
         self._said: dict[int, SampleMeta] = {}  # by dataset index
 

@@ -23,7 +23,9 @@ from secc.runtime.engine import Engine, StepInput
 from secc.runtime.errors import UserError
 from secc.runtime.fusion.install import install, read
 from secc.runtime.gradients import Reducer, holders
+from secc.runtime.loading import Loading
 from secc.runtime.metrics import Metrics
+from secc.runtime.program import Schedule
 from secc.runtime.routes import replicas
 from secc.runtime.run import Run
 from secc.runtime.section import Section
@@ -61,27 +63,42 @@ class Trainer:
             checkpoint.load_optimizer(run.resume, self.optimizer, self.scheduler, self.reducer.pieces, run.rank)
         self.metrics = Metrics(run.log_dir, run.steps) if run.rank == 0 else None
         self._since = time.perf_counter()
+        self._orders: dict[int, Schedule] = {}  # of the global batches that are planned and not trained, by step
 
     def batches(self) -> Iterator[GlobalBatch]:
-        """The global batches that are left to train; the next one loads while one trains."""
+        """The global batches that are left to train; the next one loads while one trains.
+
+        Where glue is recorded anew, its order is planned ahead too, so that its recordings are made meanwhile.
+        """
         self._since = time.perf_counter()
+        ahead = any(not case.spare for case in self.plan.recorded)
+        upcoming: GlobalBatch | None = None
         while self.step_number < self.run.steps:
-            yield self.run.data.next()
+            batch = upcoming or self._next()
+            upcoming = self._next() if ahead and self.step_number + 1 < self.run.steps else None
+            yield batch
         if self.metrics is not None:
             self.metrics.close()
 
-    def step(self, batch: GlobalBatch) -> float:
-        """One optimizer step on a global batch. Returns the loss over the whole of it, which every rank computes."""
-        order = self.run.order(batch.samples)
+    def _next(self) -> GlobalBatch:
+        """The next global batch, its order planned and checked, its micro-batches announced."""
+        batch = self.run.data.next()
+        order = self._orders[batch.step] = self.run.order(batch.samples)
         check(self.plan, batch.samples, order)
         micros = [order.micro_batches[i.section][i.micro].samples for i in order.programs[self.run.rank] if i.kind == "F"]
-        self.run.data.prepare(micros)
+        self.run.data.prepare(micros, batch)
+        return batch
+
+    def step(self, batch: GlobalBatch) -> float:
+        """One optimizer step on a global batch of `batches`. Returns the loss over the whole of it, which every rank computes."""
+        order = self._orders.pop(batch.step)
         coefficients = self._coefficients(batch)
         self.reducer.reset()
         seed = item_seed(self.run.seed, -1, batch.step)
-        share = self.engine.run(StepInput(order, batch.samples, lambda m: self.run.data.batch(m.samples), coefficients, seed))
+        loading = Loading(self.run.data, batch)
+        share = self.engine.run(StepInput(order, batch.samples, loading.batch, coefficients, seed))
         self.reducer.finish()
-        loss, norm, logged = self._totals(share)
+        loss, norm, logged = self._totals(share, loading)
         if self.options.clip is not None:
             self.reducer.clip(norm, self.options.clip)
         if self.optimizer is not None:
@@ -105,11 +122,13 @@ class Trainer:
             remedy = "let dataset() show such samples earlier, or compile again with more --stats-samples"
             raise UserError(message, remedy=remedy) from None
 
-    def _totals(self, share: torch.Tensor) -> tuple[float, torch.Tensor, dict[str, float]]:
+    def _totals(self, share: torch.Tensor, loading: Loading) -> tuple[float, torch.Tensor, dict[str, float]]:
         """The loss, the global norm of the gradients, and the scalars that are logged, from this rank's shares of each."""
-        totals = torch.stack([share, self.reducer.squared_norm(), *self.engine.logged.values()])
+        spent = loading.spent(1 / self.run.world_size) if self.plan.recorded else {}
+        shares = self.engine.logged | {name: share.new_tensor(seconds) for name, seconds in spent.items()}
+        totals = torch.stack([share, self.reducer.squared_norm(), *shares.values()])
         dist.all_reduce(totals)
-        logged = dict(zip(self.engine.logged, totals[2:].tolist(), strict=True))
+        logged = dict(zip(shares, totals[2:].tolist(), strict=True))
         return float(totals[0]) + self.terms.CONSTANT, totals[1].sqrt(), logged
 
     def _finish_step(self, batch: GlobalBatch, loss: float, norm: float, logged: Mapping[str, float]) -> None:

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -24,6 +25,7 @@ from secc.runtime.metadata import Record, Skipped
 from secc.runtime.processes import serve
 
 Ask = Share | Collated
+RECORDED_AHEAD = 16  # where batches come with recordings of their glue: most of what a rank runs in a step
 AHEAD = 3  # requests that the background process holds: the next step's share, a batch in work and one that waits
 
 
@@ -45,10 +47,13 @@ class Inline:
 
 
 class Background:
-    """Loads in a process of its own, with `fetchers` in several. Make it before process groups, threads and GPU contexts: it forks."""
+    """Loads in a process of its own, with `fetchers` in several. Make it before process groups, threads and GPU contexts: it forks.
 
-    def __init__(self, loader: Loader, fetchers: Fetchers | None = None) -> None:
-        self._fetchers = fetchers
+    It works on up to `ahead` requests before their results are asked for. A thread takes the answers as they come, so that it never waits.
+    """
+
+    def __init__(self, loader: Loader, fetchers: Fetchers | None = None, ahead: int = AHEAD) -> None:
+        self._fetchers, self._ahead = fetchers, ahead
         context = multiprocessing.get_context("fork")
         self._pipe, far_end = context.Pipe()
         self._process = context.Process(target=_serve, args=(loader, far_end, self._pipe, os.getpid()), name="secc-loader", daemon=True)
@@ -57,31 +62,35 @@ class Background:
         self._planned: dict[Ask, None] = {}  # in order, not sent yet
         self._sent: set[Ask] = set()
         self._answers: dict[Ask, Any] = {}
+        self._came, self._gone = threading.Condition(), False
+        self._taker = threading.Thread(target=self._take, name="secc-loader-answers", daemon=True)
+        self._taker.start()
 
     def request(self, asks: Iterable[Ask]) -> None:
         """Work on `asks` ahead, in this order, after what was asked for before."""
-        self._planned |= {ask: None for ask in asks if ask not in self._sent and ask not in self._answers}
-        self._send_ahead()
+        with self._came:
+            self._planned |= {ask: None for ask in asks if ask not in self._sent and ask not in self._answers}
+            self._send_ahead()
 
     def result(self, ask: Ask) -> Any:
-        """As `Inline.result`, waited for. Each answer is given once; a new step's share ends the wait for older steps' batches."""
-        if isinstance(ask, Share):
-            self._planned = {a: None for a in self._planned if a.step >= ask.step}
-            self._answers = {a: answer for a, answer in self._answers.items() if a.step >= ask.step}
-        if ask not in self._sent and ask not in self._answers:
-            self._send(ask)
-        while ask not in self._answers:
+        """As `Inline.result`, waited for. Each answer is given once; a share ends the wait for batches of two steps before it."""
+        with self._came:
+            if isinstance(ask, Share):
+                self._planned = {a: None for a in self._planned if a.step >= ask.step - 1}
+                self._answers = {a: answer for a, answer in self._answers.items() if a.step >= ask.step - 1}
+            if ask not in self._sent and ask not in self._answers:
+                self._send(ask)
+            self._came.wait_for(lambda: self._gone or ask in self._answers)
+            if ask not in self._answers:
+                raise self._ended()
+            answer = self._answers.pop(ask)
             self._send_ahead()
-            self._receive()
-        answer = self._answers.pop(ask)
-        self._send_ahead()
         if isinstance(answer, Exception):
             raise answer
         return answer
 
     def _send_ahead(self) -> None:
-        """Keep few requests under way: neither end of the pipe must ever wait in a send while the other does."""
-        while self._planned and len(self._sent) + len(self._answers) < AHEAD:
+        while self._planned and len(self._sent) + len(self._answers) < self._ahead:
             self._send(next(iter(self._planned)))
 
     def _send(self, ask: Ask) -> None:
@@ -92,19 +101,26 @@ class Background:
         except OSError:
             raise self._ended() from None
 
-    def _receive(self) -> None:
+    def _take(self) -> None:
+        """The thread: keep answers until they are asked for."""
         try:
-            ask, answer = pickle.loads(self._pipe.recv_bytes())
+            while True:
+                ask, answer = pickle.loads(self._pipe.recv_bytes())
+                with self._came:
+                    self._sent.discard(ask)
+                    self._answers[ask] = answer
+                    self._came.notify_all()
         except (EOFError, OSError):
-            raise self._ended() from None
-        self._sent.discard(ask)
-        self._answers[ask] = answer
+            with self._came:
+                self._gone = True
+                self._came.notify_all()
 
     def close(self) -> None:
         """End the processes."""
-        self._pipe.close()
         self._process.terminate()
         self._process.join()
+        self._taker.join(timeout=5)
+        self._pipe.close()
         if self._fetchers is not None:
             self._fetchers.close()
 

@@ -128,27 +128,31 @@ def compile_model(path: str | Path, options: Options, progress: Callable[[str], 
         model = _real_model(user, meta, options.small)
     with clock.step("compare widths"):
         width = options.widths if options.widths != "auto" else widths.choose(user, drawn, inputs, model, captured.draws)
-<<<<<<< HEAD
-    module = _module(user, meta, drawn, captured, width, options, clock)
-=======
     try:
-        module, captured, dumps = _planned(user, meta, drawn, inputs, captured, width, options, clock)
+        module, captured, dumps = _planned(user, meta, drawn, inputs, captured, model, width, options, clock)
     except UserError:
         if not captured.spare:
             raise
-        module, captured, dumps = _planned(user, meta, drawn, inputs, captured.without_spare(), width, options, clock)
+        module, captured, dumps = _planned(user, meta, drawn, inputs, captured.without_spare(), model, width, options, clock)
     made = plan_codegen.build(module, model_ref(user, meta), {"secc": __version__, "torch": torch.__version__.split("+")[0]})
-    made = dataclasses.replace(made, checks=made.checks | _fallbacks(captured))
+    made = dataclasses.replace(made, checks=made.checks | _notes(captured, drawn, options))
     return Compiled(made, module, dumps, captured.constants, user, drawn, inputs, model, clock.seconds)
 
 
 def _planned(
-    user: UserModel, meta: nn.Module, drawn: Survey, inputs: Inputs, captured: Capture, width: str, options: Options, clock: _Clock
+    user: UserModel,
+    meta: nn.Module,
+    drawn: Survey,
+    inputs: Inputs,
+    captured: Capture,
+    model: nn.Module | None,
+    width: str,
+    options: Options,
+    clock: _Clock,
 ) -> tuple[ModuleOp, Capture, list[tuple[str, str]]]:
     """The planned IR, the capture that it was made of, which has layers as blocks where stages want them, and the IR between passes."""
     passes = pipeline.parse(pipeline_text(options))
-    module = _module(user, meta, captured, width, options, clock)
->>>>>>> ae55793 (Record anew what Python reads otherwise than every capture)
+    module = _module(user, meta, drawn, captured, width, options, clock)
     start, last = print_module(module), next(i for i, step in enumerate(passes) if step.name == "split-stages")
     with clock.step("passes"):
         run = pipeline.run(module, passes[:last], dump=True, progress=clock.progress)
@@ -166,15 +170,7 @@ def _planned(
     with clock.step("passes"):
         done = [pipeline.described(step) for step in passes[:last]]
         rest = pipeline.run(module, passes[last:], dump=True, progress=clock.progress, made=done)
-<<<<<<< HEAD
-    made = plan_codegen.build(module, model_ref(user, meta), {"secc": __version__, "torch": torch.__version__.split("+")[0]})
-    made = dataclasses.replace(made, checks=made.checks | _notes(captured, drawn, options))
-    return Compiled(
-        made, module, [("capture", start), *run.dumps, *rest.dumps], captured.constants, user, drawn, inputs, model, clock.seconds
-    )
-=======
     return module, captured, [("capture", start), *run.dumps, *rest.dumps]
->>>>>>> ae55793 (Record anew what Python reads otherwise than every capture)
 
 
 def front(path: str | Path, options: Options, step: Step) -> tuple[UserModel, nn.Module, Survey, Inputs, Capture]:
@@ -188,7 +184,7 @@ def front(path: str | Path, options: Options, step: Step) -> tuple[UserModel, nn
         inputs = describe(user, drawn)
     with step("capture"):
         drawn, inputs, captured = _captured(user, meta, drawn, inputs)
-        inputs = statistics.ahead(user, drawn, inputs)
+        inputs = statistics.ahead(user, drawn, captured.inputs)
         inputs = inputs if options.stats is None else statistics.read(options.stats, inputs, drawn)
         captured = dataclasses.replace(captured, inputs=inputs)
     return user, meta, drawn, inputs, captured

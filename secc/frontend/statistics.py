@@ -23,6 +23,7 @@ from secc.errors import UserError
 from secc.frontend.inputs import Inputs
 from secc.frontend.survey import Survey
 from secc.runtime.declared import Declared
+from secc.runtime.plan import is_label
 from secc.runtime.program import SampleMeta
 from secc.runtime.user_model import UserModel
 
@@ -56,7 +57,7 @@ def ahead(user: UserModel, survey: Survey, inputs: Inputs) -> Inputs:
 
     Raises UserError where it is wrong about a sample that was drawn.
     """
-    if not user.has("sizes"):
+    if not user.has("sizes") or any(is_label(s.key) for s in inputs.symbols):  # what only a recording counts cannot be declared
         return inputs
     declared = Declared(user, inputs.symbols, inputs.inputs)
     for d, sizes in zip(survey.drawn, inputs.sizes, strict=True):
