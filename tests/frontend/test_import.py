@@ -20,7 +20,7 @@ from secc.runtime.user_model import load
 from tests.frontend.replaying import captured
 
 LLAVA = """
-// CHECK: sec.graph "model" optional ["pixel_values"] labels "labels" {
+// CHECK: sec.graph "model" optional ["pixel_values"] labels "labels"
 // CHECK: sec.symbol "B" kind "rows" key "input_ids" dim 0
 // CHECK: sec.symbol "S" kind "width" key "input_ids" dim 1
 // CHECK: sec.key "pixel_values" optional : !sec.tensor<[n_pixel_values, 3, 32, 32], f32>
