@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from secc.report import cuts
-from secc.runtime.plan import Edge, Plan, Section
+from secc.runtime.plan import Edge, Plan, Recorded, Section
 
 WHAT_MODES_OWE = {
     "train": "forward, and backward to weights and inputs",
@@ -28,7 +28,18 @@ class Table:
 
 def tables(plan: Plan) -> list[Table]:
     """All that a plan decides and predicts, with the reason where there is one."""
-    found = [_sections(plan), _stages(plan), _work(plan), _edges(plan), _cuts(plan), _terms(plan), fused(plan), _checks(plan), _notes(plan)]
+    found = [
+        _sections(plan),
+        _stages(plan),
+        _work(plan),
+        _edges(plan),
+        _cuts(plan),
+        _terms(plan),
+        fused(plan),
+        _recorded(plan),
+        _checks(plan),
+        _notes(plan),
+    ]
     return [t for t in found if t.rows]
 
 
@@ -127,6 +138,20 @@ def left_unfused(plan: Plan) -> Table:
     """What fusion rules looked at and left as it is."""
     rows = tuple((f.rule, f.what, f.where, f.why) for f in plan.fusions if f.why)
     return Table("Not fused", ("rule", "looked at", "at", "why not"), rows)
+
+
+def _recorded(plan: Plan) -> Table:
+    """The cases whose glue is recorded anew."""
+
+    def row(case: Recorded) -> tuple[str, ...]:
+        tensors = sum(n["kind"][0] == "recorded" for n in case.nodes)
+        taken = "where no compiled case fits" if case.spare else "always"
+        return (", ".join(case.when) or "no optional inputs", taken, str(tensors), case.why, case.where)
+
+    note = (
+        "Recorded for each micro-batch ahead of its step, where it is loaded; a run's metrics say what that took (recording_s, waiting_s)."
+    )
+    return Table("Glue recorded anew", ("pattern", "taken", "tensors", "why", "where"), tuple(map(row, plan.recorded)), note)
 
 
 def _checks(plan: Plan) -> Table:
