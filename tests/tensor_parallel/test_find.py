@@ -13,6 +13,7 @@ import transformers as T
 from torch import nn
 
 from secc.frontend.cuts.find import Found, find, shards
+from secc.frontend.cuts.known import columns
 from secc.frontend.cuts.verify import Verdict, verify
 from secc.runtime.recompute import units
 
@@ -128,3 +129,11 @@ def test_adapters_are_cut_with_their_layer() -> None:
     adapted = peft.get_peft_model(model["mlp"], peft.LoraConfig(target_modules=["0"], r=8, lora_alpha=8, init_lora_weights=False))
     found, _, shapes = shown(adapted, torch.randn(2, 3, WIDTH, requires_grad=True))
     assert shapes.reason == "" and len(found.rows) >= 1
+
+
+def test_what_a_model_says_of_itself_is_tried_first() -> None:
+    model = T.AutoModelForCausalLM.from_config(QWEN3)
+    assert columns(model, "model.layers.1") == [
+        "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj",
+    ]  # fmt: skip
+    assert columns(model, "lm_head") == [] and columns(Mixture(), "up") == []

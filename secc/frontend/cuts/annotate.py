@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from xdsl.dialects.builtin import IntAttr, ModuleOp, StringAttr
 
 from secc.frontend.cuts.find import Call, Found, find, shards
+from secc.frontend.cuts.known import columns
 from secc.frontend.cuts.observe import Observer, made_up, with_values
 from secc.frontend.cuts.verify import Verdict, verify
 from secc.frontend.survey import Survey
@@ -34,6 +35,7 @@ SHARE = 8  # ... if it has at least one in so many of its block's parameters
 
 
 Fused = tuple[Sequence[Rewrite], str]
+ANY = ["*"]  # linear map may be cut by outputs
 
 
 @dataclass
@@ -82,7 +84,7 @@ class _Seeker:
     """Seeks and shows mappings; those of alike modules once."""
 
     def __init__(self, meta: nn.Module, model: nn.Module | None, observer: Observer, fused: Fused) -> None:
-        self.source, self.observer, self.fused = meta if model is None else model, observer, fused
+        self.meta, self.source, self.observer, self.fused = meta, meta if model is None else model, observer, fused
         self._known: dict[object, Cutting] = {}
 
     def layer(self, path: str, count: int) -> Cutting:
@@ -99,10 +101,13 @@ class _Seeker:
             return Cutting(whole={p: why for p, m in module.named_modules() if linear(m) is not None})
         call = self.observer.calls[path]
         bare = any(isinstance(t, torch.Tensor) and t.is_meta for t in tree_leaves(call))
-        mapping = find(copy.deepcopy(module).to("meta") if bare else module, call, count)
-        if not mapping.columns:
-            return Cutting(whole=dict(mapping.whole))
-        return self._shown(path, module, call, count, mapping)
+        bared, cutting = copy.deepcopy(module).to("meta") if bare else module, Cutting()
+        for names in filter(None, (columns(self.meta, path), ANY)):
+            mapping = find(bared, call, count, None if names is ANY else names)
+            cutting = self._shown(path, module, call, count, mapping) if mapping.columns else Cutting(whole=dict(mapping.whole))
+            if cutting.styles:
+                break
+        return cutting
 
     def _fuse(self, path: str, module: nn.Module) -> None:
         """Put fused operators into a copy of the module at `path`."""
