@@ -42,7 +42,8 @@ def find(module: ModuleOp, meta: nn.Module, dumps: Mapping[str, str]) -> Staging
 def check(staging: Staging, captured: Capture) -> None:
     """Raise UserError if a block that was to be opened had to stay whole."""
     for path in staging.cut:
-        if path in captured.blocks:
-            note = next((n for n in captured.notes if n.path == path), None)
-            reason = f": {note.reason}" if note else ""
+        around = next((b for b in captured.blocks if path == b or path.startswith(f"{b}.")), None)
+        if around is not None:
+            note = next((n for n in captured.notes if n.path == around), None)
+            reason = f": {around} is {note.reason}" if note else ""
             raise UserError(f"{path} cannot be cut into stages{reason}", note.where if note else "", "leave out pp for its section")
