@@ -38,18 +38,46 @@ class Batches:
             batch = user.collate(samples)
             return Batch(batch, sizes_of(batch, inputs.symbols, len(samples)), samples)
 
-        self._user, self._inputs, self._recorder = user, inputs, recorder
+        self._user, self._inputs, self._recorder, self._survey, self._pattern = user, inputs, recorder, survey, pattern
+        self._collated = collated
         self.free = frozenset(s.name for s in inputs.symbols if s.kind == "width")
         turns = ((turn, [collated(s) for s in survey.batches(pattern, turn=turn)]) for turn in range(_TURNS))
         turn, self.ragged = _most_independent(turns)
         self.even = [collated(s) for s in survey.batches(pattern, even=True, turn=turn)]
 
     def record(self) -> list[Observed]:
-        """Ragged and even micro-batches recorded; of the even ones only the first if forward takes the same way through it."""
-        found = [self._observe(b) for b in (*self.ragged, self.even[0])]
-        if way(found[-1].recording) not in [way(o.recording) for o in found[:-1]]:
-            found += [self._observe(b) for b in self.even[1:]]
+        """Ragged and even micro-batches recorded; of the even ones only the first if forward takes the same way through it.
+
+        Conditions on the inputs that were the same in all of them are looked for in single samples. Micro-batches of one for which they
+        are others (a clip without padding) are recorded as well.
+        """
+        found = self._recorded(self.ragged, self.even)
+        for sample in self._others(found):
+            ragged, even = ([self._collated(s) for s in self._survey.batches(self._pattern, even, of=sample)] for even in (False, True))
+            found += self._recorded(ragged, even)
         return found
+
+    def _recorded(self, ragged: Sequence[Batch], even: Sequence[Batch]) -> list[Observed]:
+        found = [self._observe(b) for b in (*ragged, even[0])]
+        if way(found[-1].recording) not in [way(o.recording) for o in found[:-1]]:
+            found += [self._observe(b) for b in even[1:]]
+        return found
+
+    def _others(self, found: Sequence[Observed]) -> list[Sample]:
+        """Samples that alone meet conditions which `found` never met, where there are conditions that were the same in all of it."""
+        known = {condition for o in found for condition in _conditions(o)}
+        others: list[Sample] = []
+        if len(known) == 2 * len({where for where, _ in known}):
+            return others
+        for sample in self._survey.kept(self._pattern):
+            batch = self._user.collate([sample])
+            if batch.keys() != self.ragged[0].batch.keys():
+                continue  # only several samples together have this pattern
+            alone = _conditions(self._observe(Batch(batch, sizes_of(batch, self._inputs.symbols, 1), [sample])))
+            if not alone <= known:
+                known |= alone
+                others.append(sample)
+        return others
 
     def record_with_parts(self) -> list[Observed]:
         """All micro-batches recorded, with the labelled shapes of their samples alone."""
@@ -74,6 +102,11 @@ class Batches:
             return replace(found, parts=tuple(shapes_alone(self._recorder, self._user, s) for s in b.samples))
         except (UserError, ValueError):
             return None  # the model or collate refuses this width
+
+
+def _conditions(observed: Observed) -> set[tuple[str, bool]]:
+    """The conditions that Python read: where, and what they were."""
+    return {(r.where, r.value) for r in observed.recording.reads if isinstance(r.value, bool)}
 
 
 def shapes_alone(recorder: Recorder, user: UserModel, sample: Sample) -> Shapes:

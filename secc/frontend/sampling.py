@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from secc.errors import UserError
-from secc.frontend.survey import KEPT, Drawn, Sample, Shapes, Survey
+from secc.frontend.survey import KEPT, MORE_KEPT, Drawn, Sample, Shapes, Survey
 from secc.runtime.seeding import survey_indices
 from secc.runtime.user_model import UserModel
 
@@ -27,6 +27,7 @@ def survey(user: UserModel, count: int = 64, seed: int = 0, skip_bad: bool = Fal
     shapes: dict[int, Shapes] = {}
     samples: dict[int, Sample] = {}
     met: Counter[frozenset[str]] = Counter()
+    full: dict[frozenset[str], set[frozenset[str]]] = {}
     kept: set[int] = set()
     skipped: list[str] = []
     for i in _indices(user, count, seed):
@@ -41,8 +42,10 @@ def survey(user: UserModel, count: int = 64, seed: int = 0, skip_bad: bool = Fal
             continue
         keys = frozenset(shapes[i] if own else sample)
         met[keys] += 1
-        if met[keys] <= KEPT:
+        known = full.setdefault(keys, set())
+        if met[keys] <= KEPT or (len(known) <= MORE_KEPT and _full(sample) not in known):
             kept.add(i)
+            known.add(_full(sample))
         samples[i] = sample if i in kept else _outline(sample)
     if not samples:
         raise UserError(f"none of the {len(skipped)} samples that were drawn loads", user.place("dataset"), skipped[0])
@@ -68,6 +71,12 @@ def _indices(user: UserModel, count: int, seed: int) -> list[int]:
         by_keys.setdefault(frozenset(user.sizes(i) or ()), []).append(i)
     rare = [i for found in by_keys.values() if len(set(found) & set(chosen)) < RARE for i in found[:RARE]][:count]
     return sorted(rare + [i for i in chosen if i not in rare][: count - len(rare)])
+
+
+def _full(sample: Sample) -> frozenset[str]:
+    """The masks of a sample that leave nothing out: models often go another way where all masks of a batch are full."""
+    tensors = {k: v for k, v in sample.items() if isinstance(v, torch.Tensor) and v.numel() and not v.is_floating_point()}
+    return frozenset(k for k, v in tensors.items() if not v.is_complex() and bool((v == 1).all()))
 
 
 def _outline(sample: Sample) -> Sample:

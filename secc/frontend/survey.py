@@ -21,7 +21,8 @@ Sample = dict[str, Any]
 Pattern = frozenset[str]
 Shapes = Mapping[str, tuple[int, ...]]
 
-KEPT = 12  # samples of one pattern that are held in memory; of the others only shapes
+KEPT = 12  # samples of one pattern that are held in memory, and those of MORE_KEPT other sets of full masks; of the others only shapes
+MORE_KEPT = 4
 COUNTS = (2, 3, 4, 5, 7)  # samples in the micro-batches of a pattern ...
 LACKING = (0, 1, 1, 2, 2)  # ... of which so many lack some of the pattern's keys, where there are such samples
 FEW = 3  # lengths of a pattern's samples: with fewer they are cropped to others
@@ -63,7 +64,7 @@ class Survey:
     @property
     def cropped(self) -> bool:
         """Whether some micro-batch holds a sample that the dataset does not."""
-        return self.crop and any(self._cut(pattern) for pattern in self.patterns)
+        return self.crop and any(self._cut(pattern, self._cover(pattern)) for pattern in self.patterns)
 
     def without_crops(self) -> Survey:
         """The same survey with the dataset's own samples only, for models that refuse cropped ones."""
@@ -84,14 +85,15 @@ class Survey:
         others = sorted(closed - set(observed), key=lambda p: (len(p), sorted(p)))
         return observed + others[:MOST_PATTERNS]
 
-    def batches(self, pattern: Pattern, even: bool = False, turn: int = 0) -> list[list[Sample]]:
+    def batches(self, pattern: Pattern, even: bool = False, turn: int = 0, of: Sample | None = None) -> list[list[Sample]]:
         """Micro-batches of a pattern with 2, 3, 4, 5 and 7 samples, of lengths and rows as different as the samples allow.
 
         With `even`, all samples of a micro-batch have one length, so that nothing is padded. Another `turn` gives other samples to each.
-        Raises ValueError for a pattern that no samples of the survey unite to.
+        `of`: this sample stands for all with its pattern. Raises ValueError for a pattern that no samples of the survey unite to.
         """
         cover, tellers = self._cover(pattern), self._tellers(pattern)
-        cut = self._cut(pattern)
+        cover = [[of] if of is not None and any(s is of for s in group) else group for group in cover]
+        cut = self._cut(pattern, cover)
         batches: list[list[Sample]] = []
         for k, count in enumerate(COUNTS):
             lacking = _by_length(self.samples(tellers[k])) if tellers else []
@@ -104,6 +106,10 @@ class Survey:
                 samples = [_cropped(s, place, n) for n, s in enumerate(samples)]
             batches.append(_evened(samples, self.crop) if even else samples)
         return batches
+
+    def kept(self, pattern: Pattern) -> list[Sample]:
+        """The kept samples that micro-batches of a pattern are made of."""
+        return [sample for group in self._cover(pattern) for sample in group]
 
     def _cover(self, pattern: Pattern) -> list[list[Sample]]:
         """Groups of samples, longest first; one of each group together have the pattern."""
@@ -136,10 +142,10 @@ class Survey:
             alike = {pair for pair in alike if not _told(found[-1], pair)} or set(pairs)
         return found
 
-    def _cut(self, pattern: Pattern) -> bool:
+    def _cut(self, pattern: Pattern, cover: Sequence[Sequence[Sample]]) -> bool:
         """Crop where sequences are long, or of so few lengths that what depends on them, or on what they hold, would look constant."""
         kept = [s for p in self.patterns if p <= pattern for s in self.samples(p)]
-        lengths = {length(s) for group in self._cover(pattern) for s in group} - {0}
+        lengths = {length(s) for group in cover for s in group} - {0}
         plain_long = any(length(s) > LONG and _is_plain(s) for s in kept)
         return self.crop and bool(lengths) and (len(lengths) < FEW or plain_long)
 

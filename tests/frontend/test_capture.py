@@ -124,3 +124,11 @@ def test_a_branch_on_a_blocks_value_is_refused_by_place(models: Path) -> None:
         captured(load(models / "reads_block_value.py"))
     assert error.value.where == "reads_block_value.py:19"
     assert "encoder" in error.value.message and error.value.remedy
+
+
+def test_a_way_that_only_samples_without_padding_take_is_captured(models: Path) -> None:
+    user = load(models / "rare_full_mask.py")
+    found = captured(user)
+    assert [c.anew for c in found.cases] == [None, None]
+    assert_exact(user, found, [user.sample(i) for i in range(5)], real_model(user))
+    assert_exact(user, found, [user.sample(50)] * 3, real_model(user))

@@ -156,3 +156,14 @@ def test_a_pattern_of_no_samples_is_a_defect(user_of: UserOf):
 def test_an_unknown_key_is_refused(models: Path):
     with pytest.raises(UserError, match="forward does not take"):
         survey(load(models / "unknown_key.py"))
+
+
+def test_a_sample_with_full_masks_is_kept_and_stands_for_its_pattern(user_of: UserOf):
+    mask = torch.ones(8, dtype=torch.long)
+    samples = [text(5 + i % 9, x=image(), seen=(torch.arange(8) < 3 + i % 5).long()) for i in range(40)]
+    samples[37] = text(7, x=image(), seen=mask)
+    found = survey(user_of(samples))
+    (full,) = [s for s in found.kept(frozenset()) if bool(s["seen"].all())]
+    for batch in found.batches(frozenset(), of=full):
+        assert all(torch.equal(s["seen"], mask) for s in batch)
+    assert len({length(s) for batch in found.batches(frozenset(), of=full) for s in batch}) > 2
