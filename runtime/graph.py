@@ -14,9 +14,13 @@ from secc.runtime.program import replica_ranks, returns_gradient
 
 @dataclass
 class Graph:
-    """The sections as a graph: producers first, and for each the sections upstream of it."""
+    """The sections as a graph: producers first, and for each the sections upstream of it.
+
+    `ahead` names the sections that do all their forwards first; None: those that feed sections on other ranks.
+    """
 
     plan: Plan
+    ahead: frozenset[str] | None = None
     order: list[Section] = field(init=False)
     depth: dict[str, int] = field(init=False)
     ancestors: dict[str, set[str]] = field(init=False)  # over all edges
@@ -55,6 +59,8 @@ class Graph:
 
     def runs_ahead(self, section: Section) -> bool:
         """Whether a section does all its forwards first: it, or its pipeline, feeds sections on other ranks."""
+        if self.ahead is not None:
+            return section.whole in self.ahead
         fed = (s for s in self.order if section.name in self.outside(s.name, self.ancestors[s.name]))
         return any(self._ranks(s) != self._ranks(section) for s in fed)
 

@@ -23,11 +23,11 @@ each cannot be level; a job is never held back for a more urgent one that is abo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from secc.runtime.collector import collector_paused
-from secc.runtime.compose import Composer, Table
+from secc.runtime.compose import Composer, Cut, Table
 from secc.runtime.emit import emit
 from secc.runtime.graph import Graph
 from secc.runtime.jobs import Messages, Step, make
@@ -83,6 +83,24 @@ def timed_schedule(plan: Plan, samples: Sequence[SampleMeta], *, order: str = "w
         raise ValueError(f"unknown order {order!r}: one of {', '.join(ORDERS)}")
     with collector_paused():
         return _timed_schedule(plan, samples, order)
+
+
+def arranged_schedule(plan: Plan, samples: Sequence[SampleMeta], cuts: Mapping[str, Cut], ahead: Iterable[str] = ()) -> Schedule:
+    """The schedule of micro-batches that are given, each section's replicas taking theirs in the order in which they stand in `cuts`.
+
+    `cuts` is by whole sections; stages of a pipeline share theirs. Sections in `ahead` do all forwards first, the others a backward as soon
+    as they can. Raises ValueError where the micro-batches wait for each other in a circle.
+    """
+    with collector_paused():
+        composer = Composer(plan, samples, Graph(plan, frozenset(ahead)))
+        tables: dict[str, Table] = {}
+        for s in plan.sections:
+            turn = [0] * len(samples)
+            for place, (_, positions) in enumerate(cuts[s.whole]):
+                for p in positions:
+                    turn[p] = place
+            tables[s.name] = composer.table(s, cuts[s.whole], turn)
+        return _emitted(composer, _candidate(composer, tables, in_turn=True))
 
 
 def _timed_schedule(plan: Plan, samples: Sequence[SampleMeta], order: str) -> tuple[Schedule, int]:

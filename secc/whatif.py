@@ -29,15 +29,15 @@ def what_if(directory: Path, changes: Sequence[str]) -> tuple[Plan, Plan]:
     Raises UserError for a directory without the IR of a plan, and for changes that cannot be read or done.
     """
     plan = load(directory)
-    steps, before = _dumps(directory)
+    steps, before = before_allocate(directory)
     module = text.parse(before.read_text(), str(before))
     asked = dataclasses.replace(steps[0], **_options(steps[0], changes))
     pipeline.run(module, [asked, *steps[1:]])
     return plan, plan_codegen.build(module, plan.model, {})
 
 
-def _dumps(directory: Path) -> tuple[list[ModulePass], Path]:
-    """`allocate` and the passes after it, and the dump before them."""
+def before_allocate(directory: Path) -> tuple[list[ModulePass], Path]:
+    """`allocate` and the passes after it, and the dump before them. Raises UserError for a directory without the IR of a plan."""
     dumps = sorted((directory / "ir").glob("*.mlir"))
     at = next((i for i, path in enumerate(dumps) if path.stem.partition("-")[2] == ALLOCATE), 0)
     if not at:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +14,9 @@ from secc.cli.console import out, print_json, progress
 from secc.cli.explain import PLAN
 
 if TYPE_CHECKING:
+    from secc.baselines.compare import Found
     from secc.runtime.plan import Plan
+    from secc.runtime.program import SampleMeta
     from secc.simulate.events import Simulated
     from secc.simulate.measures import Measures
 
@@ -26,6 +29,7 @@ def command(
     order: Annotated[str, typer.Option(help="wavefront, or dataset to take the samples as they come")] = "wavefront",
     trace: Annotated[Path | None, typer.Option(help="write a Chrome trace of the steps", metavar="FILE")] = None,
     draw: Annotated[Path | None, typer.Option(help="write a drawing of the first step: .svg or .html", metavar="FILE")] = None,
+    baselines: Annotated[str, typer.Option(help="compare with published schemes: all, or a list such as uniform,mimo")] = "",
     json: JSON = False,
 ) -> None:
     """Simulate a plan's step programs: how long a step takes, how far that is from the best there can be, and who waits."""
@@ -34,21 +38,44 @@ def command(
 
     loaded = load(plan)
     _check(draw, order)
+    wanted = _baselines(baselines)
     with progress(quiet=json) as show:
         show("draw samples")
         simulated = _simulated(plan, loaded, steps, seed, shuffle, order)
         show("compare with the bounds")
         measures = [measure(step) for step in simulated]
         _write(simulated, measures[0], trace, draw)
+        compared = _compared(plan, [step.samples for step in simulated], wanted, show)
     if json:
-        print_json(as_json(mean(measures)))
+        print_json(as_json(mean(measures), compared))
     else:
         _print(simulated[0], mean(measures), steps)
+        _print_baselines(mean(measures), compared)
 
 
-def as_json(measures: Measures) -> dict[str, Any]:
+def as_json(measures: Measures, baselines: Mapping[str, Found]) -> dict[str, Any]:
     """The stable keys that other tools read, and what else there is to say."""
-    return dataclasses.asdict(measures) | {"baselines": {}}
+    return dataclasses.asdict(measures) | {"baselines": {name: dataclasses.asdict(found) for name, found in baselines.items()}}
+
+
+def _baselines(text: str) -> list[str]:
+    from secc.baselines.compare import names_of
+
+    return names_of(text) if text else []
+
+
+def _compared(directory: Path, batches: list[tuple[SampleMeta, ...]], names: list[str], show: Callable[[str], None]) -> dict[str, Found]:
+    from secc.baselines.compare import Comparison
+
+    if not names:
+        return {}
+    show("read the plan's IR")
+    comparison = Comparison(directory)
+    found: dict[str, Found] = {}
+    for name in names:
+        show(f"baseline {name}")
+        found[name] = comparison.best(name, batches)
+    return found
 
 
 def _check(draw: Path | None, order: str) -> None:
@@ -121,3 +148,17 @@ def facts(m: Measures, steps: int) -> list[tuple[str, str]]:
     if m.mfu is not None:
         found.append(("mfu", f"{m.mfu:.1%}"))
     return found
+
+
+def _print_baselines(measures: Measures, compared: Mapping[str, Found]) -> None:
+    from rich.table import Table
+
+    if not compared:
+        return
+    table = Table("baseline", "step", "of this plan's", "devices", "best layout", box=None, padding=(0, 2))
+    for name, found in compared.items():
+        time = f"{found.step_time_s:.6g} s" if found.step_time_s is not None else "-"
+        ratio = f"{found.step_time_s / measures.step_time_s:.3f}" if found.step_time_s is not None and measures.step_time_s else "-"
+        table.add_row(name, time, ratio, str(found.gpus or "-"), found.layout)
+    out.print()
+    out.print(table)

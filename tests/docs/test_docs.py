@@ -20,6 +20,7 @@ PAGES = (
     "docs/tutorial.md",
     "docs/troubleshooting.md",
     "docs/architecture.md",
+    "docs/baselines.md",
     "docs/costs.md",
     "docs/fusion.md",
     "docs/kernels.md",

@@ -1,0 +1,108 @@
+"""Baselines: whatever they pack and in whatever order, the checks accept it and every sample passes; the command names each one's best."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from secc.baselines.compare import Comparison, step
+from secc.baselines.layout import Layout, planned
+from secc.baselines.packing import Batch, cuts, first_fit, in_turn, largest_first, stratified
+from secc.baselines.schemes import SCHEMES, Scheme
+from secc.cli import main
+from secc.compiler import Options, compile_model
+from secc.runtime.plan import load
+from secc.schedule.bounds import schedule_bound
+from secc.simulate.batches import global_batches
+from tests.schedule.plans import batches, plan, plans, sample, section
+from tests.simulate.test_machine import IMAGE, cluster, vlm
+
+MODEL = Path(__file__).parent.parent / "models" / "llava_tiny.py"
+
+
+def layout(samples, ahead=()):
+    return Layout({}, samples, frozenset(ahead))
+
+
+def packed(p):
+    """The plan without a limit on the samples of a micro-batch, as baselines have it, and on a cluster."""
+    return dataclasses.replace(p, sections=tuple(dataclasses.replace(s, micro_batch=99) for s in p.sections), cluster=cluster(latency=30))
+
+
+@given(plans(), batches, st.sampled_from(sorted(SCHEMES)), st.integers(1, 4), st.sets(st.integers(0, 3)))
+@settings(max_examples=100, deadline=None)
+def test_every_order_gives_a_valid_step_that_is_no_shorter_than_its_bound(p, samples, name, size, ahead):
+    p = packed(p)
+    found = step(p, samples, SCHEMES[name], layout(size, (f"s{i}" for i in ahead)))  # refuses a schedule that is not valid
+    assert schedule_bound(p, samples).ns <= found.end
+
+
+@given(plans(), batches, st.sampled_from([in_turn, largest_first, stratified]), st.integers(1, 4))
+@settings(max_examples=100, deadline=None)
+def test_every_sample_passes_each_of_its_sections_once(p, samples, order, size):
+    assume(samples)
+    batch = Batch(packed(p), samples)
+    for name, cut in cuts(batch, order, size).items():
+        assert sorted(position for _, lot in cut for position in lot) == batch.active(name)
+        assert all(lot and 0 <= replica < batch.replicas(name) for replica, lot in cut)
+
+
+def test_first_fit_fills_what_is_open_before_it_opens_more():
+    assert first_fit(range(5), [4, 3, 2, 9, 1], 6) == [[0, 2], [1, 4], [3]]
+
+
+def test_the_smallest_micro_batches_come_first_and_last():
+    p = packed(plan([section("lm", [0], forward="10*S", backward="0")], [], 1))
+    lots, _ = largest_first(Batch(p, [sample(i, length=n) for i, n in enumerate((30, 10, 20))]), 1)
+    assert lots == [[[1], [2], [0]]]
+
+
+def test_what_a_micro_batch_has_too_much_of_waits_for_a_lighter_one():
+    samples = [sample(0, *IMAGE, images=4), sample(1), sample(2), sample(3, *IMAGE, images=4)]
+    p = packed(vlm())
+    deferred, lots = stratified(Batch(p, samples), 2)
+    assert sorted(len([s for s in lot if s in (0, 3)]) for lot in lots[0]) == [1, 1]  # encoder work is level
+    assert max(map(len, deferred[0])) <= 2 and sorted(s for lot in deferred[0] for s in lot) == [0, 1, 2, 3]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan with the sections apart on four ranks."""
+    path = tmp_path_factory.mktemp("plan") / "plan"
+    compile_model(MODEL, Options(cluster="local:4", strategy="apart")).write(path, lambda plan: "")
+    return path
+
+
+def test_every_layout_of_every_baseline_runs_on_the_same_devices(directory):
+    own, comparison = load(directory), Comparison(directory)
+    samples = next(global_batches(directory, own))
+    anchor = Batch(comparison.base.plan, samples).anchor
+    assert anchor == "language_model"
+    for name, scheme in SCHEMES.items():
+        layouts = scheme.layouts(comparison.space, anchor)
+        assert layouts, name
+        for one in layouts:
+            p = planned(comparison.base, one)
+            assert p.world_size <= own.world_size and {s.whole for s in p.sections} == {s.whole for s in own.sections}
+            assert schedule_bound(p, samples).ns <= step(p, samples, Scheme(scheme.layouts, scheme.order), one).end
+
+
+def test_the_command_prints_each_baseline(directory, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", str(directory), "--json", "--baselines", "all"])
+    assert ended.value.code in (0, None)
+    found = json.loads(capsys.readouterr().out)["baselines"]
+    assert list(found) == list(SCHEMES)
+    assert all(b["step_time_s"] > 0 and 1 <= b["gpus"] <= 4 for b in found.values())
+
+
+def test_a_baseline_that_there_is_not_is_named(directory, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", str(directory), "--baselines", "uniform,other"])
+    assert ended.value.code == 2
+    assert "there is no baseline 'other'" in capsys.readouterr().err
