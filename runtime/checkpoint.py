@@ -111,6 +111,13 @@ def model_state(model: nn.Module, cuts: Mapping[str, Cut]) -> dict[str, Any]:
     return {f"model/{n}": Slice(v.view(-1), v.shape, 0, cuts[n]) if n in cuts else v for n, v in held.items()}
 
 
+def piece_state(pieces: Pieces) -> dict[str, Any]:
+    """What a rank's optimizer updates, under `model/NAME`; the tensors share its memory."""
+    from secc.runtime.tensor_store import Slice
+
+    return {f"model/{piece.name}": Slice(p.data.view(-1), piece.shape, piece.start, piece.cut) for p, piece in pieces.items()}
+
+
 def optimizer_state(
     optimizer: torch.optim.Optimizer, pieces: Pieces, owned: Iterable[str], options_owned: Iterable[str], rank: int
 ) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def _steps(optimizer: optim.Optimizer, group: dict[str, Any], like: torch.Tensor
     scale = torch.logspace(-1, 1, 24)
     values = [torch.randn(24, generator=generator) * scale for _ in range(1 + _STEPS)]
     device = torch.device("cpu") if like.is_meta else like.device
-    start, *gradients = (v.to(device, like.dtype) for v in values)
+    start, *gradients = (v.to(device) for v in values)
     whole = nn.Parameter(start.clone().view(_SHAPE))
     pieces = [nn.Parameter(start[:_CUT].clone()), nn.Parameter(start[_CUT:].clone())]
     probes = [_probe(optimizer, group, params) for params in ([whole], pieces)]

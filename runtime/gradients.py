@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from secc.runtime.buckets import BUCKET_BYTES, WINDOW
+from secc.runtime.mixed import master_of, widen
 from secc.runtime.plan import Plan, Section
 from secc.runtime.sharding import Flat, Piece, reduce_scatter, whole
 from secc.runtime.tensor_parallel.shards import Cut
@@ -173,7 +174,8 @@ class _Reached:
 class Reducer:
     """Sums the gradients of this rank's parameters. Made on all ranks in the same order, because making groups is collective.
 
-    `pieces` has everything that this rank's optimizer updates, `slices` what takes the places of sharded parameters.
+    `pieces` has everything that this rank's optimizer updates, `slices` what takes the places of sharded parameters. With `dtype`, float32
+    parameters compute in it, and the optimizer updates `masters` (or slices) in float32.
     """
 
     def __init__(
@@ -183,8 +185,10 @@ class Reducer:
         rank: int,
         device: torch.device,
         cuts: Mapping[str, Cut] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        self._device, self._cuts = device, cuts or {}
+        self._device, self._cuts, self._dtype = device, cuts or {}, dtype
+        self.masters: dict[nn.Parameter, tuple[nn.Parameter, Piece]] = {}
         self.repeated = {n for h in held if rank in h.ranks for n in h.repeated}
         groups: dict[tuple[int, ...], Any] = {}
         for h in held:
@@ -205,13 +209,14 @@ class Reducer:
         """Buckets for parameters that the same ranks hold, last ones first, because backward makes their gradients first."""
         named = [(n, params[n]) for n in held.names]
         if group is None or held.sharding == "none":
-            self.pieces |= {p: whole(n, p, self._cuts.get(n)) for n, p in named}
-            self._counted += [p for n, p in named if held.ranks[0] == rank and n not in held.repeated]
+            updated = [(self._updated(n, p), n, p) for n, p in named]
+            self.pieces |= {u: whole(n, p, self._cuts.get(n)) for u, n, p in updated}
+            self._counted += [u for u, n, _ in updated if held.ranks[0] == rank and n not in held.repeated]
         if group is None:
             return
         buckets: list[_Bucket] = []
         for members in _by_bucket(reversed(named)):
-            flat = Flat(members, held.ranks.index(rank), len(held.ranks), self._cuts) if held.sharding != "none" else None
+            flat = self._flat(members, held, rank) if held.sharding != "none" else None
             buckets.append(_Bucket([p for _, p in members], group, flat, held.sharding == "zero2", rank in held.silent))
             if flat is not None:
                 self.slices |= {p: flat.slices.get(p) for _, p in members}
@@ -220,6 +225,22 @@ class Reducer:
         parts = [*buckets, _Reached(buckets, group, self._device)]
         self._parts.setdefault(held.sections, []).extend(parts)
         self._queue += parts
+
+    def _updated(self, name: str, param: nn.Parameter) -> nn.Parameter:
+        """What the optimizer updates: the parameter, or its master."""
+        if self._dtype is None or param.dtype != torch.float32:
+            return param
+        master = master_of(param, self._dtype)
+        self.masters[param] = master, whole(name, master, self._cuts.get(name))
+        return master
+
+    def _flat(self, members: Sequence[tuple[str, nn.Parameter]], held: Holders, rank: int) -> Flat:
+        """A bucket's parameters for a sharded optimizer."""
+        dtype = self._dtype if members[0][1].dtype == torch.float32 else None
+        flat = Flat(members, held.ranks.index(rank), len(held.ranks), self._cuts, dtype)
+        for _, param in members if dtype is not None else ():
+            widen(param)
+        return flat
 
     def reset(self) -> None:
         """Forget the gradients of the last step."""
@@ -251,7 +272,7 @@ class Reducer:
     def finish(self) -> None:
         """Sum what is left and wait: afterwards every gradient is the one over the whole global batch, or None.
 
-        It is the `.grad` of the parameter, or of its slice where the optimizer is sharded.
+        It is the `.grad` of what the optimizer updates: the parameter, its slice where the optimizer is sharded, or its master.
         """
         for handle in self._hooks:
             handle.remove()
@@ -265,6 +286,8 @@ class Reducer:
         for part in self._queue:
             part.ready = False
         self._next = 0
+        for param, (master, _) in self.masters.items():
+            master.grad, param.grad = param.grad, None
 
     def _advance(self) -> None:
         """Start what may start next, in the queue's order: the same on all ranks, so that nobody waits in a circle."""
@@ -289,6 +312,8 @@ class Reducer:
 
     def gather(self) -> None:
         """After the optimizer's step: every rank gets the parameters that the others have updated. Collective."""
+        for param, (master, _) in self.masters.items():
+            param.data.copy_(master.data)
         flats = [(b.flat, b.group) for b in self._queue if isinstance(b, _Bucket) and b.flat is not None]
         for work in [flat.gather(group) for flat, group in flats]:
             work.wait()
@@ -301,7 +326,7 @@ def _spread(total: torch.Tensor, params: Iterable[nn.Parameter]) -> None:
         part = total[start : start + param.numel()].view(param.shape)
         start += param.numel()
         if param.grad is None:
-            param.grad = part.to(param.dtype, copy=True)
+            param.grad = part.to(param.grad_dtype or param.dtype, copy=True)
         else:
             param.grad.copy_(part)
 

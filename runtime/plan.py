@@ -277,6 +277,7 @@ class Plan:
     rewrites: tuple[Rewrite, ...] = ()
     fused: tuple[str, ...] = ()  # blocks that no section calls, because fused operators read their parameters
     recorded: tuple[Recorded, ...] = ()
+    dtype: str = ""  # what modules compute in, with float32 masters ("bf16"); "" for the model's own
     labels_key: str = ""  # the input whose entries other than -100 are counted as tokens
 
     def section(self, name: str) -> Section:

@@ -23,6 +23,7 @@ from secc.runtime.data import DataPlane
 from secc.runtime.epochs import Epochs
 from secc.runtime.errors import UserError
 from secc.runtime.meta import meta_model
+from secc.runtime.mixed import compute_in
 from secc.runtime.options import Options
 from secc.runtime.plan import Plan
 from secc.runtime.rerecord import Rerecorder
@@ -132,7 +133,11 @@ class Run(ExitStack):
         if not self.plan.recorded:
             return None
         mine = [s for s in self.plan.sections if self.rank in s.mesh.ranks]
-        return Rerecorder(self.plan, lambda: meta_model(self.user), lambda model: [load_section(self.directory, s, model) for s in mine])
+        return Rerecorder(
+            self.plan,
+            lambda: compute_in(meta_model(self.user), self.plan.dtype),
+            lambda model: [load_section(self.directory, s, model) for s in mine],
+        )
 
     def model(self) -> nn.Module:
         """The user's model with this rank's weights; what only other ranks need is on the meta device."""
@@ -150,7 +155,8 @@ def check_buffers(terms: Terms, model: nn.Module) -> None:
     buffers = dict(model.named_buffers())
     for constant in terms.BUFFERS:
         name = constant.partition(":")[2]
-        if not torch.equal(buffers[name].detach().cpu(), terms.constants(constant, torch.device("cpu"))):
+        expected = terms.constants(constant, torch.device("cpu"))
+        if not torch.equal(buffers[name].detach().cpu().to(expected.dtype), expected):
             message = f"the buffer {name}, by which the loss is weighted, has other values than when the plan was made"
             raise UserError(message, remedy="compile again; let model() always fill it alike, not from weights that it loads")
 

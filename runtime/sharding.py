@@ -55,37 +55,49 @@ def whole(name: str, param: torch.Tensor, cut: Cut | None = None) -> Piece:
 class Flat:
     """Parameters of one dtype in one buffer, padded with zeros so that `count` shards are alike; this rank's is shard `index`.
 
-    `slices` has what is in the shard of each parameter: a leaf that shares the buffer's memory, and which piece it is.
+    `slices` has what is in the shard of each parameter: a leaf that shares the shard's memory, and which piece it is. With `dtype`
+    parameters and buffer are of that dtype, while `masters`, the shard that the optimizer updates, keeps the parameters' own.
     """
 
-    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], index: int, count: int, cuts: Mapping[str, Cut] | None = None) -> None:
+    def __init__(
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        index: int,
+        count: int,
+        cuts: Mapping[str, Cut] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         first = named[0][1]
         self.size = -(-sum(p.numel() for _, p in named) // count)
-        self.values = torch.zeros(self.size * count, dtype=first.dtype, device=first.device)
+        self.values = torch.zeros(self.size * count, dtype=dtype or first.dtype, device=first.device)
         self.begin, end = index * self.size, (index + 1) * self.size
         self.shard = self.values[self.begin : end]
+        self.masters = self.shard if dtype in (None, first.dtype) else torch.zeros_like(self.shard, dtype=first.dtype)
         self.slices: dict[nn.Parameter, tuple[nn.Parameter, Piece]] = {}
         offset = 0
         for name, param in named:
             after = offset + param.numel()
-            place = self.values[offset:after].view(param.shape)
-            param.data = place.copy_(param.data)
+            own = param.data
+            param.data = self.values[offset:after].view(param.shape).copy_(own)
             start, stop = max(offset, self.begin), min(after, end)
             if start < stop:
                 piece = Piece(name, param.shape, start - offset, stop - offset, (cuts or {}).get(name))
-                view = place if piece.whole else self.values[start:stop]
-                self.slices[param] = nn.Parameter(view), piece
+                part = self.masters[start - self.begin : stop - self.begin]
+                part.copy_(own.reshape(-1)[piece.start : piece.stop])
+                self.slices[param] = nn.Parameter(part.view(param.shape) if piece.whole else part), piece
             offset = after
 
     def set_gradients(self, total: torch.Tensor) -> None:
         """Give the slices their gradients: `total` holds those of the shard, [size] in any dtype."""
-        total, position = total.to(self.values.dtype), 0
+        total, position = total.to(self.masters.dtype), 0
         for param, _ in self.slices.values():
             param.grad = total[position : position + param.numel()].view(param.shape)
             position += param.numel()
 
     def gather(self, group: Any) -> dist.Work:
         """Start to collect all shards, so that every rank has all values. Collective."""
+        if self.masters is not self.shard:
+            self.shard.copy_(self.masters)
         work = _all_gather(self.values, self.shard, group=group, async_op=True)
         assert work is not None
         return work
@@ -114,7 +126,7 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, slices: Slices) -> None:
     for param, found in slices.items():
         state = optimizer.state.pop(param, None)
         if state is not None and found is not None:
-            optimizer.state[found[0]] = {key: _slice(value, found[1]) for key, value in state.items()}
+            optimizer.state[found[0]] = {key: _slice(value, found[1], found[0].dtype) for key, value in state.items()}
 
 
 def _part(param: nn.Parameter, slices: Slices) -> nn.Parameter | None:
@@ -124,8 +136,9 @@ def _part(param: nn.Parameter, slices: Slices) -> nn.Parameter | None:
     return None if found is None else found[0]
 
 
-def _slice(value: Any, piece: Piece) -> Any:
+def _slice(value: Any, piece: Piece, dtype: torch.dtype) -> Any:
     """The part of a state that belongs to a slice: of a tensor like the parameter its entries, of anything else all."""
-    if not isinstance(value, torch.Tensor) or value.shape != piece.shape or piece.whole:
+    if not isinstance(value, torch.Tensor) or value.shape != piece.shape:
         return value
-    return value.reshape(-1)[piece.start : piece.stop].clone()
+    value = value.to(dtype) if value.is_floating_point() else value
+    return value if piece.whole else value.reshape(-1)[piece.start : piece.stop].clone()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from secc.runtime.fusion.install import install, read
 from secc.runtime.gradients import Reducer, holders
 from secc.runtime.loading import Loading
 from secc.runtime.metrics import Metrics
+from secc.runtime.mixed import compute_in, dtype_of
 from secc.runtime.program import Schedule
 from secc.runtime.routes import replicas
 from secc.runtime.run import Run
@@ -51,11 +53,14 @@ class Trainer:
         for section in self.plan.sections:
             if run.rank in section.mesh.ranks:
                 recompute.install(model, section.blocks, section.recompute)
-        self.reducer = Reducer(held, params, run.rank, run.device, run.cuts)
+        self.reducer = Reducer(held, params, run.rank, run.device, run.cuts, dtype_of(self.plan.dtype))
+        used = {canonical[n] for s in self.plan.sections for n in s.params}
+        compute_in(model, self.plan.dtype, but=params.keys() - used)
         transport = Transport(self.plan, run.rank, run.device, self.options.debug_comm)
         held_sections = {s.name: s for s in sections}
         self.engine = Engine(self.plan, held_sections, transport, self.reducer.start, run.trace, self.reducer.expect, groups)
         self._owned = self._owned_names(model)
+        self._trained = {n for h in held if run.rank in h.ranks for n in h.names}
         self.optimizer = self._make_optimizer({params[n]: n for h in held if run.rank in h.ranks for n in h.names})
         self.scheduler = run.user.scheduler(self.optimizer) if self.optimizer is not None else None
         self.step_number = run.about.step if run.about else 0
@@ -148,14 +153,23 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint of all ranks. Collective."""
         assert self.options.save is not None
-        state = {k: v for k, v in checkpoint.model_state(self.model, self.run.cuts).items() if k.removeprefix("model/") in self._owned}
+        own = self._owned - (self._trained if self.plan.dtype else set[str]())  # of the rest masters are saved
+        state = {k: v for k, v in checkpoint.model_state(self.model, self.run.cuts).items() if k.removeprefix("model/") in own}
         if self.optimizer is not None:
             pieces = self.reducer.pieces
+            state |= self._masters()
             state |= checkpoint.optimizer_state(self.optimizer, pieces, self._values_owned(), self._options_owned(), self.run.rank)
         if self.scheduler is not None:
             state[f"scheduler/{self.run.rank}"] = self.scheduler.state_dict()
         about = checkpoint.manifest(self.model, self.step_number, self.run.seed, self.run.shuffle, self.plan.global_batch)
         checkpoint.save(self.options.save, state, about)
+
+    def _masters(self) -> dict[str, Any]:
+        """What this rank writes of the parameters that compute in fewer bits than the optimizer updates."""
+        if not self.plan.dtype:
+            return {}
+        owned = self._values_owned()
+        return checkpoint.piece_state({p: piece for p, piece in self.reducer.pieces.items() if piece.name in owned})
 
     def _owned_names(self, model: nn.Module) -> set[str]:
         """The entries of the state dict that this rank writes: those that it is the first to hold, or its parts of cut ones."""
@@ -198,5 +212,5 @@ class Trainer:
                 names = [s.name for s in self.plan.sections if s.sharding != "none"]
                 remedy = f"compile again with --set {names[0]}.sharding=none"
                 raise UserError(f"optimizer states cannot be sharded: {reason}", remedy=remedy)
-            shard_optimizer(optimizer, self.reducer.slices)
+        shard_optimizer(optimizer, {**self.reducer.slices, **self.reducer.masters})
         return optimizer

@@ -119,7 +119,7 @@ def _check_pattern(compiled: Compiled, rank: OneRank, pattern: frozenset[str]) -
     sizes = (MICRO_BATCH, 1) if draws is not None else (MICRO_BATCH,)
     if compiled.plan.checks.get("accepted"):
         sizes = (len(samples),)  # what was accepted is exact where there is one micro-batch
-    found = [compare(rank.step(samples, most), reference) for most in sizes]
+    found = [compare(rank.step(samples, most), reference, compiled.plan.dtype) for most in sizes]
     return PatternCheck(tuple(sorted(pattern)), len(samples), max(found, key=lambda d: max(d.loss, d.gradient)))
 
 

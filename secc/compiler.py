@@ -46,7 +46,8 @@ from secc.runtime import plan as plan_schema
 from secc.runtime.elementwise import refusal
 from secc.runtime.fusion.install import installed
 from secc.runtime.meta import meta_model
-from secc.runtime.plan import Plan
+from secc.runtime.mixed import check_model, compute_in, dtype_of
+from secc.runtime.plan import ModelRef, Plan
 from secc.runtime.user_model import UserModel, load
 from secc.runtime.weights import parameter_table
 
@@ -77,6 +78,7 @@ class Options:
     stats: Path | None = None
     skip_bad_samples: bool = False
     costs: str = ""  # the file of measured costs
+    dtype: str = ""  # "bf16": compute in it, with float32 masters
 
 
 @dataclass
@@ -122,8 +124,9 @@ class _Clock:
 def compile_model(path: str | Path, options: Options, progress: Callable[[str], None] | None = None) -> Compiled:
     """Compile a model file. Raises UserError for everything that is wrong with the model or the options."""
     pipeline.parse(pipeline_text(options))  # first of all, since it reads the options
+    dtype_of(options.dtype)
     clock = _Clock(progress)
-    user, meta, drawn, inputs, captured = front(path, options, clock.step)
+    user, meta, ref, drawn, inputs, captured = front(path, options, clock.step)
     with clock.step("build the model here"):
         model = _real_model(user, meta, options.small)
     with clock.step("compare widths"):
@@ -134,8 +137,9 @@ def compile_model(path: str | Path, options: Options, progress: Callable[[str], 
         if not captured.spare:
             raise
         module, captured, dumps = _planned(user, meta, drawn, inputs, captured.without_spare(), model, width, options, clock)
-    made = plan_codegen.build(module, model_ref(user, meta), {"secc": __version__, "torch": torch.__version__.split("+")[0]})
+    made = plan_codegen.build(module, ref, {"secc": __version__, "torch": torch.__version__.split("+")[0]})
     made = dataclasses.replace(made, checks=made.checks | _notes(captured, drawn, options))
+    model = model if model is None else compute_in(model, options.dtype)
     return Compiled(made, module, dumps, captured.constants, user, drawn, inputs, model, clock.seconds)
 
 
@@ -173,12 +177,15 @@ def _planned(
     return module, captured, [("capture", start), *run.dumps, *rest.dumps]
 
 
-def front(path: str | Path, options: Options, step: Step) -> tuple[UserModel, nn.Module, Survey, Inputs, Capture]:
-    """The model file, the model on the meta device, what its samples look like, and its capture."""
+def front(path: str | Path, options: Options, step: Step) -> tuple[UserModel, nn.Module, ModelRef, Survey, Inputs, Capture]:
+    """The model file, the model on the meta device and as plans know it, what its samples look like, and its capture."""
     with step("read the model file"):
         user = load(path)
     with step("build the model on the meta device"):
         meta = meta_model(user, small=options.small)
+        ref = model_ref(user, meta)
+        check_model(meta, options.dtype)
+        compute_in(meta, options.dtype)
     with step("draw samples"):
         drawn = survey(user, options.stats_samples, skip_bad=options.skip_bad_samples)
         inputs = describe(user, drawn)
@@ -187,7 +194,7 @@ def front(path: str | Path, options: Options, step: Step) -> tuple[UserModel, nn
         inputs = statistics.ahead(user, drawn, captured.inputs)
         inputs = inputs if options.stats is None else statistics.read(options.stats, inputs, drawn)
         captured = dataclasses.replace(captured, inputs=inputs)
-    return user, meta, drawn, inputs, captured
+    return user, meta, ref, drawn, inputs, captured
 
 
 def _module(user: UserModel, meta: nn.Module, drawn: Survey, captured: Capture, width: str, options: Options, clock: _Clock) -> ModuleOp:
@@ -195,6 +202,8 @@ def _module(user: UserModel, meta: nn.Module, drawn: Survey, captured: Capture, 
     module = import_ir.to_ir(captured)
     note_linear(module, meta)
     graph_of(module).properties["widths"] = StringAttr(width)
+    if options.dtype:
+        graph_of(module).attributes["dtype"] = StringAttr(options.dtype)
     if reason := unshardable(user, meta):
         graph_of(module).attributes["unshardable"] = StringAttr(reason)
     with clock.step("measure blocks"):
@@ -290,9 +299,9 @@ def _spec(options: Mapping[str, object]) -> str:
     return f"{{{' '.join(parts)}}}" if parts else ""
 
 
-def model_ref(user: UserModel, meta: nn.Module) -> plan_schema.ModelRef:
+def model_ref(user: UserModel, meta: nn.Module) -> ModelRef:
     """What ties a plan to its model: the file, its hash, and the parameters with shapes and whether they train."""
-    return plan_schema.ModelRef(str(user.path.resolve()), user.sha256, parameter_table(meta))
+    return ModelRef(str(user.path.resolve()), user.sha256, parameter_table(meta))
 
 
 def _real_model(user: UserModel, meta: nn.Module, small: bool) -> nn.Module | None:

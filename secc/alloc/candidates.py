@@ -236,8 +236,9 @@ def _update_ns(work: Workload, load: Load, dp: int, sharding: str) -> int:
     if load.mode != "train":
         return 0
     if sharding == "none":
-        return time.reduce_ns(cost.trainable_bytes, dp, cluster, load.tp * load.pp) + time.optimizer_ns(cost, cluster.device)
-    return time.sharded_reduce_ns(cost.trainable_bytes, dp, cluster, load.tp * load.pp) + time.optimizer_ns(cost, cluster.device, dp)
+        return time.reduce_ns(cost.summed_bytes, dp, cluster, load.tp * load.pp) + time.optimizer_ns(cost, cluster.device)
+    travels = (cost.summed_bytes + cost.trainable_bytes) // 2  # the mean of gradients one way and weights the other
+    return time.sharded_reduce_ns(travels, dp, cluster, load.tp * load.pp) + time.optimizer_ns(cost, cluster.device, dp)
 
 
 def _times(work: Workload, load: Load, pattern: Pattern, samples: int, recompute: str) -> tuple[int, int]:

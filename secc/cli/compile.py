@@ -38,6 +38,7 @@ def command(
     explain_fusion: Annotated[bool, typer.Option("--explain-fusion", help="say what was fused, and why other places were not")] = False,
     accept: ACCEPT = None,
     costs: Annotated[str, typer.Option(help="a file of measured costs, made by secc profile", metavar="FILE")] = "",
+    dtype: Annotated[str, typer.Option(help="bf16: compute in it, with weights, gradient sums and optimizer in float32")] = "",
     check: Annotated[bool, typer.Option(help="compare the plan with the eager model, if it fits here")] = True,
     json: JSON = False,
 ) -> None:
@@ -49,7 +50,7 @@ def command(
     options = Options(
         cluster, global_batch, strategy, tuple(set_ or ()), tuple(section or ()), max_sections, stats_samples, widths, fuse=fuse,
         without=tuple(no_fuse_rule or ()), accept=tuple(accept or ()), stats=stats,
-        skip_bad_samples=skip_bad_samples, costs=costs,
+        skip_bad_samples=skip_bad_samples, costs=costs, dtype=dtype,
     )  # fmt: skip
     with progress(quiet=json) as show:
         compiled = compile_model(model, options, show)

@@ -69,6 +69,7 @@ def build(module: ModuleOp, model: plan.ModelRef, versions: Mapping[str, str]) -
         solver=json.loads(attribute(graph, "solver", "{}")),
         prediction=json.loads(attribute(graph, "prediction", "{}")),
         checks=_notes(graph),
+        dtype=attribute(graph, "dtype", ""),
         labels_key=graph.labels.data if graph.labels else "",
         recorded=_recorded(graph),
         draws=draws.draws(graph.attributes.get(draws.ATTRIBUTE)),

@@ -33,13 +33,15 @@ def memory(cost: SectionCost, activation: int, working: int = 0, dp: int = 1, sh
     """The memory of a rank that holds the whole section, `activation` bytes for each micro-batch in flight.
 
     Sharded optimizers have a `dp`-th of the states and of the summed gradients. Under `zero2` a rank's own gradients are freed bucket by
-    bucket in its last backward, so that they are never there as a whole if that is its only one (`micro_batches` is 1).
+    bucket in its last backward, so that they are never there as a whole if that is its only one (`micro_batches` is 1). Float32 masters
+    count with the optimizer's states.
     """
-    size = cost.trainable_bytes
+    size, masters = cost.summed_bytes, cost.master_bytes
     wide = SUM_BYTES * cost.trainable
-    buffers = min(wide, WINDOW * BUCKET_BYTES * wide // size) if dp > 1 and size else 0
+    of_bucket = size if sharding != "none" else cost.trainable_bytes  # buckets hold so many bytes of what is reduced
+    buffers = min(wide, WINDOW * BUCKET_BYTES * wide // of_bucket) if dp > 1 and size else 0
     if sharding == "none" or dp == 1:
-        return Memory(cost.param_bytes, size, OPTIMIZER_STATES * size, activation, buffers, working)
+        return Memory(cost.param_bytes, size, OPTIMIZER_STATES * size + masters, activation, buffers, working)
     shard = -(-size // dp)
     own = min(size, BUCKET_BYTES) if sharding == "zero2" and micro_batches == 1 else size
-    return Memory(cost.param_bytes, own + shard, OPTIMIZER_STATES * shard, activation, buffers, working)
+    return Memory(cost.param_bytes, own + shard, OPTIMIZER_STATES * shard + -(-masters // dp), activation, buffers, working)

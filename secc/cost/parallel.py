@@ -39,7 +39,7 @@ def on_rank(cost: SectionCost, tp: int, pp: int) -> SectionCost:
     cut, kept = stage / tp, stage * (KEPT_PARTS - CUT_PARTS + Fraction(CUT_PARTS, tp)) / KEPT_PARTS
     slower = _slower(cost.narrow, tp)
     again = {way: _again(a, stage, cut * slower, kept) for way, a in cost.again.items()}
-    counts = {key: _part(getattr(cost, key), cut) for key in ("params", "trainable", "param_bytes", "trainable_bytes")}
+    counts = {key: _part(getattr(cost, key), cut) for key in ("params", "trainable", "param_bytes", "trainable_bytes", "master_bytes")}
     return replace(
         cost,
         flops=_times(cost.flops, cut),

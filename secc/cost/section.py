@@ -46,6 +46,7 @@ class SectionCost:
     the blocks compute in. label: "counted", or "default" where any part was estimated. again: what recomputation changes, for each way
     but "none". layers: how many layers of stacks the calls run, summed: bytes of what enters them. narrow: the smallest dim of the
     weights that take longest. forward_ns, backward_ns: what was measured of calls, whose work and bytes are then not in the sums above.
+    master_bytes: of the float32 weights that the optimizer updates where modules compute in fewer bits, 0 where they do not.
     """
 
     flops: str
@@ -67,6 +68,12 @@ class SectionCost:
     narrow: int = 0
     forward_ns: str = "0"
     backward_ns: str = "0"
+    master_bytes: int = 0
+
+    @property
+    def summed_bytes(self) -> int:
+        """Bytes of the trainable weights as gradients and optimizer states have them."""
+        return self.master_bytes or self.trainable_bytes
 
 
 @dataclass
@@ -117,6 +124,7 @@ def section_cost(graph: GraphOp, section: SectionOp) -> SectionCost:
         _narrow(calls),
         _timed(s.forward_ns for s in sums),
         _timed(s.backward_ns for s in sums) if _mode(section) != "forward" else "0",
+        FLOAT_BYTES * trainable if "dtype" in graph.attributes else 0,
     )
 
 

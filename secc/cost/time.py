@@ -65,7 +65,8 @@ def sharded_reduce_ns(size: int, ranks: int, cluster: Cluster, stride: int = 1) 
 
 def optimizer_ns(cost: SectionCost, device: Device, shards: int = 1) -> int:
     """The optimizer's step on a rank's shard, bound by memory."""
-    return 1000 * OPTIMIZER_PASSES * (cost.trainable_bytes // shards) // device.bandwidth
+    written = cost.trainable_bytes if cost.master_bytes else 0  # the weights that modules compute with, from their masters
+    return 1000 * (OPTIMIZER_PASSES * (cost.summed_bytes // shards) + written // shards) // device.bandwidth
 
 
 def message_ns(size: int, cluster: Cluster) -> int:

@@ -21,6 +21,8 @@ from secc.runtime.user_model import UserModel, loss_of
 LOSS_TOLERANCE = 1e-6  # relative
 GRADIENT_TOLERANCE = 1e-5  # of the parameter's own gradient norm, plus
 GRADIENT_FLOOR = 1e-8  # of the norm of all gradients: some gradients, such as a key bias, are rounding noise
+# The same where modules compute in bfloat16, whose unit roundoff is 2e-3: a batch that is cut otherwise rounds otherwise.
+ROUNDED = {"": (LOSS_TOLERANCE, GRADIENT_TOLERANCE, GRADIENT_FLOOR), "bf16": (5e-3, 5e-2, 2e-3)}
 
 SEED = 0  # of the step that a comparison stands for
 
@@ -85,21 +87,23 @@ class Difference:
         return self.loss <= 1 and self.gradient <= 1
 
 
-def compare(found: Result, reference: Result) -> Difference:
-    """The differences in units of the tolerances. A gradient that is None on one side only is infinitely far."""
-    loss = abs(found.loss - reference.loss) / (LOSS_TOLERANCE * max(abs(reference.loss), 1e-12))
+def compare(found: Result, reference: Result, dtype: str = "") -> Difference:
+    """The differences in units of the tolerances, those of float32 or of a plan's `dtype`. A gradient that is None on one side only is
+    infinitely far."""
+    of_loss, *of_gradients = ROUNDED[dtype]
+    loss = abs(found.loss - reference.loss) / (of_loss * max(abs(reference.loss), 1e-12))
     total = sum(float(g.double().square().sum()) for g in reference.gradients.values() if g is not None) ** 0.5
     worst, gradient = "", 0.0
     for name, expected in reference.gradients.items():
-        distance = _distance(found.gradients.get(name), expected, total)
+        distance = _distance(found.gradients.get(name), expected, total, *of_gradients)
         if distance > gradient or not worst:
             worst, gradient = name, distance
     return Difference(loss, gradient, worst)
 
 
-def _distance(found: torch.Tensor | None, expected: torch.Tensor | None, total: float) -> float:
+def _distance(found: torch.Tensor | None, expected: torch.Tensor | None, total: float, share: float, floor: float) -> float:
     if found is None or expected is None:
         return 0.0 if found is expected else float("inf")
-    allowed = GRADIENT_TOLERANCE * float(expected.double().norm()) + GRADIENT_FLOOR * total
+    allowed = share * float(expected.double().norm()) + floor * total
     error = float((found.double() - expected.double()).norm())
     return error / allowed if allowed else (0.0 if error == 0 else float("inf"))

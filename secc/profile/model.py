@@ -51,7 +51,7 @@ def profile_model(path: Path, small: bool, sizes: int, repeat: int, progress: Ca
         progress(name)
         yield
 
-    user, meta, drawn, inputs, captured = front(path, Options(small=small), step)
+    user, meta, _, drawn, inputs, captured = front(path, Options(small=small), step)
     module = import_ir.to_ir(captured)
     with step("measure blocks"):
         samples = Samples([user.collate([d.sample]) for d in drawn.drawn if d.sample is not None], captured.constants)

@@ -59,6 +59,8 @@ def summary(plan: Plan) -> list[tuple[str, str]]:
         ("widths", _widths(plan)),
         ("hash", plan.hash[:16]),
     ]
+    if plan.dtype:
+        facts.insert(-1, ("precision", f"modules compute in {plan.dtype}; masters, gradient sums and optimizer in float32"))
     return facts
 
 

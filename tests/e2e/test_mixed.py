@@ -1,0 +1,106 @@
+"""`--dtype bf16`: plans train as the recipe does that people write by hand, and sums stay in float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from secc.errors import UserError
+from secc.frontend.reference import ROUNDED, Result, compare
+from secc.runtime.checkpoint import load_full
+from secc.runtime.user_model import load, loss_of
+from tests.e2e.harness import LEARNING_RATE, Trained, compile_to, distributed, recording_model, run
+
+MODELS = Path(__file__).parent.parent / "models"
+GLOBAL_BATCH = 8
+HALF = """
+import nano
+from nano import dataset
+
+def model():
+    return nano.model().bfloat16()
+"""
+
+
+def by_hand(path: Path, steps: int) -> Trained:
+    """bfloat16 parameters with float32 masters, the whole batch in one process; gradients are those of the first step."""
+    user = load(path)
+    torch.manual_seed(0)
+    model = user.model()
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    masters = {n: torch.nn.Parameter(p.detach().clone()) for n, p in trained.items()}
+    for p in model.parameters():
+        p.data = p.data.bfloat16()
+    optimizer = torch.optim.AdamW(masters.values(), lr=LEARNING_RATE)
+    losses, first = list[float](), dict[str, torch.Tensor | None]()
+    for step in range(steps):
+        batch = user.collate([user.sample(i % len(user.dataset())) for i in range(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH)])
+        model.zero_grad()
+        loss = loss_of(model(**{k: v.bfloat16() if v.is_floating_point() else v for k, v in batch.items()}))
+        loss.backward()
+        for n, p in trained.items():
+            masters[n].grad = None if p.grad is None else p.grad.float()
+        first = first or {n: None if m.grad is None else m.grad.clone() for n, m in masters.items()}
+        optimizer.step()
+        for n, p in trained.items():
+            p.data.copy_(masters[n].data)
+        losses.append(loss.item())
+    return Trained(losses, first, {n: m.detach() for n, m in masters.items()})
+
+
+CASES = [
+    ("llava_tiny", 3, ("language_model.sharding=zero1", "vision_tower.recompute=full")),
+    ("qwen_distil", 3, ("student.tp=2",)),
+    ("nano", 2, ("model.pp=2",)),
+]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("name", "ranks", "choices"), CASES)
+def test_a_plan_trains_as_the_recipe_by_hand(name: str, ranks: int, choices: tuple[str, ...], tmp_path: Path) -> None:
+    model = recording_model(name, tmp_path, MODELS)
+    reference = by_hand(model, 3)
+    compiled = compile_to(model, tmp_path / "plan", cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, set=choices, dtype="bf16")
+    assert all(e.dtype == "bfloat16" for e in compiled.plan.edges if e.grad)
+    found = distributed(tmp_path / "plan", compiled.plan.world_size, 3, tmp_path / "run")
+    difference = compare(Result(found.losses[0], found.gradients), Result(reference.losses[0], reference.gradients), "bf16")
+    assert difference.exact, difference
+    assert found.losses == pytest.approx(reference.losses, rel=ROUNDED["bf16"][0])
+    for trained, expected in reference.parameters.items():
+        assert found.parameters[trained].dtype == torch.float32
+        assert (found.parameters[trained] - expected).abs().max() <= 6 * LEARNING_RATE
+
+
+@pytest.mark.gloo
+def test_gradients_are_summed_in_float32(tmp_path: Path) -> None:
+    """Samples one by one round alike on one rank and on two: what is left is the order of float32 sums."""
+    model = recording_model("nano", tmp_path, MODELS)
+    runs: list[Trained] = []
+    for ranks, sharding in ((1, "none"), (2, "zero2")):
+        plan = tmp_path / f"plan{ranks}"
+        choices = ("model.micro_batch=1", f"model.sharding={sharding}")
+        compile_to(model, plan, False, cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, max_sections=1, set=choices, dtype="bf16")
+        runs.append(distributed(plan, ranks, 2, tmp_path / f"run{ranks}"))
+    one, two = (Result(r.losses[0], r.gradients) for r in runs)
+    assert all(g is None or g.dtype == torch.float32 for g in two.gradients.values())
+    difference = compare(two, one)
+    assert difference.exact, difference
+
+    # Masters are what is saved: resumed, the run goes on as if it had not stopped.
+    plan, saved = tmp_path / "plan2", tmp_path / "again"
+    run(plan, 2, ["--steps", "1", "--log-dir", str(saved / "a"), "--save", str(saved), "--workers", "0"], {"GRADIENTS": str(tmp_path)})
+    resumed = ["--steps", "2", "--log-dir", str(saved / "b"), "--resume", str(saved), "--save", str(saved), "--workers", "0"]
+    run(plan, 2, resumed, {"GRADIENTS": str(tmp_path)})
+    for name, value in load_full(saved).items():
+        assert torch.equal(value, runs[1].parameters[name]), name
+
+
+def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot compute in 'fp8'"):
+        compile_to(MODELS / "nano.py", tmp_path / "plan", dtype="fp8")
+    model = tmp_path / "half.py"
+    model.write_text(f"import sys\nsys.path.insert(0, {str(MODELS)!r})\n{HALF}")
+    with pytest.raises(UserError, match="are bfloat16 already"):
+        compile_to(model, tmp_path / "plan", dtype="bf16")
