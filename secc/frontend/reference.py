@@ -21,8 +21,9 @@ from secc.runtime.user_model import UserModel, loss_of
 LOSS_TOLERANCE = 1e-6  # relative
 GRADIENT_TOLERANCE = 1e-5  # of the parameter's own gradient norm, plus
 GRADIENT_FLOOR = 1e-8  # of the norm of all gradients: some gradients, such as a key bias, are rounding noise
-# The same where modules compute in bfloat16, whose unit roundoff is 2e-3: a batch that is cut otherwise rounds otherwise.
-ROUNDED = {"": (LOSS_TOLERANCE, GRADIENT_TOLERANCE, GRADIENT_FLOOR), "bf16": (5e-3, 5e-2, 2e-3)}
+# The same where modules compute in bfloat16, whose unit roundoff is 4e-3: a batch that is cut otherwise rounds otherwise. A loss that plain
+# PyTorch computes in bfloat16 was seen 1 % off its value in float32 at the same weights.
+ROUNDED = {"": (LOSS_TOLERANCE, GRADIENT_TOLERANCE, GRADIENT_FLOOR), "bf16": (2e-2, 5e-2, 2e-3)}
 
 SEED = 0  # of the step that a comparison stands for
 
