@@ -1,7 +1,7 @@
 """`allocate`: gives each section its ranks, replicas, micro-batch size, sharding and recomputation, and writes down the prediction.
 
 The choice is `secc.alloc`'s; this pass reads the options, asks, and puts the answer into the attributes of sections and graph. Ranks are
-handed out group by group, the one with the most work first.
+handed out group by group, the widest tensor parallelism first, so that no replica's lies across nodes, then the most work.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from xdsl.dialects.builtin import ModuleOp, StringAttr
 from xdsl.passes import ModulePass
 
 from secc.alloc import pins as pins_
-from secc.alloc.candidates import Load, Workload, on_rank, problem, workload
+from secc.alloc.candidates import Load, Workload, on_rank, problem, usable_ranks, workload
 from secc.alloc.evaluate import Value, evaluate
 from secc.alloc.infeasible import explain
 from secc.alloc.model import least_memory, solve
@@ -33,7 +33,8 @@ SAMPLES_PER_RANK = 8  # of the global batch, where none is given
 class Allocate(ModulePass):
     """`cluster` as `secc.cluster.parse` reads it; `ranks` of it (0: all); `global_batch` samples (0: eight for each rank); `set` pins
     choices, NAME.KEY=VALUE; `strategy` is auto, apart, colocate or uniform. With `fit=false` a model that fits no device is planned
-    with the least memory instead of refused, and the prediction says what is missing."""
+    with the least memory instead of refused, and the prediction says what is missing. `refused` are choices, NAME.KEY=VALUE, that a later
+    pass could not carry out. On CPUs, whose ranks share a memory, replicas of several ranks are for what does not fit otherwise."""
 
     name = "allocate"
     cluster: str = "local"
@@ -42,16 +43,20 @@ class Allocate(ModulePass):
     set: tuple[str, ...] = ()
     strategy: str = "auto"
     fit: bool = True
+    refused: tuple[str, ...] = ()
 
     def apply(self, ctx: Context, op: ModuleOp) -> None:
         graph = graph_of(op)
         cluster = parse(self.cluster)
         ranks = self._ranks(cluster)
         work = workload(graph, cluster, self.global_batch or SAMPLES_PER_RANK * ranks)
-        pins = pins_.parse(self.set, work.loads)
+        pins = pins_.parse(self.set, work.loads, self.refused)
         self._check(work, ranks, pins)
-        asked = problem(work, ranks, self.strategy, pins)
+        asked = problem(work, ranks, self.strategy, pins, free=cluster.device.backend != "cpu")
         solution = solve(asked)
+        if solution is None and cluster.device.backend == "cpu":
+            asked = problem(work, ranks, self.strategy, pins)
+            solution = solve(asked)
         if solution is None and not self.fit and (need := least_memory(asked)) is not None:
             asked = replace(asked, capacity=need)
             solution = solve(asked)
@@ -75,7 +80,7 @@ class Allocate(ModulePass):
     def _check(self, work: Workload, ranks: int, pins: Pins) -> None:
         if self.strategy not in STRATEGIES:
             raise UserError(f"there is no strategy {self.strategy!r}", remedy=f"strategies are {', '.join(STRATEGIES)}")
-        usable = work.usable_ranks(self.strategy, pins)
+        usable = usable_ranks(work, self.strategy, pins, ranks)
         if ranks > usable:
             raise UserError(
                 f"{ranks} ranks are more than can be used: a global batch of {work.global_batch} samples has work for at most {usable}",
@@ -113,12 +118,14 @@ def _memory(value: Value, solution: Solution, section: str) -> float:
 
 
 def _hand_out(solution: Solution, chosen: dict[str, Candidate]) -> dict[str, list[int]]:
-    """Ranks for each group, in a row, the group with the most work first."""
+    """Ranks for each group, in a row: those before a group are a multiple of its tp, since tp are powers of two."""
     work: dict[str, int] = {}
+    widest: dict[str, int] = {}
     for s, group in solution.assignment.group.items():
         work[group] = work.get(group, 0) + chosen[s].time_ns * chosen[s].ranks
+        widest[group] = max(widest.get(group, 1), chosen[s].tp)
     start, ranks = 0, dict[str, list[int]]()
-    for group in sorted(work, key=lambda g: (-work[g], g)):
+    for group in sorted(work, key=lambda g: (-widest[g], -work[g], g)):
         ranks[group] = list(range(start, start + chosen[group].ranks))
         start += chosen[group].ranks
     return ranks

@@ -2,18 +2,19 @@
 
 Expected load: a global batch holds `global_batch x share` samples of each pattern, and the busiest of dp replicas gets the dp-th part of
 the active ones, rounded up. A micro-batch holds samples of one pattern, as the wavefront composes them, at the pattern's mean sizes.
-Of the ways to shard and to recompute with the same replicas and micro-batches, those are candidates that no other one beats.
+Layouts, sizes and ways to run that no other one beats are candidates (`secc.alloc.layouts`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from math import ceil, prod
+from math import ceil
 
-from xdsl.dialects.builtin import StringAttr
+from xdsl.dialects.builtin import ArrayAttr, IntegerAttr, StringAttr
 
+from secc.alloc import layouts
 from secc.alloc.pins import WORDS, Pins
 from secc.alloc.types import Candidate, Edge, Problem
 from secc.cluster import Cluster
@@ -33,7 +34,8 @@ IN_TURN = 2  # micro-batches in flight of a section whose consumers share its ra
 class Load:
     """A section as the cost model sees it: its cost, times as texts, and the patterns it is active for.
 
-    `backward_ns` has a text for each way to recompute. With `tp` and `pp`, cost and times are those of one rank of a replica.
+    `backward_ns` has a text for each way to recompute. With `tp` and `pp`, cost and times are those of one rank of a replica. `memo` keeps
+    what the texts gave.
     """
 
     section: SectionOp
@@ -45,6 +47,7 @@ class Load:
     active: tuple[Pattern, ...]
     tp: int = 1
     pp: int = 1
+    memo: dict[object, tuple[int, int]] = field(init=False, repr=False, compare=False, default_factory=dict[object, tuple[int, int]])
 
     @property
     def name(self) -> str:
@@ -75,11 +78,6 @@ class Workload:
     def samples(self, load: Load) -> int:
         """Active samples of a section in a global batch, as expected and rounded up; at least 1."""
         return max(1, ceil(self.global_batch * load.share))
-
-    def usable_ranks(self, strategy: str, pins: Pins) -> int:
-        """The most ranks that can all have work."""
-        counts = [self.samples(load) * prod(pins.shape(name)) for name, load in self.loads.items()]
-        return max(counts) if strategy in {"colocate", "uniform"} else sum(counts)
 
 
 def workload(graph: GraphOp, cluster: Cluster, global_batch: int) -> Workload:
@@ -125,26 +123,54 @@ def _ordered(graph: GraphOp, edges: Iterable[Crossing]) -> list[tuple[str, Secti
     return placed
 
 
-def problem(work: Workload, ranks: int, strategy: str, pins: Pins) -> Problem:
-    """The solver's problem for `ranks` devices. Raises UserError for pins that leave a section without a candidate."""
-    sections = {name: _candidates(work, load, ranks, pins) for name, load in work.loads.items()}
+def problem(work: Workload, ranks: int, strategy: str, pins: Pins, free: bool = True) -> Problem:
+    """The solver's problem for `ranks` devices. Raises UserError for pins that leave a section without a candidate.
+
+    Unless `free`, only pinned sections have replicas of several ranks.
+    """
+    capacity, alike = work.cluster.device.usable, strategy == "uniform"
+    sections: dict[str, tuple[Candidate, ...]] = {}
+    for name, load in work.loads.items():
+        sections[name] = layouts.unbeaten(_candidates(work, load, ranks, pins, free), capacity, alike)
     edges = tuple(_edge(work, c, sections) for c in work.crossings)
-    return Problem(sections, edges, ranks, work.cluster.device.usable, strategy, pins.together, work.cluster.per_node)
+    return Problem(sections, edges, ranks, capacity, strategy, pins.together, work.cluster.per_node)
 
 
-def _candidates(work: Workload, load: Load, ranks: int, pins: Pins) -> tuple[Candidate, ...]:
-    found: list[Candidate] = []
-    ways, replica = ways_to_run(work, load, pins), replica_of(work, load, pins, ranks)
-    for dp in pins.dp(load.name, min(ranks // (replica.tp * replica.pp), work.global_batch)):
-        share = -(-work.samples(load) // dp)
-        for size in pins.micro_batch(load.name, share):
-            found += _unbeaten(candidate(work, replica, dp, size, *way) for way in ways)
-    return tuple(found)
+def usable_ranks(work: Workload, strategy: str, pins: Pins, ranks: int) -> int:
+    """The most ranks of `ranks` that can all have work."""
+    largest = {name: max(tp * pp for tp, pp in shapes(work, load, pins, ranks)) for name, load in work.loads.items()}
+    counts = [work.samples(load) * largest[name] for name, load in work.loads.items()]
+    return max(counts) if strategy in {"colocate", "uniform"} else sum(counts)
 
 
-def replica_of(work: Workload, load: Load, pins: Pins, ranks: int) -> Load:
-    """The section on one rank of its replicas. Raises UserError for a pinned tp or pp that cannot be had."""
-    tp, pp = pins.shape(load.name)
+def _candidates(work: Workload, load: Load, ranks: int, pins: Pins, free: bool) -> Iterator[Candidate]:
+    ways = ways_to_run(work, load, pins)
+    for tp, pp in shapes(work, load, pins, ranks, free):
+        replica = replica_of(work, load, tp, pp, ranks)
+        most = min(ranks // (tp * pp), work.global_batch)
+        for dp in pins.dp(load.name, most, layouts.replicas(tp * pp, ranks, work.cluster.per_node, most)):
+            for size in pins.micro_batch(load.name, -(-work.samples(load) // dp)):
+                yield from (candidate(work, replica, dp, size, *way) for way in ways)
+
+
+def shapes(work: Workload, load: Load, pins: Pins, ranks: int, free: bool = True) -> list[tuple[int, int]]:
+    """The (tp, pp) to consider: pinned ones, and where `free` those that the section is known to take."""
+    tps = [1, *_tps(work.graph, load.section)] if free and not (load.cost.trainable and work.unshardable) else [1]
+    stages = layouts.powers(max(1, _declared_layers(work.graph, load.section))) if free else [1]
+    found = [(tp, pp) for tp in pins.choices(load.name, "tp", tps) for pp in pins.choices(load.name, "pp", stages)]
+    fixed = pins.fixed(load.name, "tp") and pins.fixed(load.name, "pp")
+    return found if fixed else [s for s in found if s[0] * s[1] <= ranks and s[0] <= work.cluster.per_node] or found[:1]
+
+
+def _tps(graph: GraphOp, section: SectionOp) -> list[int]:
+    """The tp above 1 that the section's blocks were found to take; blocks in which there is nothing to cut do not matter."""
+    found = [graph.blocks[path].attributes.get("tp") for path in strings(section.blocks)]
+    listed = [{int(i.value.data) for i in values if isinstance(i, IntegerAttr)} for values in found if isinstance(values, ArrayAttr)]
+    return sorted(set.intersection(*listed)) if listed else []
+
+
+def replica_of(work: Workload, load: Load, tp: int, pp: int, ranks: int) -> Load:
+    """The section on one rank of its replicas. Raises UserError for a tp or pp that cannot be had."""
     if tp * pp > ranks:
         message = f"{load.name}.tp={tp} with pp={pp} is impossible: a replica would need {tp * pp} ranks, and there are {ranks}"
         raise UserError(message, remedy="set smaller ones, or give more ranks")
@@ -184,19 +210,6 @@ def _only_none(load: Load, key: str, pins: Pins, reason: str) -> None:
     choice = pins.words.get(load.name, {}).get(key, "none")
     if choice != "none":
         raise UserError(f"{load.name}.{key}={choice} is impossible: {reason}", remedy=f"leave it out, or set {load.name}.{key}=none")
-
-
-def _unbeaten(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Those that no other is at least as good as in time and memory; of equals the first."""
-    kept: list[Candidate] = []
-    for c in candidates:
-        if not any(_beats(other, c) for other in kept):
-            kept = [other for other in kept if not _beats(c, other)] + [c]
-    return kept
-
-
-def _beats(a: Candidate, b: Candidate) -> bool:
-    return a.time_ns <= b.time_ns and a.drain_ns <= b.drain_ns and a.memory <= b.memory and a.memory_ahead <= b.memory_ahead
 
 
 def candidate(work: Workload, load: Load, dp: int, size: int, sharding: str = "none", recompute: str = "none") -> Candidate:
@@ -242,20 +255,30 @@ def _update_ns(work: Workload, load: Load, dp: int, sharding: str) -> int:
 
 
 def _times(work: Workload, load: Load, pattern: Pattern, samples: int, recompute: str) -> tuple[int, int]:
-    sizes = micro_batch(work.graph, pattern.sizes, samples)
-    return evaluate(load.forward_ns, sizes), evaluate(load.backward_ns[recompute], sizes)
+    key = (pattern.when, samples, recompute)
+    if key not in load.memo:
+        sizes = micro_batch(work.graph, pattern.sizes, samples)
+        load.memo[key] = evaluate(load.forward_ns, sizes), evaluate(load.backward_ns[recompute], sizes)
+    return load.memo[key]
 
 
 def room(work: Workload, load: Load, dp: int, size: int, sharding: str, recompute: str, micro_batches: int) -> Memory:
     """Bytes on a rank; a micro-batch keeps what backward needs, and the tensors that come in and go out. The largest pattern counts."""
-    activation = working = 0
-    again = load.cost.again.get(recompute)
-    for pattern in load.active:
-        sizes = micro_batch(work.graph, pattern.sizes, size)
-        ends = sum(evaluate(c.size, sizes) for c in work.crossings if load.name in (c.src, c.dst))
-        activation = max(activation, evaluate(load.under(recompute).saved, sizes) + ends)
-        working = max(working, evaluate(again.working, sizes) if again else 0)
-    return memory(load.cost, activation, working, dp, sharding, micro_batches)
+    return memory(load.cost, *_kept(work, load, size, recompute), dp, sharding, micro_batches)
+
+
+def _kept(work: Workload, load: Load, size: int, recompute: str) -> tuple[int, int]:
+    """Bytes that a micro-batch keeps, and what recomputation adds."""
+    if (size, recompute) not in load.memo:
+        activation = working = 0
+        again, saved = load.cost.again.get(recompute), load.under(recompute).saved
+        for pattern in load.active:
+            sizes = micro_batch(work.graph, pattern.sizes, size)
+            ends = sum(evaluate(c.size, sizes) for c in work.crossings if load.name in (c.src, c.dst))
+            activation = max(activation, evaluate(saved, sizes) + ends)
+            working = max(working, evaluate(again.working, sizes) if again else 0)
+        load.memo[size, recompute] = activation, working
+    return load.memo[size, recompute]
 
 
 def _edge(work: Workload, crossing: Crossing, sections: dict[str, tuple[Candidate, ...]]) -> Edge:

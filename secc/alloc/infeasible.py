@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from secc.alloc.candidates import Workload, problem
+from secc.alloc.candidates import Workload, problem, usable_ranks
 from secc.alloc.model import least_memory, solve
 from secc.alloc.pins import Pins
 from secc.alloc.types import Problem
@@ -36,7 +36,7 @@ def _no_ranks(work: Workload, asked: Problem, pins: Pins) -> UserError:
         )
     return UserError(
         f"the strategy {asked.strategy} cannot put {names} on {asked.ranks} ranks",
-        remedy=f"give at most {work.usable_ranks(asked.strategy, pins)} ranks, or a larger global batch",
+        remedy=f"give at most {usable_ranks(work, asked.strategy, pins, asked.ranks)} ranks, or a larger global batch",
     )
 
 
@@ -54,7 +54,7 @@ def _remedy(work: Workload, asked: Problem, pins: Pins, section: str, need: int)
     if asked.strategy != "auto" and solve(problem(work, asked.ranks, "auto", pins)) is not None:
         return "use the strategy auto"
     for ranks in range(asked.ranks + 1, asked.ranks + len(asked.sections) + 1):
-        if ranks <= work.usable_ranks(asked.strategy, pins) and solve(problem(work, ranks, asked.strategy, pins)) is not None:
+        if ranks <= usable_ranks(work, asked.strategy, pins, ranks) and solve(problem(work, ranks, asked.strategy, pins)) is not None:
             return f"give {ranks} ranks"
     gib = -(-need * 100 // 95 + work.cluster.device.reserved) / GIB
     smaller = f"make {section} smaller: fewer parameters, shorter samples, or a dtype of fewer bytes"

@@ -27,7 +27,7 @@ Constraints, each family by the function that adds it
 
 where r, w, m, latency, ... of a section stand for their sums over c weighted with x[s,c].
 
-Objective: the least T under K <= capacity, and among equals the fewest ranks; or (`least_memory`) the least K. Fixed seed, one worker and a
+Objective: the least T under K <= capacity, among equals the fewest ranks, then the plainest candidates; or (`least_memory`) the least K. Fixed seed, one worker and a
 deterministic time limit make the answer the same on every machine; the bound that CP-SAT proves gives the gap.
 """
 
@@ -40,23 +40,25 @@ from typing import Any
 from ortools.sat.python import cp_model
 
 from secc.alloc.evaluate import evaluate
+from secc.alloc.layouts import simplicity
 from secc.alloc.types import Assignment, Problem, Solution
 
 DETERMINISTIC_LIMIT = 20.0  # CP-SAT's unit, about a second on a fast machine
 RESOLUTION = 10**8  # times above it are solved in coarser units, so that sums stay far from CP-SAT's 64 bits
 SEED = 7
+PLAINEST = 1 << 12  # more than `simplicity` summed over sections
 
 
 def solve(problem: Problem, limit: float = DETERMINISTIC_LIMIT) -> Solution | None:
     """The fastest assignment, or None if there is none. Raises RuntimeError if none was found or refuted within the limit."""
     model = Model(_coarsened(problem))
-    model.cp.minimize(model.time * (problem.ranks + 1) + sum(model.ranks.values()))
+    model.cp.minimize((model.time * (problem.ranks + 1) + sum(model.ranks.values())) * PLAINEST + model.plainness())
     solver, status = _run(model, limit)
     if status == cp_model.INFEASIBLE:
         return None
     assignment = model.assignment(solver)
     value = evaluate(problem, assignment)
-    found, bound = solver.value(model.time), int(solver.best_objective_bound) // (problem.ranks + 1)
+    found, bound = solver.value(model.time), int(solver.best_objective_bound) // ((problem.ranks + 1) * PLAINEST)
     gap = 0.0 if status == cp_model.OPTIMAL else max(0.0, (found - bound) / max(found, 1))
     return Solution(assignment, value.time_ns, solver.status_name(status), round(gap, 6), value.ranks)
 
@@ -123,6 +125,10 @@ class Model:
         choice = {s: next(i for i, v in enumerate(xs) if solver.boolean_value(v)) for s, xs in self.x.items()}
         group = {s: g for (s, g), v in self.y.items() if solver.boolean_value(v)}
         return Assignment(choice, group)
+
+    def plainness(self) -> Any:
+        """How much in the choice could be left out (`secc.alloc.layouts`), over all sections."""
+        return sum(self._of(s, [simplicity(c) for c in cs]) for s, cs in self.problem.sections.items())
 
     def _of(self, section: str, values: Sequence[int]) -> Any:
         """The value of the chosen candidate."""

@@ -17,28 +17,42 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Pins:
-    """Pinned choices by section, numbers and words, and the pairs of sections that share devices."""
+    """Pinned choices by section, numbers and words, and the pairs of sections that share devices.
+
+    `refused` holds choices that a later pass could not carry out, NAME.KEY=VALUE: they are not considered again.
+    """
 
     values: Mapping[str, Mapping[str, int]] = field(default_factory=dict[str, Mapping[str, int]])
     words: Mapping[str, Mapping[str, str]] = field(default_factory=dict[str, Mapping[str, str]])
     together: tuple[tuple[str, str], ...] = ()
+    refused: frozenset[str] = frozenset()
 
-    def dp(self, section: str, most: int) -> list[int]:
+    def dp(self, section: str, most: int, free: Iterable[int]) -> list[int]:
         """The replica counts to consider. Raises UserError for a pin above `most`."""
-        return self._choices(section, "dp", most, list(range(1, most + 1)))
+        pinned = self.fixed(section, "dp")
+        if pinned is not None and pinned > most:
+            raise UserError(
+                f"{section}.dp={pinned} is impossible: there are ranks and samples for at most {most}",
+                remedy=f"set {section}.dp to at most {most}, or give more ranks and a larger global batch",
+            )
+        return self.choices(section, "dp", free)
 
     def micro_batch(self, section: str, most: int) -> list[int]:
         """The micro-batch sizes to consider for `most` samples on a replica: powers of two, and all of them at once."""
-        pinned = self.values.get(section, {}).get("micro_batch")
+        pinned = self.fixed(section, "micro_batch")
         if pinned is not None:
             return [pinned]
         sizes = [1 << i for i in range(most.bit_length()) if 1 << i <= most]
         return sorted({*sizes, most})
 
-    def shape(self, section: str) -> tuple[int, int]:
-        """The tp and pp of a section's replicas: 1 where they are not pinned."""
-        pinned = self.values.get(section, {})
-        return pinned.get("tp", 1), pinned.get("pp", 1)
+    def fixed(self, section: str, key: str) -> int | None:
+        """The number that is pinned, None if none is."""
+        return self.values.get(section, {}).get(key)
+
+    def choices(self, section: str, key: str, free: Iterable[int]) -> list[int]:
+        """The pinned number, or those of `free` that were not refused."""
+        pinned = self.fixed(section, key)
+        return [pinned] if pinned is not None else [n for n in free if f"{section}.{key}={n}" not in self.refused]
 
     def splits_backward(self, section: str) -> bool:
         """Whether a section's stages run their backward in two parts. Raises UserError for a section without stages, or cut by tp."""
@@ -55,17 +69,6 @@ class Pins:
         pinned = self.words.get(section, {}).get(key)
         return WORDS[key] if pinned is None else (pinned,)
 
-    def _choices(self, section: str, key: str, most: int, free: list[int]) -> list[int]:
-        pinned = self.values.get(section, {}).get(key)
-        if pinned is None:
-            return free
-        if pinned > most:
-            raise UserError(
-                f"{section}.{key}={pinned} is impossible: there are ranks and samples for at most {most}",
-                remedy=f"set {section}.{key} to at most {most}, or give more ranks and a larger global batch",
-            )
-        return [pinned]
-
     @property
     def text(self) -> str:
         """The pins as they are written, "" for none."""
@@ -73,7 +76,7 @@ class Pins:
         return ", ".join(pins + [f"{a}.with={b}" for a, b in self.together])
 
 
-def parse(texts: Iterable[str], sections: Iterable[str]) -> Pins:
+def parse(texts: Iterable[str], sections: Iterable[str], refused: Iterable[str] = ()) -> Pins:
     """Read pins. Raises UserError for a form, section, key or value that is not known or not possible."""
     names = list(sections)
     values: dict[str, dict[str, int]] = {}
@@ -93,7 +96,7 @@ def parse(texts: Iterable[str], sections: Iterable[str]) -> Pins:
             raise UserError(f"{text} is impossible: micro-batches are cut by samples", remedy=f"set {section}.micro_batch")
         else:
             values.setdefault(section, {})[key] = _count(text, value)
-    return Pins(values, words, tuple(together))
+    return Pins(values, words, tuple(together), frozenset(refused))
 
 
 def _split(text: str, names: list[str]) -> tuple[str, str, str]:
