@@ -27,6 +27,7 @@ from secc.ir.dialect import GraphOp, graph_of
 from secc.passes.annotate_costs import annotate
 
 SAMPLES_PER_RANK = 8  # of the global batch, where none is given
+MARGIN = 1 / 128  # replicas of several ranks must be faster by more than this share, or fit where others do not
 
 
 @dataclass(frozen=True)
@@ -53,13 +54,13 @@ class Allocate(ModulePass):
         pins = pins_.parse(self.set, work.loads, self.refused)
         self._check(work, ranks, pins)
         asked = problem(work, ranks, self.strategy, pins, free=cluster.device.backend != "cpu")
-        solution = solve(asked)
+        solution = solve(asked, margin=MARGIN)
         if solution is None and cluster.device.backend == "cpu":
             asked = problem(work, ranks, self.strategy, pins)
-            solution = solve(asked)
+            solution = solve(asked, margin=MARGIN)
         if solution is None and not self.fit and (need := least_memory(asked)) is not None:
             asked = replace(asked, capacity=need)
-            solution = solve(asked)
+            solution = solve(asked, margin=MARGIN)
         if solution is None:
             raise explain(work, asked, pins)
         _write(graph, work, asked, solution, pins)

@@ -13,7 +13,7 @@ from xdsl.context import Context
 from xdsl.dialects.builtin import IntegerAttr, ModuleOp
 from xdsl.passes import ModulePass
 
-from secc.errors import UserError
+from secc.errors import Impossible, UserError
 from secc.ir.dialect import CutOp, GraphOp, ParamOp, SectionOp, TieOp, graph_of, section_of, strings, texts
 from secc.ir.types import tensor
 
@@ -43,7 +43,8 @@ def _shard(graph: GraphOp, section: SectionOp, tp: int) -> None:
     name = f"{section.sym.data}.tp={tp}"
     heads = next((w for c in cuts for w in strings(c.whole) if w.endswith(HEADS)), None)
     if heads is not None:
-        raise UserError(f"{name} is impossible: {heads}", remedy=f"set {section.sym.data}.tp to a number that divides its heads")
+        error = UserError(f"{name} is impossible: {heads}", remedy=f"set {section.sym.data}.tp to a number that divides its heads")
+        raise Impossible(error, [name])
     kept, why = _usable(graph, section, cuts)
     why += [f"{name}: it is read outside of its module" for name in _read(graph, section)]
     uneven = not any(s.endswith("colwise") for c in kept for s in strings(c.styles)) and any(
@@ -52,7 +53,8 @@ def _shard(graph: GraphOp, section: SectionOp, tp: int) -> None:
     if uneven or not any(strings(c.styles) for c in kept):
         reasons = [w for c in cuts for w in strings(c.whole)] + why
         cause = reasons[0] if cuts and reasons else "nobody looked how its blocks could be cut"
-        raise UserError(f"{name} is impossible: none of its modules can be cut ({cause})", remedy=f"leave {section.sym.data}.tp out")
+        error = UserError(f"{name} is impossible: none of its modules can be cut ({cause})", remedy=f"leave {section.sym.data}.tp out")
+        raise Impossible(error, [name if uneven else f"{section.sym.data}.tp"])
     section.attributes |= {
         "styles": texts(s for c in kept for s in strings(c.styles)),
         "shards": texts(s for c in kept for s in strings(c.shards)),

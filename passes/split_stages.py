@@ -26,7 +26,7 @@ from secc.cluster import GIB, Cluster, Device, parse
 from secc.cost import time
 from secc.cost.load import is_active, micro_batch, patterns
 from secc.cost.section import section_cost
-from secc.errors import UserError
+from secc.errors import Impossible, UserError
 from secc.ir.analysis import number_of, text_of
 from secc.ir.attributes import integer, integers, number
 from secc.ir.boundary import Prices
@@ -92,7 +92,8 @@ def _whole(units: Units) -> str:
 def _refused(section: SectionOp, parts: int, reason: str, where: str = "", most: int = 1) -> UserError:
     name = section.sym.data
     remedy = f"set {name}.pp to at most {most}" if most > 1 else f"leave out {name}.pp"
-    return UserError(f"section {name!r} cannot be cut into {parts} stages: {reason}", where, remedy)
+    error = UserError(f"section {name!r} cannot be cut into {parts} stages: {reason}", where, remedy)
+    return Impossible(error, [f"{name}.pp={parts}" if most > 1 else f"{name}.pp"])
 
 
 def _times(graph: GraphOp, section: SectionOp, units: Units, device: Device) -> list[int]:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from xdsl.dialects.builtin import ModuleOp, StringAttr
 
-from secc import __version__, pipeline, staging
+from secc import __version__, pipeline
 from secc.cluster import parse
 from secc.codegen import plan as plan_codegen
 from secc.codegen.directory import plan_files, section_files
@@ -31,7 +31,7 @@ from secc.cost.measure import measure
 from secc.errors import UserError
 from secc.frontend import import_ir, statistics, widths
 from secc.frontend.capture import Capture, capture
-from secc.frontend.cuts.annotate import annotate
+from secc.frontend.cuts.limits import note_limits
 from secc.frontend.fusion.declare import declare
 from secc.frontend.fusion.find import find
 from secc.frontend.heads import note_linear
@@ -40,8 +40,8 @@ from secc.frontend.sampling import survey
 from secc.frontend.survey import Survey
 from secc.ir import fusion
 from secc.ir.dialect import graph_of
-from secc.ir.text import print_module
 from secc.passes.fusion.switch import reason_against
+from secc.planning import Planned, Planner, Source
 from secc.runtime import plan as plan_schema
 from secc.runtime.elementwise import refusal
 from secc.runtime.fusion.install import installed
@@ -79,6 +79,7 @@ class Options:
     skip_bad_samples: bool = False
     costs: str = ""  # the file of measured costs
     dtype: str = ""  # "bf16": compute in it, with float32 masters
+    refused: tuple[str, ...] = ()  # choices that `allocate` must not make
 
 
 @dataclass
@@ -131,50 +132,34 @@ def compile_model(path: str | Path, options: Options, progress: Callable[[str], 
         model = _real_model(user, meta, options.small)
     with clock.step("compare widths"):
         width = options.widths if options.widths != "auto" else widths.choose(user, drawn, inputs, model, captured.draws)
+
+    def make(captured: Capture) -> ModuleOp:
+        module = _module(user, meta, drawn, captured, width, options, clock)
+        with clock.step("look how blocks can be cut"):
+            note_limits(module, meta, model, user, drawn, parse(options.cluster))
+        return module
+
+    def text(stages: tuple[str, ...] = (), **changes: tuple[str, ...]) -> str:
+        return pipeline_text(dataclasses.replace(options, **changes, set=_pinned(options.set, stages)))
+
+    source = Source(user, meta, model, drawn, inputs, captured, make, text)
     try:
-        module, captured, dumps = _planned(user, meta, drawn, inputs, captured, model, width, options, clock)
+        planned = Planner(source, options.set, clock.step, clock.progress).plan()
     except UserError:
         if not captured.spare:
             raise
-        module, captured, dumps = _planned(user, meta, drawn, inputs, captured.without_spare(), model, width, options, clock)
-    made = plan_codegen.build(module, ref, {"secc": __version__, "torch": torch.__version__.split("+")[0]})
-    made = dataclasses.replace(made, checks=made.checks | _notes(captured, drawn, options))
+        source = dataclasses.replace(source, captured=captured.without_spare())
+        planned = Planner(source, options.set, clock.step, clock.progress).plan()
+    made = plan_codegen.build(planned.module, ref, {"secc": __version__, "torch": torch.__version__.split("+")[0]})
+    made = dataclasses.replace(made, checks=made.checks | _notes(planned, drawn, options))
     model = model if model is None else compute_in(model, options.dtype)
-    return Compiled(made, module, dumps, captured.constants, user, drawn, inputs, model, clock.seconds)
+    return Compiled(made, planned.module, planned.dumps, planned.captured.constants, user, drawn, inputs, model, clock.seconds)
 
 
-def _planned(
-    user: UserModel,
-    meta: nn.Module,
-    drawn: Survey,
-    inputs: Inputs,
-    captured: Capture,
-    model: nn.Module | None,
-    width: str,
-    options: Options,
-    clock: _Clock,
-) -> tuple[ModuleOp, Capture, list[tuple[str, str]]]:
-    """The planned IR, the capture that it was made of, which has layers as blocks where stages want them, and the IR between passes."""
-    passes = pipeline.parse(pipeline_text(options))
-    module = _module(user, meta, drawn, captured, width, options, clock)
-    start, last = print_module(module), next(i for i, step in enumerate(passes) if step.name == "split-stages")
-    with clock.step("passes"):
-        run = pipeline.run(module, passes[:last], dump=True, progress=clock.progress)
-    if (staged := staging.find(module, meta, dict(run.dumps))).cut:
-        with clock.step("capture layers"):
-            captured = capture(user, meta, drawn, inputs, staged.cut)
-            staging.check(staged, captured)
-        module = _module(user, meta, drawn, captured, width, options, clock)
-        start, passes = print_module(module), pipeline.parse(pipeline_text(dataclasses.replace(options, sections=staged.sections)))
-        with clock.step("passes"):
-            run = pipeline.run(module, passes[:last], dump=True, progress=clock.progress)
-    with clock.step("cut blocks over ranks"):
-        if annotate(module, meta, model, user, drawn, (rewrites(graph_of(module)), fused_module(graph_of(module)))):
-            run.dumps[-1] = (run.dumps[-1][0], pipeline.header([pipeline.described(step) for step in passes[:last]]) + print_module(module))
-    with clock.step("passes"):
-        done = [pipeline.described(step) for step in passes[:last]]
-        rest = pipeline.run(module, passes[last:], dump=True, progress=clock.progress, made=done)
-    return module, captured, [("capture", start), *run.dumps, *rest.dumps]
+def _pinned(asked: tuple[str, ...], stages: tuple[str, ...]) -> tuple[str, ...]:
+    """The user's choices and the stages that layers were captured for."""
+    known = {pin.partition("=")[0] for pin in asked}
+    return asked + tuple(pin for pin in stages if pin.partition("=")[0] not in known)
 
 
 def front(path: str | Path, options: Options, step: Step) -> tuple[UserModel, nn.Module, ModelRef, Survey, Inputs, Capture]:
@@ -252,10 +237,12 @@ def _captured(user: UserModel, meta: nn.Module, drawn: Survey, inputs: Inputs) -
     return whole, inputs, capture(user, meta, whole, inputs)
 
 
-def _notes(captured: Capture, drawn: Survey, options: Options) -> dict[str, list[str]]:
+def _notes(planned: Planned, drawn: Survey, options: Options) -> dict[str, list[str]]:
     """What was chosen differently than planned, for the report: one line each, with place and cause."""
-    found = dict.fromkeys(f"{n.path + ': ' if n.path else ''}{n.reason}{f' ({n.where})' if n.where else ''}" for n in captured.notes)
+    notes = planned.captured.notes
+    found = dict.fromkeys(f"{n.path + ': ' if n.path else ''}{n.reason}{f' ({n.where})' if n.where else ''}" for n in notes)
     found |= dict.fromkeys(drawn.skipped)
+    found |= dict.fromkeys(f"{choice} was taken back: {why}" for choice, why in planned.refused.items())
     if options.stats is not None:
         found[f"how frequent and how large samples are is taken from {options.stats.name}"] = None
     return {"notes": list(found)} if found else {}
@@ -266,7 +253,7 @@ def pipeline_text(options: Options) -> str:
     coarsen = {"max-sections": options.max_sections, "sections": options.sections}
     allocate = {
         "cluster": options.cluster, "global-batch": options.global_batch, "strategy": options.strategy,
-        "set": options.set,
+        "set": options.set, "refused": options.refused,
     }  # fmt: skip
     text = _fusing(options).replace("normalize-loss", f"normalize-loss{_spec({'accept': options.accept})}")
     return text.replace("{coarsen}", _spec(coarsen)).replace("{allocate}", _spec(allocate))

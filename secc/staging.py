@@ -23,10 +23,15 @@ from secc.ir.text import parse
 
 @dataclass(frozen=True)
 class Staging:
-    """The blocks to open, and the sections to keep, as `coarsen` takes them: "name=path+path"."""
+    """The blocks to open, the sections to keep, as `coarsen` takes them ("name=path+path"), and each section's stages ("name.pp=2").
+
+    `choices` are those that opening the blocks is for.
+    """
 
     cut: tuple[str, ...]
     sections: tuple[str, ...]
+    stages: tuple[str, ...]
+    choices: tuple[str, ...]
 
 
 def find(module: ModuleOp, meta: nn.Module, dumps: Mapping[str, str]) -> Staging:
@@ -36,7 +41,9 @@ def find(module: ModuleOp, meta: nn.Module, dumps: Mapping[str, str]) -> Staging
     calls = {(section_of(op), op.target.data) for case in graph.cases for op in case.ops if isinstance(op, CallOp)}
     cut = tuple(sorted({path for section, path in calls if section in staged and layers(meta, path)}))
     coarse = graph_of(parse(dumps["coarsen"])).sections if cut else ()
-    return Staging(cut, tuple(f"{s.sym.data}={'+'.join(strings(s.blocks))}" for s in coarse if strings(s.blocks)))
+    sections = tuple(f"{s.sym.data}={'+'.join(strings(s.blocks))}" for s in coarse if strings(s.blocks))
+    stages = tuple(f"{s.sym.data}.pp={number_of(s, 'pp') or 1}" for s in graph.sections)
+    return Staging(cut, sections, stages, tuple(sorted({f"{section}.pp" for section, path in calls if path in cut})))
 
 
 def check(staging: Staging, captured: Capture) -> None:

@@ -28,11 +28,6 @@ def replicas(replica: int, ranks: int, per_node: int, most: int) -> Iterator[int
             yield dp
 
 
-def simplicity(c: Candidate) -> int:
-    """0 for the plainest candidate, more for each thing that could be left out."""
-    return 8 * ((c.tp - 1).bit_length() + (c.pp - 1).bit_length()) + 2 * (c.recompute != "none") + (c.sharding != "none")
-
-
 def unbeaten(candidates: Iterable[Candidate], capacity: int, alike: bool = False) -> tuple[Candidate, ...]:
     """The candidates that no other one on as many ranks beats; of equals the plainest. `alike`: only those with its micro-batch can.
 
@@ -54,7 +49,7 @@ def _smallest(candidates: Sequence[Candidate]) -> list[Candidate]:
 def _front(group: Sequence[Candidate], step: int) -> list[Candidate]:
     """The Pareto front. A candidate can only be beaten by one before it in this order, as times are compared first."""
     kept: list[tuple[tuple[int, ...], Candidate]] = []
-    for c in sorted(group, key=lambda c: (c.time_ns, simplicity(c), _costs(c, step))):
+    for c in sorted(group, key=lambda c: (c.time_ns, c.extras, _costs(c, step))):
         costs = _costs(c, step)
         if not any(all(a <= b for a, b in zip(other, costs, strict=True)) for other, _ in kept):
             kept.append((costs, c))

@@ -27,8 +27,9 @@ Constraints, each family by the function that adds it
 
 where r, w, m, latency, ... of a section stand for their sums over c weighted with x[s,c].
 
-Objective: the least T under K <= capacity, among equals the fewest ranks, then the plainest candidates; or (`least_memory`) the least K. Fixed seed, one worker and a
-deterministic time limit make the answer the same on every machine; the bound that CP-SAT proves gives the gap.
+Objective: the least T under K <= capacity, among equals the fewest ranks, then the plainest candidates; or (`least_memory`)
+the least K. Fixed seed, one worker and a deterministic time limit make the answer the same on every machine; the bound that CP-SAT proves
+gives the gap. Then, under T <= (1 + margin) T*, the fewest doublings of a replica's ranks.
 """
 
 from __future__ import annotations
@@ -40,26 +41,35 @@ from typing import Any
 from ortools.sat.python import cp_model
 
 from secc.alloc.evaluate import evaluate
-from secc.alloc.layouts import simplicity
 from secc.alloc.types import Assignment, Problem, Solution
 
 DETERMINISTIC_LIMIT = 20.0  # CP-SAT's unit, about a second on a fast machine
 RESOLUTION = 10**8  # times above it are solved in coarser units, so that sums stay far from CP-SAT's 64 bits
 SEED = 7
-PLAINEST = 1 << 12  # more than `simplicity` summed over sections
+PLAINEST = 1 << 12  # more than `extras` summed over sections
 
 
-def solve(problem: Problem, limit: float = DETERMINISTIC_LIMIT) -> Solution | None:
-    """The fastest assignment, or None if there is none. Raises RuntimeError if none was found or refuted within the limit."""
+def solve(problem: Problem, limit: float = DETERMINISTIC_LIMIT, margin: float = 0.0) -> Solution | None:
+    """The fastest assignment, or None if there is none. Raises RuntimeError if none was found or refuted within the limit.
+
+    With a `margin`, replicas of several ranks are taken only where that is faster by more: the assignment with the fewest doublings
+    among those that are slower than the fastest by at most this share.
+    """
     model = Model(_coarsened(problem))
-    model.cp.minimize((model.time * (problem.ranks + 1) + sum(model.ranks.values())) * PLAINEST + model.plainness())
+    model.cp.minimize(model.objective())
     solver, status = _run(model, limit)
     if status == cp_model.INFEASIBLE:
         return None
-    assignment = model.assignment(solver)
-    value = evaluate(problem, assignment)
     found, bound = solver.value(model.time), int(solver.best_objective_bound) // ((problem.ranks + 1) * PLAINEST)
-    gap = 0.0 if status == cp_model.OPTIMAL else max(0.0, (found - bound) / max(found, 1))
+    bound = found if status == cp_model.OPTIMAL else bound
+    assignment = model.assignment(solver)
+    if margin and any(problem.sections[s][i].width for s, i in assignment.choice.items()):
+        plain = Model(_coarsened(problem))
+        plain.cp.add(plain.time <= int(found * (1 + margin)))
+        plain.cp.minimize(plain.objective() + plain.total("width") * (PLAINEST * (problem.ranks + 1) * (int(found * margin) + 2)))
+        solver, _ = _run(plain, limit)
+        found, assignment = solver.value(plain.time), plain.assignment(solver)
+    value, gap = evaluate(problem, assignment), max(0.0, (found - bound) / max(found, 1))
     return Solution(assignment, value.time_ns, solver.status_name(status), round(gap, 6), value.ranks)
 
 
@@ -126,9 +136,13 @@ class Model:
         group = {s: g for (s, g), v in self.y.items() if solver.boolean_value(v)}
         return Assignment(choice, group)
 
-    def plainness(self) -> Any:
-        """How much in the choice could be left out (`secc.alloc.layouts`), over all sections."""
-        return sum(self._of(s, [simplicity(c) for c in cs]) for s, cs in self.problem.sections.items())
+    def objective(self) -> Any:
+        """Time, then ranks, then how much in the choice could be left out."""
+        return (self.time * (self.problem.ranks + 1) + sum(self.ranks.values())) * PLAINEST + self.total("extras")
+
+    def total(self, name: str) -> Any:
+        """The sum of a number of candidates over all sections."""
+        return sum(self._field(s, name) for s in self.names)
 
     def _of(self, section: str, values: Sequence[int]) -> Any:
         """The value of the chosen candidate."""

@@ -19,7 +19,7 @@ WORDS = {
 class Pins:
     """Pinned choices by section, numbers and words, and the pairs of sections that share devices.
 
-    `refused` holds choices that a later pass could not carry out, NAME.KEY=VALUE: they are not considered again.
+    `refused` holds choices that a later pass could not carry out, NAME.KEY=VALUE, or NAME.KEY for all above 1.
     """
 
     values: Mapping[str, Mapping[str, int]] = field(default_factory=dict[str, Mapping[str, int]])
@@ -52,7 +52,10 @@ class Pins:
     def choices(self, section: str, key: str, free: Iterable[int]) -> list[int]:
         """The pinned number, or those of `free` that were not refused."""
         pinned = self.fixed(section, key)
-        return [pinned] if pinned is not None else [n for n in free if f"{section}.{key}={n}" not in self.refused]
+        if pinned is not None:
+            return [pinned]
+        key = f"{section}.{key}"
+        return [n for n in free if f"{key}={n}" not in self.refused and (n == 1 or key not in self.refused)]
 
     def splits_backward(self, section: str) -> bool:
         """Whether a section's stages run their backward in two parts. Raises UserError for a section without stages, or cut by tp."""

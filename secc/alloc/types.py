@@ -34,6 +34,16 @@ class Candidate:
     def ranks(self) -> int:
         return self.dp * self.tp * self.pp
 
+    @property
+    def width(self) -> int:
+        """How often the ranks of a replica were doubled."""
+        return (self.tp - 1).bit_length() + (self.pp - 1).bit_length()
+
+    @property
+    def extras(self) -> int:
+        """0 for the plainest candidate, more for each thing that could be left out."""
+        return 8 * self.width + 2 * (self.recompute != "none") + (self.sharding != "none")
+
 
 @dataclass(frozen=True)
 class Edge:

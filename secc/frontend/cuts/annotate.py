@@ -58,7 +58,7 @@ def annotate(module: ModuleOp, meta: nn.Module, model: nn.Module | None, user: U
     wanted = [(block, tp) for s in graph.sections if (tp := int(number_of(s, "tp") or 1)) > 1 for block in strings(s.blocks)]
     if not wanted:
         return False
-    layers = {path: m for block, _ in wanted for path, m in _layers(meta, block)}
+    layers = {path: m for block, _ in wanted for path, m in layers_of(meta, block)}
     observer = Observer(layers)
     if model is not None:
         observer.real(model, user, survey)
@@ -66,18 +66,29 @@ def annotate(module: ModuleOp, meta: nn.Module, model: nn.Module | None, user: U
     seeker = _Seeker(meta, model, observer, fused)
     ties = [strings(op.names) for op in graph.body.block.ops if isinstance(op, TieOp)]
     for block, count in wanted:
-        for path, _ in _layers(meta, block):
+        for path, _ in layers_of(meta, block):
             _add(graph, block, path, count, seeker.layer(path, count))
         for path, cutting in _alone(meta, block, ties):
             _add(graph, block, path, count, cutting)
     return True
 
 
-def _layers(model: nn.Module, block: str) -> Iterator[tuple[str, nn.Module]]:
+def layers_of(model: nn.Module, block: str) -> Iterator[tuple[str, nn.Module]]:
     """The modules of a block that are cut each by itself."""
     names = {m: n for n, m in model.named_modules(remove_duplicate=False)}
     for unit in units(model.get_submodule(block)):
         yield names[unit], unit
+
+
+def layer_key(layer: nn.Module) -> tuple[type[nn.Module], tuple[tuple[str, tuple[int, ...]], ...]]:
+    """What alike layers have in common: class, and names and shapes of parameters."""
+    return type(layer), tuple((n, tuple(p.shape)) for n, p in layer.named_parameters(remove_duplicate=False))
+
+
+def bared(layer: nn.Module, call: Call) -> nn.Module:
+    """A layer without values, if what it is called with has none."""
+    bare = any(isinstance(t, torch.Tensor) and t.is_meta for t in tree_leaves(call))
+    return copy.deepcopy(layer).to("meta") if bare else layer
 
 
 class _Seeker:
@@ -89,7 +100,7 @@ class _Seeker:
 
     def layer(self, path: str, count: int) -> Cutting:
         module = self.source.get_submodule(path)
-        key = (type(module), count, tuple((n, tuple(p.shape)) for n, p in module.named_parameters(remove_duplicate=False)))
+        key = (layer_key(module), count)
         if key not in self._known:
             self._known[key] = self._sought(path, module, count)
         return self._known[key]
@@ -100,10 +111,9 @@ class _Seeker:
             why = "it was not called here" if size <= LARGEST else "it is too large to be shown exact here"
             return Cutting(whole={p: why for p, m in module.named_modules() if linear(m) is not None})
         call = self.observer.calls[path]
-        bare = any(isinstance(t, torch.Tensor) and t.is_meta for t in tree_leaves(call))
-        bared, cutting = copy.deepcopy(module).to("meta") if bare else module, Cutting()
+        layer, cutting = bared(module, call), Cutting()
         for names in filter(None, (columns(self.meta, path), ANY)):
-            mapping = find(bared, call, count, None if names is ANY else names)
+            mapping = find(layer, call, count, None if names is ANY else names)
             cutting = self._shown(path, module, call, count, mapping) if mapping.columns else Cutting(whole=dict(mapping.whole))
             if cutting.styles:
                 break
@@ -129,7 +139,7 @@ class _Seeker:
 
 def _alone(model: nn.Module, block: str, ties: list[tuple[str, ...]]) -> Iterator[tuple[str, Cutting]]:
     """Embeddings and linear maps of a block that are in none of its layers."""
-    inside = tuple(f"{path}." for path, _ in _layers(model, block))
+    inside = tuple(f"{path}." for path, _ in layers_of(model, block))
     root = model.get_submodule(block)
     size = sum(p.numel() for p in root.parameters())
     for name, module in root.named_modules():

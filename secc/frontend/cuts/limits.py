@@ -1,0 +1,63 @@
+"""Notes on each block for which tensor parallelism there is something to cut in it, before anything is chosen.
+
+The search for a mapping (`secc.frontend.cuts.find`) runs without values for each kind of layer; that a mapping is exact is shown later, for
+the one that is chosen.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from xdsl.dialects.builtin import ModuleOp
+
+from secc.cluster import Cluster
+from secc.frontend.cuts.annotate import bared, layer_key, layers_of
+from secc.frontend.cuts.find import find
+from secc.frontend.cuts.known import columns
+from secc.frontend.cuts.observe import Observer
+from secc.frontend.survey import Survey
+from secc.ir.attributes import integers
+from secc.ir.dialect import graph_of
+from secc.runtime.user_model import UserModel
+
+DIVIDES = "does not divide"  # in the reasons of sizes that a tp does not divide
+HEADS = "heads"  # ends the reason of a tp that does not divide them
+
+
+def note_limits(module: ModuleOp, meta: nn.Module, model: nn.Module | None, user: UserModel, survey: Survey, cluster: Cluster) -> None:
+    """Write `tp` on each block of `module` with anything to cut: the powers of two, up to the devices of a node, that cut it.
+
+    `meta` is the user's model without weights, `model` one with weights if it fits here. CPUs share a memory: nothing is sought for them.
+    """
+    if cluster.device.backend == "cpu":
+        return
+    graph, counts = graph_of(module), [1 << i for i in range(1, cluster.per_node.bit_length()) if 1 << i <= cluster.per_node]
+    source, stacks = meta if model is None else model, [b for b, op in graph.blocks.items() if op.layers is not None and op.layers.data]
+    wanted = {block: dict(layers_of(source, block)) for block in stacks}
+    layers = {path: m for block in wanted.values() for path, m in block.items()}
+    firsts = {layer_key(m): path for path, m in reversed(layers.items())}
+    if not counts or not firsts:
+        return
+    observer = Observer({path: layers[path] for path in firsts.values()})
+    if model is not None:
+        observer.real(model, user, survey)
+    observer.meta(graph, meta)
+    verdicts = {key: [_cuts(meta, layers[path], observer, path, tp) for tp in counts] for key, path in firsts.items()}
+    for block, inside in wanted.items():
+        kinds = [verdicts[layer_key(m)] for m in inside.values()]
+        taken = [tp for i, tp in enumerate(counts) if any(v[i] for v in kinds) and not any(v[i] is None for v in kinds)]
+        if taken or any(v is None for verdict in kinds for v in verdict):
+            graph.blocks[block].attributes["tp"] = integers(taken)
+
+
+def _cuts(meta: nn.Module, layer: nn.Module, observer: Observer, path: str, tp: int) -> bool | None:
+    """Whether `tp` cuts anything in a layer; None if its sizes forbid it."""
+    if path not in observer.calls:
+        return False
+    call, names = observer.calls[path], columns(meta, path)
+    mapping = find(bared(layer, call), call, tp, names or None)
+    if not mapping.columns and names:
+        mapping = find(bared(layer, call), call, tp)
+    if any(reason.endswith(HEADS) for reason in mapping.whole.values()):
+        return None
+    uneven = not mapping.columns and any(DIVIDES in reason for reason in mapping.whole.values())
+    return None if uneven else bool(mapping.columns)
