@@ -14,11 +14,12 @@ from xdsl.dialects.builtin import ModuleOp, StringAttr
 from xdsl.passes import ModulePass
 
 from secc.alloc import pins as pins_
-from secc.alloc.candidates import Load, Workload, on_rank, problem, usable_ranks, workload
+from secc.alloc.candidates import Load, Workload, on_rank, workload
 from secc.alloc.evaluate import Value, evaluate
 from secc.alloc.infeasible import explain
 from secc.alloc.model import least_memory, solve
 from secc.alloc.pins import Pins
+from secc.alloc.problem import problem, usable_ranks
 from secc.alloc.types import STRATEGIES, Candidate, Problem, Solution
 from secc.cluster import GIB, Cluster, parse
 from secc.errors import UserError

@@ -139,8 +139,8 @@ def compile_model(path: str | Path, options: Options, progress: Callable[[str], 
             note_limits(module, meta, model, user, drawn, parse(options.cluster))
         return module
 
-    def text(stages: tuple[str, ...] = (), **changes: tuple[str, ...]) -> str:
-        return pipeline_text(dataclasses.replace(options, **changes, set=_pinned(options.set, stages)))
+    def text(**changes: tuple[str, ...]) -> str:
+        return pipeline_text(dataclasses.replace(options, **changes))
 
     source = Source(user, meta, model, drawn, inputs, captured, make, text)
     try:
@@ -154,12 +154,6 @@ def compile_model(path: str | Path, options: Options, progress: Callable[[str], 
     made = dataclasses.replace(made, checks=made.checks | _notes(planned, drawn, options))
     model = model if model is None else compute_in(model, options.dtype)
     return Compiled(made, planned.module, planned.dumps, planned.captured.constants, user, drawn, inputs, model, clock.seconds)
-
-
-def _pinned(asked: tuple[str, ...], stages: tuple[str, ...]) -> tuple[str, ...]:
-    """The user's choices and the stages that layers were captured for."""
-    known = {pin.partition("=")[0] for pin in asked}
-    return asked + tuple(pin for pin in stages if pin.partition("=")[0] not in known)
 
 
 def front(path: str | Path, options: Options, step: Step) -> tuple[UserModel, nn.Module, ModelRef, Survey, Inputs, Capture]:

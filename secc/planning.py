@@ -59,7 +59,7 @@ class Planner:
         progress: Callable[[str], None],
     ) -> None:  # fmt: skip
         self.source, self.step, self.progress = source, step, progress
-        self.pinned = {pin.partition("=")[0] for pin in pinned}
+        self.asked, self.pinned = pinned, {pin.partition("=")[0] for pin in pinned}
         self.first = print_module(source.make(source.captured))
 
     def plan(self) -> Planned:
@@ -83,7 +83,8 @@ class Planner:
                 captured = self._layers(staged)
             module = self.source.make(captured)
             start = print_module(module)
-            passes, run = self._run(module, self.source.text(**options, sections=staged.sections, stages=staged.stages))
+            stages = tuple(pin for pin in staged.stages if pin.partition("=")[0] not in self.pinned)
+            passes, run = self._run(module, self.source.text(**options, sections=staged.sections, set=self.asked + stages))
         done = [pipeline.described(step) for step in passes if step.name not in _behind(passes)]
         with self.step("cut blocks over ranks"):
             fused = rewrites(graph_of(module)), fused_module(graph_of(module))

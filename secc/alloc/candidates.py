@@ -1,22 +1,20 @@
-"""From the IR and a cluster to the solver's problem: each section's candidates with their times and memory, and what edges cost.
+"""What each section asks of a cluster, and the times and memory of one way to run it.
 
 Expected load: a global batch holds `global_batch x share` samples of each pattern, and the busiest of dp replicas gets the dp-th part of
 the active ones, rounded up. A micro-batch holds samples of one pattern, as the wavefront composes them, at the pattern's mean sizes.
-Layouts, sizes and ways to run that no other one beats are candidates (`secc.alloc.layouts`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import ceil
 
-from xdsl.dialects.builtin import ArrayAttr, IntegerAttr, StringAttr
+from xdsl.dialects.builtin import StringAttr
 
-from secc.alloc import layouts
 from secc.alloc.pins import WORDS, Pins
-from secc.alloc.types import Candidate, Edge, Problem
+from secc.alloc.types import Candidate
 from secc.cluster import Cluster
 from secc.cost import parallel, time
 from secc.cost.load import Crossing, Pattern, crossings, is_active, micro_batch, patterns
@@ -25,7 +23,6 @@ from secc.cost.section import SectionCost, section_cost
 from secc.errors import UserError
 from secc.ir.dialect import GraphOp, SectionOp, strings
 from secc.runtime.expr import evaluate
-from secc.runtime.sends import SENDS
 
 IN_TURN = 2  # micro-batches in flight of a section whose consumers share its ranks: one waits for them while the next runs
 
@@ -123,52 +120,6 @@ def _ordered(graph: GraphOp, edges: Iterable[Crossing]) -> list[tuple[str, Secti
     return placed
 
 
-def problem(work: Workload, ranks: int, strategy: str, pins: Pins, free: bool = True) -> Problem:
-    """The solver's problem for `ranks` devices. Raises UserError for pins that leave a section without a candidate.
-
-    Unless `free`, only pinned sections have replicas of several ranks.
-    """
-    capacity, alike = work.cluster.device.usable, strategy == "uniform"
-    sections: dict[str, tuple[Candidate, ...]] = {}
-    for name, load in work.loads.items():
-        sections[name] = layouts.unbeaten(_candidates(work, load, ranks, pins, free), capacity, alike)
-    edges = tuple(_edge(work, c, sections) for c in work.crossings)
-    return Problem(sections, edges, ranks, capacity, strategy, pins.together, work.cluster.per_node)
-
-
-def usable_ranks(work: Workload, strategy: str, pins: Pins, ranks: int) -> int:
-    """The most ranks of `ranks` that can all have work."""
-    largest = {name: max(tp * pp for tp, pp in shapes(work, load, pins, ranks)) for name, load in work.loads.items()}
-    counts = [work.samples(load) * largest[name] for name, load in work.loads.items()]
-    return max(counts) if strategy in {"colocate", "uniform"} else sum(counts)
-
-
-def _candidates(work: Workload, load: Load, ranks: int, pins: Pins, free: bool) -> Iterator[Candidate]:
-    ways = ways_to_run(work, load, pins)
-    for tp, pp in shapes(work, load, pins, ranks, free):
-        replica = replica_of(work, load, tp, pp, ranks)
-        most = min(ranks // (tp * pp), work.global_batch)
-        for dp in pins.dp(load.name, most, layouts.replicas(tp * pp, ranks, work.cluster.per_node, most)):
-            for size in pins.micro_batch(load.name, -(-work.samples(load) // dp)):
-                yield from (candidate(work, replica, dp, size, *way) for way in ways)
-
-
-def shapes(work: Workload, load: Load, pins: Pins, ranks: int, free: bool = True) -> list[tuple[int, int]]:
-    """The (tp, pp) to consider: pinned ones, and where `free` those that the section is known to take."""
-    tps = [1, *_tps(work.graph, load.section)] if free and not (load.cost.trainable and work.unshardable) else [1]
-    stages = layouts.powers(max(1, _declared_layers(work.graph, load.section))) if free else [1]
-    found = [(tp, pp) for tp in pins.choices(load.name, "tp", tps) for pp in pins.choices(load.name, "pp", stages)]
-    fixed = pins.fixed(load.name, "tp") and pins.fixed(load.name, "pp")
-    return found if fixed else [s for s in found if s[0] * s[1] <= ranks and s[0] <= work.cluster.per_node] or found[:1]
-
-
-def _tps(graph: GraphOp, section: SectionOp) -> list[int]:
-    """The tp above 1 that the section's blocks were found to take; blocks in which there is nothing to cut do not matter."""
-    found = [graph.blocks[path].attributes.get("tp") for path in strings(section.blocks)]
-    listed = [{int(i.value.data) for i in values if isinstance(i, IntegerAttr)} for values in found if isinstance(values, ArrayAttr)]
-    return sorted(set.intersection(*listed)) if listed else []
-
-
 def replica_of(work: Workload, load: Load, tp: int, pp: int, ranks: int) -> Load:
     """The section on one rank of its replicas. Raises UserError for a tp or pp that cannot be had."""
     if tp * pp > ranks:
@@ -177,14 +128,14 @@ def replica_of(work: Workload, load: Load, tp: int, pp: int, ranks: int) -> Load
     if tp > 1 and load.cost.trainable and work.unshardable:
         message = f"{load.name}.tp={tp} is impossible: ranks would have parts of parameters, but {work.unshardable}"
         raise UserError(message, remedy=f"leave it out, or set {load.name}.tp=1")
-    layers = max(load.cost.layers, _declared_layers(work.graph, load.section))
+    layers = max(load.cost.layers, declared_layers(work.graph, load.section))
     if pp > max(1, layers):
         message = f"{load.name}.pp={pp} is impossible: the section has {layers} layers to cut between"
         raise UserError(message, remedy=f"set {load.name}.pp to at most {max(1, layers)}")
     return on_rank(load, tp, pp, work.cluster)
 
 
-def _declared_layers(graph: GraphOp, section: SectionOp) -> int:
+def declared_layers(graph: GraphOp, section: SectionOp) -> int:
     """The layers of the stacks that the section's blocks belong to, also where they could not be measured."""
     blocks = [graph.blocks[path] for path in strings(section.blocks)]
     return sum({b.component: b.layers.data for b in blocks if b.layers is not None}.values())
@@ -279,43 +230,3 @@ def _kept(work: Workload, load: Load, size: int, recompute: str) -> tuple[int, i
             working = max(working, evaluate(again.working, sizes) if again else 0)
         load.memo[size, recompute] = activation, working
     return load.memo[size, recompute]
-
-
-def _edge(work: Workload, crossing: Crossing, sections: dict[str, tuple[Candidate, ...]]) -> Edge:
-    src, dst = work.loads[crossing.src], work.loads[crossing.dst]
-    gradient = crossing.grad and src.mode != "forward" and dst.mode != "forward"
-    directions = 2 if gradient else 1
-    free = _independent(src, dst)
-    sizes = {c.micro_batch for name in (crossing.src, crossing.dst) for c in sections[name]}
-    largest = {n: _largest(work, crossing, src, n) for n in sizes}
-    message = {n: time.message_ns(size, work.cluster) for n, size in largest.items()}
-    batch = [micro_batch(work.graph, p.sizes, ceil(work.global_batch * p.share)) for p in src.active]
-    total = sum(evaluate(crossing.size, sizes) for sizes in batch)
-    latency = work.cluster.link(work.cluster.ranks).latency_ns
-    return Edge(
-        src=crossing.src,
-        dst=crossing.dst,
-        sent=tuple(_held(total, largest, c) for c in sections[crossing.src]),
-        returned=tuple(gradient * _held(total, largest, c) for c in sections[crossing.dst]),
-        latency=tuple(c.fill_ns + gradient * c.drain_ns + directions * message[c.micro_batch] for c in sections[crossing.src]),
-        slack=tuple((c.micro_batches - 1) * c.drain_ns for c in sections[crossing.src]),
-        free=tuple(int(free * c.time_ns) for c in sections[crossing.dst]),
-        messages=tuple(directions * latency * c.micro_batches for c in sections[crossing.dst]),
-        round=tuple(c.fill_ns + c.drain_ns for c in sections[crossing.dst]),
-    )
-
-
-def _held(total: int, largest: Mapping[int, int], c: Candidate) -> int:
-    """Bytes of messages that a rank has sent and that are not received yet; the ranks of tp send a slice each."""
-    return -(-min(-(-total // c.dp), SENDS * largest[c.micro_batch]) // c.tp)
-
-
-def _independent(src: Load, dst: Load) -> Fraction:
-    """The share of dst's samples that need nothing of src."""
-    alone = sum((p.share for p in dst.active if p not in src.active), Fraction(0))
-    return alone / dst.share if dst.share else Fraction(0)
-
-
-def _largest(work: Workload, crossing: Crossing, src: Load, samples: int) -> int:
-    """Bytes of the tensors of a micro-batch of `samples`, at the largest pattern."""
-    return max((evaluate(crossing.size, micro_batch(work.graph, p.sizes, samples)) for p in src.active), default=0)

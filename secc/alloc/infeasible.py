@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from secc.alloc.candidates import Workload, problem, usable_ranks
+from secc.alloc.candidates import Workload
 from secc.alloc.model import least_memory, solve
 from secc.alloc.pins import Pins
+from secc.alloc.problem import problem, usable_ranks
 from secc.alloc.types import Problem
 from secc.cluster import GIB
 from secc.errors import UserError

@@ -20,7 +20,7 @@ sec.graph "vlm" optional ["pixel_values"] {
   // CHECK-SAME: label = "default", forward_ns = "100000 + 1000*(19200000*n)//10000"
   sec.section "vision" mode "train" when ["pixel_values"] blocks ["vision"]
   // CHECK: sec.section "lm"
-  // CHECK-SAME: dp = 3 : i64, tp = 1 : i64, pp = 1 : i64, micro_batch = 6 : i64, ranks = [0 : i64, 1 : i64, 2 : i64]
+  // CHECK-SAME: dp = 3 : i64, tp = 1 : i64, pp = 1 : i64, micro_batch = 4 : i64, ranks = [0 : i64, 1 : i64, 2 : i64]
   sec.section "lm" mode "train" when [] blocks ["lm"]
   sec.case "text" when [] {
     %ids = sec.input "input_ids" : !sec.tensor<[B, S], i64>
