@@ -26,6 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from secc.runtime import plan
+from secc.runtime.emulate import emulate
 from secc.runtime.errors import UserError
 from secc.runtime.options import Options, parse
 from secc.runtime.processes import die_with_parent
@@ -40,7 +41,11 @@ def main(train: Callable[[Options], None]) -> int:
     """What a rank's file runs under torchrun: `train` with the options of the command line. Returns 0, or ends the process."""
     die_with_parent()
     try:
-        train(parse(sys.argv[1:]))
+        options = parse(sys.argv[1:])
+        if options.emulate is not None:
+            emulate(Path(sys.argv[0]).resolve().parent.parent, options)
+        else:
+            train(options)
         return 0
     except UserError as error:
         _report(error)

@@ -35,6 +35,7 @@ class Options:
     skip_bad_samples: bool = False
     workers: int = 1
     order: str = "wavefront"
+    emulate: Path | None = None
 
 
 class _Parser(argparse.ArgumentParser):
@@ -61,6 +62,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--skip-bad-samples", action="store_true", help="leave samples that do not load out of their step, and name them")
     p.add_argument("--workers", type=_at_least(0), default=1, metavar="N", help="loader processes of a rank (default 1; 0: itself)")
     p.add_argument("--order", choices=ORDERS, default="wavefront", help="the order of a global batch's samples (default wavefront)")
+    p.add_argument("--emulate", type=Path, metavar="FILE", help="wait in place of training, by the times in FILE, which `secc run` makes")
     return p
 
 

@@ -20,13 +20,21 @@ def command(
     context: typer.Context,
     plan: PLAN,
     log_dir: Annotated[Path | None, typer.Option(help="where metrics.jsonl is appended to (default: PLAN/logs)")] = None,
+    emulate: Annotated[
+        bool, typer.Option("--emulate", help="wait in place of training: real processes, the plan's modelled times")
+    ] = False,
+    scale: Annotated[
+        float, typer.Option(min=0.001, help="with --emulate: stretch the times, small ones above this machine's overhead")
+    ] = 1.0,
     json: JSON = False,
 ) -> None:
     """Train a plan here. --json prints the last step's metrics."""
     from secc.runtime.launch import run_plan
 
-    logs = log_dir or plan / "logs"
-    code = run_plan(plan, [*context.args, "--log-dir", str(logs.resolve())])
+    logs = (log_dir or plan / "logs").resolve()
+    if emulate:
+        raise typer.Exit(_emulate(plan, logs, context.args, scale, json))
+    code = run_plan(plan, [*context.args, "--log-dir", str(logs)])
     if code == 0 and json:
         print_json(_last_metrics(logs / "metrics.jsonl"))
     raise typer.Exit(code)
@@ -36,3 +44,33 @@ def _last_metrics(path: Path) -> object:
     import json
 
     return json.loads(path.read_text().splitlines()[-1])
+
+
+def _emulate(directory: Path, logs: Path, arguments: list[str], scale: float, json: bool) -> int:
+    """Run the control plane alone, and show each step beside the simulated one. Returns the exit code."""
+    from itertools import islice
+
+    from secc.cli.console import out
+    from secc.runtime.emulate import FILE, to_json
+    from secc.runtime.launch import run_plan
+    from secc.runtime.options import parse
+    from secc.runtime.plan import load
+    from secc.simulate.batches import global_batches
+    from secc.simulate.emulated import compared, table
+
+    options, plan = parse(arguments), load(directory)
+    logs.mkdir(parents=True, exist_ok=True)
+    (logs / FILE).unlink(missing_ok=True)
+    times = logs / "emulation.json"
+    times.write_text(to_json(table(plan, scale)))
+    code = run_plan(directory, [*arguments, "--log-dir", str(logs), "--emulate", str(times)])
+    if code:
+        return code
+    count = len((logs / FILE).read_text().splitlines())
+    batches = list(islice(global_batches(directory, plan, options.seed or 0, options.shuffle, count), count))
+    steps = list(compared(plan, logs, batches, options.order))
+    if json:
+        print_json([{"step": s, "emulated_s": e, "simulated_s": m} for s, e, m in steps])
+    for number, emulated, simulated in () if json else steps:
+        out.print(f"step {number}: emulated {emulated:.6g} s, simulated {simulated:.6g} s ({emulated / simulated:.3f})")
+    return 0

@@ -1,0 +1,50 @@
+"""An emulated run: every rank walks through its program, waits as long as the model says, and trains nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from secc.cli import main
+from secc.runtime.emulate import FILE, read, to_json
+from secc.runtime.errors import UserError
+from secc.simulate.emulated import table
+from tests.runtime.captioner import UNEVEN, write_plan
+from tests.schedule.plans import plan, section
+from tests.simulate.test_machine import cluster, trained
+
+
+@pytest.mark.gloo
+def test_an_emulated_step_takes_what_the_simulator_says_and_then_some(tmp_path, capfd):
+    write_plan(tmp_path / "plan", UNEVEN)
+    with pytest.raises(SystemExit) as ended:
+        main(["run", str(tmp_path / "plan"), "--emulate", "--scale", "10000", "--steps", "2", "--json"])
+    assert ended.value.code in (0, None)
+    steps = json.loads(capfd.readouterr().out)
+    assert [s["step"] for s in steps] == [1, 2]
+    assert all(s["emulated_s"] > 0.999 * s["simulated_s"] > 0 for s in steps)  # waits are never short; how long they are is the machine's
+    lines = [json.loads(line) for line in (tmp_path / "plan" / "logs" / FILE).read_text().splitlines()]
+    assert [line["samples"] for line in lines] == [8, 8] and all(line["step_time_s"] > 0 for line in lines)
+    assert not (tmp_path / "plan" / "logs" / "metrics.jsonl").exists()
+
+
+def test_the_table_has_the_times_of_the_cost_model(tmp_path):
+    lm = trained(plan([section("lm", range(4))], [], 4), lm=1000)
+    found = table(dataclasses.replace(lm, cluster=cluster(latency=10, gb_s=1, per_node=2)), scale=3.0)
+    assert found.message_ns(0, 1, 1 << 20) == (10, pytest.approx((1 << 20) * 1.0, rel=0.01))
+    assert found.message_ns(1, 2, 0) == (100, 0)
+    ((sections, ranks, ns),) = found.sums
+    assert (sections, ranks) == (("lm",), (0, 1, 2, 3)) and ns > 0 and len(found.optimizer) == 4
+    path = tmp_path / "table.json"
+    path.write_text(to_json(found))
+    assert read(path) == found
+
+
+def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    path.write_text("{}")
+    with pytest.raises(UserError, match="cannot read the table"):
+        read(path)
