@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from secc.runtime.program import COMPUTE, Instruction, Schedule
 
@@ -30,13 +31,11 @@ def limit_of(schedule: Schedule, first: int = SENDS) -> int:
     return limit
 
 
-def _ends(programs: Sequence[Program], limit: int, together: Mapping[tuple[object, ...], int]) -> bool:
+def _ends(programs: Sequence[Program], limit: int, together: Mapping[Any, int]) -> bool:
     at = [0] * len(programs)
     sends = [[_message(i, rank) for i in program if i.kind == "SEND"] for rank, program in enumerate(programs)]
     posted = [0] * len(programs)
-    done: set[tuple[object, ...]] = (
-        set()
-    )  # ("SEND" or "RECV", message) that a rank has passed, and what all ranks of a replica have come to
+    done: set[tuple[object, ...]] = set()  # ("SEND" or "RECV", message) that a rank has passed, and what all of a replica have come to
     reached: Counter[tuple[object, ...]] = Counter()
     waiting: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
     joined: set[tuple[int, int]] = set()  # (rank, index) of what a rank has come to, so that it counts once

@@ -56,7 +56,7 @@ def _finish(graph: _Graph, kept: Kept, rest: Sequence[Root]) -> None:
         own = [GradientEdge(*e) for e in sides if e not in graph.shared]
         entered = [(GradientEdge(node, k), g) for k in sorted(graph.used[node]) if (g := kept[node, k]) is not None]
         if own and entered:
-            found: tuple[torch.Tensor | None, ...] = torch.autograd.grad(
+            found: Sequence[torch.Tensor | None] = torch.autograd.grad(
                 [e for e, _ in entered], own, [g for _, g in entered], retain_graph=True, allow_unused=True
             )
             reached = [(e, g) for e, g in zip(own, found, strict=True) if g is not None]

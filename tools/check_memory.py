@@ -71,7 +71,7 @@ CASES: Mapping[str, Callable[[], nn.Module]] = {
         )
     ),
     "vit": lambda: T.ViTForImageClassification(
-        T.ViTConfig(hidden_size=384, num_hidden_layers=8, num_attention_heads=6, intermediate_size=1536, num_labels=10)
+        T.ViTConfig(hidden_size=384, num_hidden_layers=8, num_attention_heads=6, intermediate_size=1536, num_labels=10)  # pyright: ignore[reportCallIssue]
     ),
 }  # fmt: skip
 

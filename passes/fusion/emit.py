@@ -115,7 +115,7 @@ class Emitter:
     def mask(self, masks: Sequence[Source], lead: tuple[Expr, ...]) -> SSAValue | None:
         """The rows that all masks keep, in the rows' shape; None for all rows."""
         total: SSAValue | None = None
-        order = {value: i for i, op in enumerate(self.case.ops) for value in op.results}  # sets have none
+        order: dict[SSAValue, int] = {value: i for i, op in enumerate(self.case.ops) for value in op.results}  # sets have none
         for source in sorted(masks, key=lambda m: (order[m.value], m.negated, str(m.views))):
             value = self.viewed(source.value, source.views)
             if source.negated:

@@ -270,5 +270,5 @@ RULES: dict[str, Callable[[Reader, Computation], Formula]] = (
     | dict.fromkeys(["_softmax", "_log_softmax", "softmax", "log_softmax"], _softmax)
     | dict.fromkeys(["add", "sub", "rsub"], _add)
     | {"detach": _detach, "mul": _multiply, "div": _divide, "neg": _negate, "exp": _exp, "log": _log, "xlogy": _xlogy}
-    | losses.RULES
+    | dict(losses.RULES)
 )

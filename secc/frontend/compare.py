@@ -315,7 +315,9 @@ class _Merge:
             problem = _unexplained(nodes[0], f"Python reads a value ({kind}) of the inputs that sizes do not explain", values)
             if kind != "item":
                 raise problem from None
-            self._unused[self._decided(Source(nodes[0].args[0], None), values)] = problem
+            read = nodes[0].args[0]
+            assert isinstance(read, fx.Node)
+            self._unused[self._decided(Source(read, None), values)] = problem
         return True
 
     def _constant(self, nodes: Sequence[fx.Node]) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def _qwen_vit(depth: int, hidden: int, heads: int, ffn: int, out: int, full: lis
         depth=depth, hidden_size=hidden, num_heads=heads, intermediate_size=ffn, out_hidden_size=out, fullatt_block_indexes=full
     )
     tower = T.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel(config)
-    tower.config._attn_implementation = PER_IMAGE
+    tower.config._attn_implementation = PER_IMAGE  # pyright: ignore[reportPrivateUsage]
     return tower
 
 

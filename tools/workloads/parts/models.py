@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import transformers as T
@@ -17,9 +18,9 @@ from parts.packing import IGNORED, offsets
 class LanguageModel(nn.Module):
     """Tokens to logits, packed."""
 
-    def __init__(self, language_model: nn.Module) -> None:
+    def __init__(self, language_model: Any) -> None:
         super().__init__()
-        self.language_model = language_model
+        self.language_model: Any = language_model
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """[1, tokens] -> logits [1, tokens, vocabulary]."""
@@ -34,7 +35,7 @@ class LanguageModel(nn.Module):
 class Multimodal(LanguageModel):
     """Qwen's vision tower, and Whisper's encoder if there is one, into a language model."""
 
-    def __init__(self, language_model: nn.Module, vision: nn.Module, audio: nn.Module | None = None) -> None:
+    def __init__(self, language_model: Any, vision: nn.Module, audio: Any = None) -> None:
         super().__init__(language_model)
         self.vision = vision
         if audio is not None:
@@ -120,14 +121,14 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits[0].float(), labels[0], ignore_index=IGNORED)
 
 
-def internvl(vision: Config, text: Config) -> nn.Module:
+def internvl(vision: Any, text: Config) -> nn.Module:
     """An InternViT, a projector over 2 x 2 patches, a language model."""
     config = T.InternVLConfig(vision_config=vision, text_config=text.to_dict())
     projector = T.models.internvl.modeling_internvl.InternVLMultiModalProjector(config)
     return Supervised(Tiled(language_model(text), T.InternVLVisionModel(vision), projector, merge=2))
 
 
-def llava(vision: Config, text: Config) -> nn.Module:
+def llava(vision: Any, text: Config) -> nn.Module:
     """CLIP's tower without the class token, a projector, a language model."""
     projector = T.models.llava.modeling_llava.LlavaMultiModalProjector(T.LlavaConfig(vision_config=vision, text_config=text.to_dict()))
     return Supervised(Tiled(language_model(text), T.CLIPVisionModel(vision), projector, merge=1))
