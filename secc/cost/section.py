@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from typing import Any
 
 import sympy
 from xdsl.dialects.builtin import IntegerAttr, StringAttr
@@ -19,8 +20,9 @@ from xdsl.ir import Operation, SSAValue
 from secc.cost.again import Again, AgainSum, recomputed, selected
 from secc.cost.estimate import ZERO, CallCost, default, entries
 from secc.cost.linear_loss import FusedCost, fused_cost
-from secc.cost.texts import largest, total
+from secc.cost.texts import estimated, largest, total
 from secc.ir import expr
+from secc.ir.analysis import abouts
 from secc.ir.dialect import BlockOp, CallOp, CaseOp, GlueOp, GraphOp, ParamOp, SectionOp, TieOp, section_of, strings
 from secc.ir.expr import Expr
 from secc.ir.types import tensor
@@ -95,7 +97,26 @@ class _Sum:
 
 
 def section_cost(graph: GraphOp, section: SectionOp) -> SectionCost:
-    """The cost of a section from its calls' measured attributes, by estimate where they are missing."""
+    """The cost of a section from its calls' measured attributes, by estimate where they are missing.
+
+    Sizes that inputs' values decide are not in it: ranks, which evaluate it, know them too late.
+    """
+    known = abouts(graph)
+    return _without(_section_cost(graph, section), known) if known else _section_cost(graph, section)
+
+
+def _without(cost: SectionCost, known: Mapping[str, Expr]) -> SectionCost:
+    """The cost with what some symbols are about in their place."""
+
+    def texts(of: SectionCost | Again, *fields: str) -> dict[str, Any]:
+        return {field: estimated(getattr(of, field), known) for field in fields}
+
+    again = {way: replace(a, **texts(a, "saved", "working", "work", "moved")) for way, a in cost.again.items()}
+    times = texts(cost, "work", "backward_work", "forward_ns", "backward_ns")
+    return replace(cost, again=again, **times, **texts(cost, "flops", "backward_flops", "saved", "glue_bytes", "summed"))
+
+
+def _section_cost(graph: GraphOp, section: SectionOp) -> SectionCost:
     name = section.sym.data
     paths = strings(section.blocks)
     picked = selected(graph, paths)

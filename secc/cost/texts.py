@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 import sympy
 
 from secc.ir import expr
+from secc.ir.expr import Expr
 
 
 def largest(texts: Iterable[str]) -> str:
@@ -22,6 +23,17 @@ def _exceeds(more: str, less: str) -> bool:
     """Whether a polynomial is at least another one for all sizes, because no coefficient of the difference is negative."""
     difference = sympy.expand(expr.parse(more) - expr.parse(less))
     return all(c.is_nonnegative for c in difference.as_coefficients_dict().values())
+
+
+def estimated(text: str, abouts: Mapping[str, Expr]) -> str:
+    """A text of costs with what some of its symbols are about in their place, in whole units."""
+    found = expr.parse(text)
+    if not expr.symbols(found) & abouts.keys():
+        return text
+    replaced = sympy.expand(found.subs({expr.symbol(name): about for name, about in abouts.items()}))
+    if replaced.has(sympy.floor):
+        return expr.text(found.subs({expr.symbol(name): sympy.floor(about) for name, about in abouts.items()}))
+    return expr.text(replaced.replace(lambda part: part.is_Rational and not part.is_Integer, lambda part: sympy.Integer(round(part))))
 
 
 def total(counts: Mapping[str, int]) -> str:

@@ -7,7 +7,7 @@ the sum of its samples' (each recorded alone), which edges can carry.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -134,7 +134,7 @@ def outline_nodes(generic: Generic) -> tuple[dict[str, Any], ...]:
     return tuple(_node(n, number, generic.data) for n in generic.graph.nodes)
 
 
-def _node(node: fx.Node, number: Mapping[fx.Node, int], data: Sequence[str]) -> dict[str, Any]:
+def _node(node: fx.Node, number: Mapping[fx.Node, int], data: Collection[str]) -> dict[str, Any]:
     found: dict[str, Any] = {"kind": kind(node)}
     if node.op == "output":
         return found | {"args": _data(list(node.args), number), "kwargs": {}}

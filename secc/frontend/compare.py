@@ -35,13 +35,14 @@ aten = torch.ops.aten
 @dataclass
 class Generic:
     """A graph that holds at every size. Its nodes' meta has `args` and `kwargs` (structures of nodes, sympy expressions and literals) and a
-    `shape` of sympy expressions; the read nodes left in it are guards. `data` are the symbols that inputs' values decide.
+    `shape` of sympy expressions; the read nodes left in it are guards. `data` are the symbols that inputs' values decide,
+    with what they are about.
     """
 
     graph: fx.Graph
     constants: dict[str, torch.Tensor]
     inputs: dict[str, fx.Node]
-    data: list[str] = field(default_factory=list)
+    data: dict[str, Expr] = field(default_factory=dict[str, Expr])
 
     @property
     def guards(self) -> list[fx.Node]:
@@ -203,7 +204,8 @@ class _Merge:
         graph = self._first.graph
         used = {n.target for n in graph.nodes if n.op == "get_attr"}
         constants = {k: v for k, v in self._first.constants.items() if k in used}
-        return Generic(graph, constants, self._first.inputs, self._data)
+        data = {name: self._fitter.about(name, self._data) for name in self._data}
+        return Generic(graph, constants, self._first.inputs, data)
 
     def _node(self, nodes: Sequence[fx.Node]) -> dict[str, Any]:
         first = nodes[0]

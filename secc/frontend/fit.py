@@ -64,6 +64,25 @@ class Fitter:
                     return _nice(ratios[0]) * expr**power
         return None
 
+    def about(self, name: str, decided: Collection[str]) -> Expr:
+        """What a size that inputs' values decide is about, in permille of the product of at most two other symbols that it follows best.
+
+        `decided` are all such sizes. A size that adds up over samples is what costs want, so one of the symbols counts rows.
+        """
+        values = [row.get(name, 0) for row in self.rows]
+        known = [n for n in self.rows[0] if n not in decided]
+        products = [p for k in (1, 2) for p in itertools.combinations(known, k)]
+        products = [p for p in products if not self._free.issuperset(p) and 0 not in self._column(p)]
+        if not any(values) or not products:
+            return sympy.Integer(0)
+
+        def spread(names: Sequence[str]) -> float:
+            ratios = [v / c for v, c in zip(values, self._column(names), strict=True)]
+            return (max(ratios) - min(ratios)) / sum(ratios)
+
+        best = min(products, key=spread)
+        return sympy.Rational(round(1000 * sum(values) / sum(self._column(best))), 1000) * _monomial(best)
+
     def _products(self, degrees: int = DEGREE) -> Iterator[tuple[str, ...]]:
         for degree in range(1, degrees + 1):
             yield from itertools.combinations_with_replacement(self.moving, degree)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 from xdsl.dialects.builtin import IntAttr, ModuleOp, StringAttr, UnitAttr
@@ -16,7 +17,7 @@ from secc.errors import UserError
 from secc.frontend.anew import outline_nodes
 from secc.frontend.capture import Block, Capture, Case
 from secc.frontend.statistics import means
-from secc.ir import draws, recorded, template
+from secc.ir import draws, expr, recorded, template
 from secc.ir.attributes import number
 from secc.ir.dialect import (
     BlockOp,
@@ -36,6 +37,7 @@ from secc.ir.dialect import (
     new_block,
     texts,
 )
+from secc.ir.expr import Expr
 from secc.ir.naming import KNOWN_BUFFER
 from secc.ir.types import TensorType
 from secc.runtime import plan
@@ -48,9 +50,8 @@ _COUPLES = {"batch_norm": "batch norm in training mode"}
 def to_ir(capture: Capture) -> ModuleOp:
     """The IR of a capture. Raises UserError for glue that the IR cannot say."""
     inputs = capture.inputs
-    data = sorted({name for case in capture.cases for name in case.generic.data})
     ops: list[Operation] = [_symbol(s) for s in inputs.symbols]
-    ops += [_symbol(plan.Symbol(name, "data", "", 0)) for name in data]
+    ops += _data(capture.cases)
     ops += [_key(i) for i in inputs.inputs]
     ops += _patterns(capture)
     ops += [_block(b, [h for h in capture.hazards if h.path == b.path]) for b in capture.blocks.values()]
@@ -79,6 +80,19 @@ def _anew(case: Case) -> dict[str, Any]:
 def _symbol(s: plan.Symbol) -> SymbolOp:
     properties = {"sym": StringAttr(s.name), "kind": StringAttr(s.kind), "key": StringAttr(s.key), "dim": IntAttr(s.dim)}
     return SymbolOp.create(properties=properties)
+
+
+def _data(cases: Sequence[Case]) -> list[Operation]:
+    """The symbols that inputs' values decide. Cases count them alike, so what one is about is the most of any."""
+    abouts: dict[str, set[Expr]] = {}
+    for case in cases:
+        for name, about in case.generic.data.items():
+            abouts.setdefault(name, set()).add(about)
+    ops: list[Operation] = []
+    for name, found in sorted(abouts.items()):
+        ops.append(op := _symbol(plan.Symbol(name, "data", "", 0)))
+        op.properties["about"] = StringAttr(expr.text(sympy.Max(*found)))
+    return ops
 
 
 def _key(i: plan.Input) -> KeyOp:

@@ -140,7 +140,7 @@ class Statistics:
     """Expectations over the dataset's samples: what `sec.pattern` ops say. Without any, every captured case counts alike, at sizes of 1."""
 
     def __init__(self, graph: GraphOp) -> None:
-        self._symbols = list(graph.symbols)
+        self._symbols, self._abouts = list(graph.symbols), abouts(graph)
         self._weights: list[tuple[CaseOp, float, dict[str, float]]] = []
         cases = [c for c in graph.cases if SPARE not in c.attributes]
         for case in cases:
@@ -155,7 +155,8 @@ class Statistics:
         return [(float(p.share.data), self._sizes(p)) for p in same]
 
     def _sizes(self, pattern: PatternOp) -> dict[str, float]:
-        return {name: number_of(pattern, name) or 0.0 for name in self._symbols}
+        sizes = {name: number_of(pattern, name) or 0.0 for name in self._symbols}
+        return sizes | {name: evaluate(about, sizes) for name, about in self._abouts.items()}
 
     def mean(self, size: Callable[[CaseOp], Expr | int]) -> float:
         """The mean over samples of a size that a case gives as an expression for one sample."""
@@ -164,6 +165,12 @@ class Statistics:
     def mean_in(self, case: CaseOp, size: Expr | int) -> float:
         """The part of the mean that samples of one case bring: their share times the size."""
         return sum(share * evaluate(size, sizes) for c, share, sizes in self._weights if c is case)
+
+
+def abouts(graph: GraphOp) -> dict[str, Expr]:
+    """What the sizes that inputs' values decide are about, as expressions that need not be whole."""
+    found = {name: s.about.data for name, s in graph.symbols.items() if s.about is not None}
+    return {name: expr.unrounded(expr.parse(text)) for name, text in found.items()}
 
 
 def evaluate(size: Expr | int, sizes: Mapping[str, float]) -> float:

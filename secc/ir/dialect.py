@@ -41,8 +41,7 @@ class GraphOp(LineOp):
     name = "sec.graph"
     sym = prop_def(StringAttr)
     optional = opt_prop_def(ArrayAttr[StringAttr])
-    labels = opt_prop_def(StringAttr)
-    widths = opt_prop_def(StringAttr)
+    labels, widths = opt_prop_def(StringAttr), opt_prop_def(StringAttr)
     body = region_def("single_block")
     traits = traits_def(NoTerminator())
     HEADLINE: ClassVar[str | None] = "sym"
@@ -84,12 +83,14 @@ class GraphOp(LineOp):
 
 @irdl_op_definition
 class SymbolOp(LineOp):
-    """A size of the inputs: `kind` "rows" adds up over samples, "width" is the maximum; read as `batch[key].shape[dim]`."""
+    """A size of the inputs: `kind` "rows" adds up over samples, "width" is the maximum; read as `batch[key].shape[dim]`.
+    Values of the inputs decide a size of kind "data"; costs take what it is `about`."""
 
     name = "sec.symbol"
-    sym, kind, key, dim = prop_def(StringAttr), prop_def(StringAttr), prop_def(StringAttr), prop_def(IntAttr)
+    sym, kind, key = prop_def(StringAttr), prop_def(StringAttr), prop_def(StringAttr)
+    dim, about = prop_def(IntAttr), opt_prop_def(StringAttr)
     HEADLINE: ClassVar[str | None] = "sym"
-    KEYWORDS: ClassVar[Keywords] = (("kind", "kind", TEXT), ("key", "key", TEXT), ("dim", "dim", NUMBER))
+    KEYWORDS: ClassVar[Keywords] = (("kind", "kind", TEXT), ("key", "key", TEXT), ("dim", "dim", NUMBER), ("about", "about", TEXT))
 
 
 @irdl_op_definition
@@ -202,8 +203,7 @@ class CaseOp(LineOp):
     """One capture: the optional keys present (`when`) and the flat ops of the user's forward."""
 
     name = "sec.case"
-    sym = prop_def(StringAttr)
-    when = prop_def(ArrayAttr[StringAttr])
+    sym, when = prop_def(StringAttr), prop_def(ArrayAttr[StringAttr])
     body = region_def("single_block")
     HEADLINE: ClassVar[str | None] = "sym"
     KEYWORDS: ClassVar[Keywords] = (("when", "when", TEXTS),)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import sympy
 from sympy.printing.precedence import PRECEDENCE
@@ -138,6 +138,11 @@ def evaluate(expr: Expr | int, sizes: Mapping[str, int]) -> int | float:
     if value.free_symbols:
         raise ValueError(f"{text(expr)} needs sizes of {sorted(str(s) for s in value.free_symbols)}")
     return int(value) if value.is_Integer else float(value)
+
+
+def unrounded(expr: Expr) -> Expr:
+    """The expression without its roundings, as means want it."""
+    return cast(Expr, expr.replace(sympy.floor, lambda whole: whole))
 
 
 def symbols(expr: Expr | int) -> set[str]:

@@ -51,6 +51,13 @@ def cost(found: GraphOp, name: str = "lm") -> SectionCost:
     return section_cost(found, next(s for s in found.sections if s.sym.data == name))
 
 
+def test_sizes_that_values_decide_cost_what_they_are_about() -> None:
+    decided = '  sec.symbol "rows_0" kind "data" key "" dim 0 about "(3*B*S)//4"\n'
+    rows = '    %f = sec.call "f" (%x) args "$0" outs [""] in @lm {flops = "10*rows_0 + B", saved = "3*rows_0", ops = 3} : '
+    found = cost(graph(X + rows + "!sec.tensor<[rows_0, 8], bf16, grad>\n", declared=decided))
+    assert (found.flops, found.saved, found.again["full"].saved) == ("8*B*S + B", "2*B*S", "2*B*S")
+
+
 def test_calls_and_glue_add_up() -> None:
     found = cost(graph(X + F, X + F + ENC))
     assert found.flops == "30*B*S + n"

@@ -158,9 +158,17 @@ def test_taking_apart_and_joining_reads_as_a_reshape() -> None:
 
 def test_rows_chosen_by_a_mask_have_a_size_of_their_own() -> None:
     case, _ = generic(lambda m, h, mask: m.head(h[mask]).square().mean())
-    assert case.data == ["rows_0"]
+    assert list(case.data) == ["rows_0"] and {str(s) for s in case.data["rows_0"].free_symbols} == {"B", "S"}
     (index,) = [n for n in case.graph.nodes if str(n.target) == "aten.index.Tensor"]
     assert [text(d) for d in index.meta["shape"]] == ["rows_0", "6"]
+
+
+def test_a_size_that_values_decide_is_about_what_it_follows() -> None:
+    rows = [{**row, "rows_0": row["I"] * 25 // 10, "rows_1": row["B"] * row["S"] * 3 // 4, "rows_2": 0} for row in ROWS]
+    fitter = Fitter(rows, free="S")
+    found = [fitter.about(f"rows_{i}", [f"rows_{i}" for i in range(3)]) for i in range(3)]
+    assert [{str(s) for s in f.free_symbols} for f in found] == [{"I"}, {"B", "S"}, set()]
+    assert evaluate(found[1], {"B": 10, "S": 100}) == pytest.approx(750, rel=0.02) and found[2] == 0
 
 
 def test_constants_made_of_sizes_are_made_anew() -> None:
