@@ -1,0 +1,149 @@
+"""What secc's runtime costs beside the user's model: steps of a plan against those of plain PyTorch and of DDP, in one run.
+
+python -m tools.bench_runtime [MODEL.py] --global-batch 16 --steps 20
+
+Both train in the same processes, one step of each in turn, so that whatever else the machine does hits both alike; ranks have one thread.
+A step is all of it: loading and collating its samples, forward, backward, gradients, optimizer. The plan has one micro-batch for each
+rank, as the others have. Medians of wall time and of CPU time, the latter over all ranks: on a busy machine it says more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from secc.compiler import Compiled, Options, compile_model
+from secc.report.page import page
+from secc.runtime.options import parse
+from secc.runtime.run import Run
+from secc.runtime.section import load_section
+from secc.runtime.trainer import Trainer
+from secc.runtime.user_model import UserModel, load, loss_of
+from tools.ranks import free_port
+
+MODEL = Path(__file__).parent / "bench_decoder.py"
+WARM = 3  # steps before the clock runs
+Times = list[tuple[float, float]]  # wall and CPU seconds of a step
+
+
+class Plain:
+    """Training by hand: the rank's share of each global batch, under DDP where there are several ranks."""
+
+    def __init__(self, user: UserModel, global_batch: int) -> None:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        torch.manual_seed(0)
+        model = user.model()
+        self.optimizer = user.optimizer([(n, p) for n, p in model.named_parameters() if p.requires_grad])
+        self.model: nn.Module = DistributedDataParallel(model) if world > 1 else model
+        self.user, self.share, self.length = user, global_batch // world, len(user.dataset())
+        self.first, self.stride = rank * self.share, global_batch
+
+    def step(self) -> None:
+        """One optimizer step; the loss is read, as a log would."""
+        samples = [self.user.sample(i % self.length) for i in range(self.first, self.first + self.share)]
+        self.first += self.stride
+        self.optimizer.zero_grad()
+        loss = loss_of(self.model(**self.user.collate(samples)))
+        loss.backward()
+        self.optimizer.step()
+        loss.item()
+
+
+def timed(step: Callable[[], object]) -> tuple[float, float]:
+    """Wall and CPU seconds of a step that all ranks start together."""
+    dist.barrier()
+    wall, cpu = time.perf_counter(), time.process_time()
+    step()
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def rank_main(plan: Path, rank: int, world: int, port: int, steps: int, pipe: Any) -> None:
+    """Times both on one rank and sends (secc's times, the others')."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+    os.environ |= {k: str(v) for k, v in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    sys.path.insert(0, str(plan))
+    terms: Any = importlib.import_module("sections.terms")
+    arguments = ["--steps", str(WARM + steps), "--workers", "0", "--log-dir", str(plan / "logs")]
+    with Run(plan, parse(arguments), terms) as run:
+        model = run.model()
+        mine = [s for s in run.plan.sections if rank in s.mesh.ranks]
+        trainer = Trainer(run, model, [load_section(plan, s, model) for s in mine])
+        batches, plain = trainer.batches(), Plain(load(run.user.path), run.plan.global_batch)
+        found: tuple[Times, Times] = [], []
+        for _ in range(WARM + steps):
+            found[0].append(timed(lambda: trainer.step(next(batches))))
+            found[1].append(timed(plain.step))
+        pipe.send(tuple(times[WARM:] for times in found))
+
+
+def run_ranks(plan: Path, world: int, steps: int) -> list[tuple[Times, Times]]:
+    """`rank_main` on processes of this machine, each with one thread."""
+    context, port = multiprocessing.get_context("spawn"), free_port()
+    pipes = [context.Pipe(duplex=False) for _ in range(world)]
+    ranks = [context.Process(target=rank_main, args=(plan, r, world, port, steps, pipes[r][1])) for r in range(world)]
+    for process in ranks:
+        process.start()
+    try:
+        for _, far_end in pipes:
+            far_end.close()
+        return [pipe.recv() for pipe, _ in pipes]  # ends in EOFError where a rank fails
+    finally:
+        for process in ranks:
+            process.join(10)
+            process.kill()
+
+
+def compiled(path: Path, world: int, global_batch: int) -> Compiled:
+    """A plan on all ranks with one micro-batch each: several sections side by side on one rank, pure data parallelism on more."""
+    options = {"cluster": f"local:{world}", "global_batch": global_batch, "strategy": "uniform" if world > 1 else "colocate"}
+    names = compile_model(path, Options(**options)).plan.pipelines  # pyright: ignore[reportArgumentType]
+    choices = tuple(f"{name}.micro_batch={global_batch // world}" for name in names)
+    choices += tuple(f"{name}.dp={world}" for name in names) + tuple(f"{name}.sharding=none" for name in names)
+    return compile_model(path, Options(**options, set=choices))  # pyright: ignore[reportArgumentType]
+
+
+def compared(path: Path, world: int, global_batch: int, steps: int) -> str:
+    """A row of the table."""
+    with tempfile.TemporaryDirectory() as directory:
+        plan = Path(directory) / "plan"
+        made = compiled(path, world, global_batch)
+        made.write(plan, page)
+        ranks = run_ranks(plan, world, steps)
+    wall = [median(t for t, _ in ranks[0][which]) for which in (0, 1)]
+    ratio = median(a / b for (a, _), (b, _) in zip(*ranks[0], strict=True))
+    cpu = [median(sum(r[which][step][1] for r in ranks) for step in range(steps)) for which in (0, 1)]
+    other = "plain PyTorch" if world == 1 else "DDP"
+    cells = (path.stem, f"{world}", f"{len(made.plan.sections)}", other, f"{1e3 * wall[0]:.1f}", f"{1e3 * wall[1]:.1f}", f"{ratio:.3f}")
+    return f"| {' | '.join(cells)} | {1e3 * cpu[0]:.1f} | {1e3 * cpu[1]:.1f} | {cpu[0] / cpu[1]:.3f} |"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table, in Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", type=Path, default=MODEL)
+    parser.add_argument("--global-batch", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    asked = parser.parse_args(arguments)
+    print("| model | ranks | sections | against | secc, ms | other, ms | ratio | secc, CPU ms | other, CPU ms | ratio |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    for world in asked.ranks:
+        print(compared(asked.model, world, asked.global_batch, asked.steps), flush=True)
+
+
+if __name__ == "__main__":
+    main()
