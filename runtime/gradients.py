@@ -320,15 +320,12 @@ class Reducer:
 
 
 def _spread(total: torch.Tensor, params: Iterable[nn.Parameter]) -> None:
-    """Write sums from a flat buffer into the parameters' gradients."""
+    """Make the sums in a flat buffer the parameters' gradients, as views of it: each takes the place of the rank's own one."""
     start = 0
     for param in params:
         part = total[start : start + param.numel()].view(param.shape)
         start += param.numel()
-        if param.grad is None:
-            param.grad = part.to(param.grad_dtype or param.dtype, copy=True)
-        else:
-            param.grad.copy_(part)
+        param.grad = part.to(param.grad_dtype or param.dtype)
 
 
 def _by_bucket(named: Iterable[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Parameter]]]:
@@ -352,10 +349,14 @@ def _flatten(params: Iterable[nn.Parameter], size: int | None) -> torch.Tensor:
     """
     params = list(params)
     dtype = torch.promote_types(params[0].dtype, torch.float32)
-    flat = torch.zeros(size or sum(p.numel() for p in params), dtype=dtype, device=params[0].device)
+    flat = torch.empty(size or sum(p.numel() for p in params), dtype=dtype, device=params[0].device)
     start = 0
     for param in params:
-        if param.grad is not None:
-            flat[start : start + param.numel()].view(param.shape).copy_(param.grad)
+        part = flat[start : start + param.numel()]
         start += param.numel()
+        if param.grad is None:
+            part.zero_()
+        else:
+            part.view(param.shape).copy_(param.grad)
+    flat[start:].zero_()
     return flat

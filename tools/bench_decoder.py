@@ -1,4 +1,4 @@
-"""A decoder of two million parameters on random tokens, in plain PyTorch: what `tools/bench_runtime.py` times.
+"""A small decoder on random tokens, in plain PyTorch: what `tools/bench_runtime.py` times.
 
 Large enough that a step is mostly matrix products, small enough for one core.
 """
