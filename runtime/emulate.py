@@ -82,7 +82,8 @@ def emulate(directory: Path, options: Options) -> None:
     assert options.emulate is not None
     table = read(options.emulate)
     terms: Any = importlib.import_module("sections.terms")
-    with Run(directory, dataclasses.replace(options, workers=0), terms) as run:
+    only_steps = dataclasses.replace(options, workers=0, resume=None, save=None, save_every=None, trace=None)
+    with Run(directory, only_steps, terms) as run:
         emulator, since = Emulator(run, table), time.monotonic_ns()
         for step in range(1, run.steps + 1):
             batch = run.data.next()

@@ -51,6 +51,7 @@ def _emulate(directory: Path, logs: Path, arguments: list[str], scale: float, js
     from itertools import islice
 
     from secc.cli.console import out
+    from secc.errors import UserError
     from secc.runtime.emulate import FILE, to_json
     from secc.runtime.launch import run_plan
     from secc.runtime.options import parse
@@ -58,11 +59,15 @@ def _emulate(directory: Path, logs: Path, arguments: list[str], scale: float, js
     from secc.simulate.batches import global_batches
     from secc.simulate.emulated import compared, table
 
-    options, plan = parse(arguments), load(directory)
-    logs.mkdir(parents=True, exist_ok=True)
-    (logs / FILE).unlink(missing_ok=True)
-    times = logs / "emulation.json"
-    times.write_text(to_json(table(plan, scale)))
+    options, plan, times = parse(arguments), load(directory), logs / "emulation.json"
+    if options.epochs is not None:
+        raise UserError("an emulated run has whole steps", remedy="give --steps in place of --epochs")
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+        (logs / FILE).unlink(missing_ok=True)
+        times.write_text(to_json(table(plan, scale)))
+    except OSError as error:
+        raise UserError(f"cannot write to the directory: {error.strerror}", str(logs), "give another --log-dir") from None
     code = run_plan(directory, [*arguments, "--log-dir", str(logs), "--emulate", str(times)])
     if code:
         return code

@@ -43,6 +43,15 @@ def test_the_table_has_the_times_of_the_cost_model(tmp_path):
     assert read(path) == found
 
 
+@pytest.mark.parametrize(("arguments", "message"), [(["--epochs", "1"], "whole steps"), (["--log-dir", "/dev/null/logs"], "cannot write")])
+def test_what_cannot_be_emulated_is_one_message(tmp_path, capsys, arguments, message):
+    write_plan(tmp_path / "plan", UNEVEN)
+    with pytest.raises(SystemExit) as ended:
+        main(["run", str(tmp_path / "plan"), "--emulate", *arguments])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
 def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     path.write_text("{}")
