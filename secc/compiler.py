@@ -133,16 +133,19 @@ def compile_model(path: str | Path, options: Options, progress: Callable[[str], 
     with clock.step("compare widths"):
         width = options.widths if options.widths != "auto" else widths.choose(user, drawn, inputs, model, captured.draws)
 
+    batches = [user.collate([d.sample]) for d in drawn.drawn if d.sample is not None]
+
     def make(captured: Capture) -> ModuleOp:
-        module = _module(user, meta, drawn, captured, width, options, clock)
+        samples = Samples(batches, captured.constants)
+        module = _module(user, meta, samples, captured, width, options, clock)
         with clock.step("look how blocks can be cut"):
-            note_limits(module, meta, model, user, drawn, parse(options.cluster))
+            note_limits(module, meta, model, user, drawn, samples, parse(options.cluster))
         return module
 
     def text(**changes: tuple[str, ...]) -> str:
         return pipeline_text(dataclasses.replace(options, **changes))
 
-    source = Source(user, meta, model, drawn, inputs, captured, make, text)
+    source = Source(user, meta, model, drawn, inputs, batches, captured, make, text)
     try:
         planned = Planner(source, options.set, clock.step, clock.progress).plan()
     except UserError:
@@ -176,7 +179,7 @@ def front(path: str | Path, options: Options, step: Step) -> tuple[UserModel, nn
     return user, meta, ref, drawn, inputs, captured
 
 
-def _module(user: UserModel, meta: nn.Module, drawn: Survey, captured: Capture, width: str, options: Options, clock: _Clock) -> ModuleOp:
+def _module(user: UserModel, meta: nn.Module, samples: Samples, captured: Capture, width: str, options: Options, clock: _Clock) -> ModuleOp:
     """The IR of a capture, with what else passes need to know: what blocks cost, and what in them can be fused."""
     module = import_ir.to_ir(captured)
     note_linear(module, meta)
@@ -186,7 +189,6 @@ def _module(user: UserModel, meta: nn.Module, drawn: Survey, captured: Capture, 
     if reason := unshardable(user, meta):
         graph_of(module).attributes["unshardable"] = StringAttr(reason)
     with clock.step("measure blocks"):
-        samples = Samples([user.collate([d.sample]) for d in drawn.drawn if d.sample is not None], captured.constants)
         measure(module, meta, samples)
         if options.costs:
             table = costs.read(Path(options.costs))

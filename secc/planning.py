@@ -7,14 +7,16 @@ it, unless the user has pinned it, and the plan says so. Where it chose stages, 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from xdsl.dialects.builtin import ModuleOp
 
 from secc import pipeline, staging
 from secc.codegen.fused import fused_module, rewrites
+from secc.cost.examples import Samples
 from secc.errors import Impossible, UserError
 from secc.frontend.capture import Capture, capture
 from secc.frontend.cuts.annotate import annotate
@@ -29,13 +31,17 @@ BEHIND = "split-stages"  # the first of the passes that carry choices out
 
 @dataclass(frozen=True)
 class Source:
-    """A captured model: `model` has weights if it fits here, `make` gives the IR of a capture, `text` the pipeline with options changed."""
+    """A captured model: `model` has weights if it fits here, `batches` are samples collated one by one.
+
+    `make` gives the IR of a capture, `text` the pipeline with options changed.
+    """
 
     user: UserModel
     meta: nn.Module
     model: nn.Module | None
     drawn: Survey
     inputs: Inputs
+    batches: Sequence[Mapping[str, Any]]
     captured: Capture
     make: Callable[[Capture], ModuleOp]
     text: Callable[..., str]
@@ -87,8 +93,7 @@ class Planner:
             passes, run = self._run(module, self.source.text(**options, sections=staged.sections, set=self.asked + stages))
         done = [pipeline.described(step) for step in passes if step.name not in _behind(passes)]
         with self.step("cut blocks over ranks"):
-            fused = rewrites(graph_of(module)), fused_module(graph_of(module))
-            if annotate(module, self.source.meta, self.source.model, self.source.user, self.source.drawn, fused):
+            if self._annotate(module, captured):
                 run.dumps[-1] = (run.dumps[-1][0], pipeline.header(done) + print_module(module))
         with self.step("passes"):
             rest = pipeline.run(module, passes[len(done) :], dump=True, progress=self.progress, made=done)
@@ -100,6 +105,11 @@ class Planner:
         with self.step("passes"):
             front = passes[: len(passes) - len(_behind(passes))]
             return passes, pipeline.run(module, front, dump=True, progress=self.progress)
+
+    def _annotate(self, module: ModuleOp, captured: Capture) -> bool:
+        source, graph = self.source, graph_of(module)
+        samples, fused = Samples(source.batches, captured.constants), (rewrites(graph), fused_module(graph))
+        return annotate(module, source.meta, source.model, source.user, source.drawn, samples, fused)
 
     def _layers(self, staged: staging.Staging) -> Capture:
         """The capture with towers opened down to their layers. Raises Impossible where they have to stay whole."""

@@ -22,6 +22,8 @@ def candidates(draw: st.DrawFn, ranks: int) -> tuple[Candidate, ...]:
         Candidate(
             dp=draw(st.integers(1, ranks)),
             micro_batch=draw(st.sampled_from([1, 2, 4])),
+            tp=draw(st.sampled_from([1, 1, 2])),
+            pp=draw(st.sampled_from([1, 1, 2])),
             time_ns=draw(st.integers(1, 100)),
             fill_ns=draw(number),
             drain_ns=draw(number),

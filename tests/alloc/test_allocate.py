@@ -86,6 +86,36 @@ def test_replicas_of_several_ranks() -> None:
     assert section(two, "lm", "forward_ns").count("+") > section(one, "lm", "forward_ns").count("+")
 
 
+def cuttable(source: str) -> str:
+    """With a language model of eight layers whose sizes two and four divide."""
+    block = next(line for line in source.splitlines() if 'sec.block "lm"' in line)
+    return source.replace(block, block + " layers 8 {tp = [2 : i64, 4 : i64]}")
+
+
+def test_replicas_of_several_ranks_where_memory_demands_them() -> None:
+    """40 GB of parameters and 120 GB of gradients and states: no device holds them, four do."""
+    module = allocated(cuttable(large(10_000_000_000, 10_000_000_000)), cluster="1x8xH100")
+    assert section(module, "lm", "tp") * section(module, "lm", "pp") >= 4 and section(module, "lm", "tp") in (1, 2, 4)
+    plain = allocated(cuttable(VLM.read_text()), cluster="1x8xH100")
+    assert section(plain, "lm", "tp") == section(plain, "lm", "pp") == 1
+
+
+def test_what_was_refused_is_not_chosen_again() -> None:
+    source = cuttable(large(10_000_000_000, 10_000_000_000))
+    module = allocated(source, cluster="1x8xH100", refused=("lm.pp",))
+    assert section(module, "lm", "pp") == 1 and section(module, "lm", "tp") == 4
+    module = allocated(source, cluster="1x8xH100", refused=("lm.tp=4", "lm.tp=2"))
+    assert section(module, "lm", "tp") == 1 and section(module, "lm", "pp") >= 4
+    with pytest.raises(UserError, match="lm does not fit"):
+        allocated(source, cluster="1x8xH100", refused=("lm.tp", "lm.pp"))
+
+
+def test_replicas_stay_inside_a_node() -> None:
+    module = allocated(cuttable(large(10_000_000_000, 10_000_000_000)), cluster="2x4xH100", set=("lm.tp=4", "vision.dp=4"))
+    ranks = section(module, "lm", "ranks")
+    assert all(ranks[i] // 4 == ranks[i + 3] // 4 for i in range(0, len(ranks), 4))
+
+
 def test_same_inputs_same_text() -> None:
     assert text.print_module(allocated()) == text.print_module(allocated())
 

@@ -29,6 +29,18 @@ def test_solver_agrees_with_brute_force(problem: Problem) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(instances.problems())
+def test_a_margin_buys_plainer_replicas_and_no_more(problem: Problem) -> None:
+    fastest, plain = solve(problem), solve(problem, margin=0.25)
+    if fastest is None or plain is None:
+        assert plain is None and fastest is None
+        return
+    assert plain.time_ns <= 1.25 * fastest.time_ns and plain.gap <= 0.25
+    widths = [sum(problem.sections[s][i].width for s, i in x.assignment.choice.items()) for x in (fastest, plain)]
+    assert widths[1] <= widths[0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(instances.problems())
 def test_least_memory_is_where_plans_begin(problem: Problem) -> None:
     need = least_memory(problem)
     unlimited = replace(problem, capacity=1 << 40)

@@ -16,9 +16,11 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 from xdsl.dialects.builtin import IntAttr, ModuleOp, StringAttr
 
+from secc.cost.examples import Samples
 from secc.frontend.cuts.find import Call, Found, find, shards
 from secc.frontend.cuts.known import columns
 from secc.frontend.cuts.observe import Observer, made_up, with_values
+from secc.frontend.cuts.small import SmallModel
 from secc.frontend.cuts.verify import Verdict, verify
 from secc.frontend.survey import Survey
 from secc.ir.analysis import number_of
@@ -30,6 +32,7 @@ from secc.runtime.tensor_parallel.linears import embedding, linear
 from secc.runtime.user_model import UserModel
 
 LARGEST = 1 << 29  # entries of a module that is run here
+LARGE = 1 << 26  # entries of one in whose place one of the user's small model is run, if there is one
 HEAD = 2  # a linear map with more outputs than so many times its inputs is a head ...
 SHARE = 8  # ... if it has at least one in so many of its block's parameters
 
@@ -48,7 +51,9 @@ class Cutting:
     whole: dict[str, str] = field(default_factory=dict[str, str])
 
 
-def annotate(module: ModuleOp, meta: nn.Module, model: nn.Module | None, user: UserModel, survey: Survey, fused: Fused) -> bool:
+def annotate(
+    module: ModuleOp, meta: nn.Module, model: nn.Module | None, user: UserModel, survey: Survey, samples: Samples, fused: Fused
+) -> bool:
     """Add the cuts of sections with a tp above 1; whether there are any such.
 
     `meta` is the user's model without weights, `model` one with weights if it fits here; `fused` has the fused operators that ranks will
@@ -59,11 +64,11 @@ def annotate(module: ModuleOp, meta: nn.Module, model: nn.Module | None, user: U
     if not wanted:
         return False
     layers = {path: m for block, _ in wanted for path, m in layers_of(meta, block)}
-    observer = Observer(layers)
+    observer = Observer({p: layers[p] for p in {layer_key(m): p for p, m in reversed(layers.items())}.values()})
     if model is not None:
         observer.real(model, user, survey)
-    observer.meta(graph, meta)
-    seeker = _Seeker(meta, model, observer, fused)
+    observer.meta(graph, meta, samples)
+    seeker = _Seeker(meta, model, observer, SmallModel(user, survey), fused)
     ties = [strings(op.names) for op in graph.body.block.ops if isinstance(op, TieOp)]
     for block, count in wanted:
         for path, _ in layers_of(meta, block):
@@ -94,8 +99,8 @@ def bared(layer: nn.Module, call: Call) -> nn.Module:
 class _Seeker:
     """Seeks and shows mappings; those of alike modules once."""
 
-    def __init__(self, meta: nn.Module, model: nn.Module | None, observer: Observer, fused: Fused) -> None:
-        self.meta, self.source, self.observer, self.fused = meta, meta if model is None else model, observer, fused
+    def __init__(self, meta: nn.Module, model: nn.Module | None, observer: Observer, small: SmallModel, fused: Fused) -> None:
+        self.meta, self.source, self.observer, self.small, self.fused = meta, meta if model is None else model, observer, small, fused
         self._known: dict[object, Cutting] = {}
 
     def layer(self, path: str, count: int) -> Cutting:
@@ -107,17 +112,37 @@ class _Seeker:
 
     def _sought(self, path: str, module: nn.Module, count: int) -> Cutting:
         size = sum(p.numel() for p in module.parameters())
-        if path not in self.observer.calls or size > LARGEST:
-            why = "it was not called here" if size <= LARGEST else "it is too large to be shown exact here"
+        like = self.small.like(module) if size > LARGE and path in self.observer.calls else None
+        if path not in self.observer.calls or (size > LARGEST and like is None):
+            why = "it was not called here" if size <= LARGEST else "it is too large to be shown exact here: define small_model()"
             return Cutting(whole={p: why for p, m in module.named_modules() if linear(m) is not None})
         call = self.observer.calls[path]
         layer, cutting = bared(module, call), Cutting()
         for names in filter(None, (columns(self.meta, path), ANY)):
             mapping = find(layer, call, count, None if names is ANY else names)
-            cutting = self._shown(path, module, call, count, mapping) if mapping.columns else Cutting(whole=dict(mapping.whole))
+            if not mapping.columns:
+                cutting = Cutting(whole=dict(mapping.whole))
+            elif like is not None:
+                cutting = self._shown_on(like, path, module, count, mapping)
+            else:
+                cutting = self._shown(path, module, call, count, mapping)
             if cutting.styles:
                 break
         return cutting
+
+    def _shown_on(self, like: tuple[nn.Module, Call], path: str, module: nn.Module, count: int, mapping: Found) -> Cutting:
+        """The mapping of a large layer, if a small one like it has the same one, over as many ranks or two, and that is exact."""
+        why = "the layer of small_model() that is like it is cut otherwise"
+        for ranks in dict.fromkeys((count, 2)):
+            same = find(like[0], like[1], ranks, mapping.columns)
+            if same.columns.keys() != mapping.columns.keys() or same.rows.keys() != mapping.rows.keys():
+                continue
+            shown = self._shown(path, like[0], like[1], ranks, same)
+            if shown.styles:
+                shapes = any(s.kind == "shapes" for s in shown.styles)
+                return Cutting(mapping.styles(shapes), shards(module, mapping), shown.partial, dict(mapping.whole))
+            why = next((w for p, w in shown.whole.items() if p in same.columns), why)
+        return Cutting(whole=dict(mapping.whole) | dict.fromkeys([*mapping.columns, *mapping.rows], why))
 
     def _fuse(self, path: str, module: nn.Module) -> None:
         """Put fused operators into a copy of the module at `path`."""

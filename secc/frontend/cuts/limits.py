@@ -10,6 +10,7 @@ from torch import nn
 from xdsl.dialects.builtin import ModuleOp
 
 from secc.cluster import Cluster
+from secc.cost.examples import Samples
 from secc.frontend.cuts.annotate import bared, layer_key, layers_of
 from secc.frontend.cuts.find import find
 from secc.frontend.cuts.known import columns
@@ -23,7 +24,9 @@ DIVIDES = "does not divide"  # in the reasons of sizes that a tp does not divide
 HEADS = "heads"  # ends the reason of a tp that does not divide them
 
 
-def note_limits(module: ModuleOp, meta: nn.Module, model: nn.Module | None, user: UserModel, survey: Survey, cluster: Cluster) -> None:
+def note_limits(
+    module: ModuleOp, meta: nn.Module, model: nn.Module | None, user: UserModel, survey: Survey, samples: Samples, cluster: Cluster
+) -> None:
     """Write `tp` on each block of `module` with anything to cut: the powers of two, up to the devices of a node, that cut it.
 
     `meta` is the user's model without weights, `model` one with weights if it fits here. CPUs share a memory: nothing is sought for them.
@@ -40,7 +43,7 @@ def note_limits(module: ModuleOp, meta: nn.Module, model: nn.Module | None, user
     observer = Observer({path: layers[path] for path in firsts.values()})
     if model is not None:
         observer.real(model, user, survey)
-    observer.meta(graph, meta)
+    observer.meta(graph, meta, samples)
     verdicts = {key: [_cuts(meta, layers[path], observer, path, tp) for tp in counts] for key, path in firsts.items()}
     for block, inside in wanted.items():
         kinds = [verdicts[layer_key(m)] for m in inside.values()]

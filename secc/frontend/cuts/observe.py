@@ -1,19 +1,24 @@
 """What the parts of a model are called with: arguments of a module's call, by which a mapping is sought and shown.
 
 A model that fits here is run on a small batch and its arguments are taken as they are. Of a larger one each block runs on the meta device,
-and its arguments get random values: for floats any value will do, of integers and truth values only those that code does not depend on.
+or, where it reads integers (where samples begin), on fake tensors beside the integers of a sample. Then its arguments get random values:
+for floats any value will do, of integers and truth values only those that code does not depend on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
+from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves, tree_map
 
+from secc.cost.examples import NO_SAMPLES, Example, Examples, Samples
 from secc.cost.measure import arguments
 from secc.cost.trial import run
 from secc.frontend.cuts.find import Call
@@ -39,38 +44,68 @@ class Observer:
                 self._watch(stack, model, self.modules)
                 model(**user.collate(survey.batches(pattern)[0]))
 
-    def meta(self, graph: GraphOp, model: nn.Module) -> None:
-        """Run each block on the meta device, where its code lets it."""
+    def meta(self, graph: GraphOp, model: nn.Module, samples: Samples = NO_SAMPLES) -> None:
+        """Run each block without values, where its code lets it, until the modules inside it were called."""
         sizes = {name: WIDTH if s.kind.data == "width" else ROWS for name, s in graph.symbols.items()}
+        shortest = sorted(samples.batches, key=lambda b: sum(t.numel() for t in b.values() if isinstance(t, torch.Tensor)))
+        examples = Examples(graph, Samples(shortest, samples.constants))
         for case in graph.cases:
             for op in (op for op in case.ops if isinstance(op, CallOp)):
-                inside = {p: m for p, m in self.modules.items() if p not in self.calls and (p + ".").startswith(op.target.data + ".")}
-                if inside:
-                    self._run_block(op, model, sizes, inside)
+                tries = chain([None], (e for e in islice(examples.of(case, op), 1)))
+                while inside := {p: m for p, m in self.modules.items() if p not in self.calls and f"{p}.".startswith(f"{op.target.data}.")}:
+                    if (example := next(tries, op)) is op:
+                        break
+                    self._run_block(op, model, sizes, inside, example)
 
-    def _run_block(self, op: CallOp, model: nn.Module, sizes: Mapping[str, int], inside: Mapping[str, nn.Module]) -> None:
+    def _run_block(
+        self, op: CallOp, model: nn.Module, sizes: Mapping[str, int], inside: Mapping[str, nn.Module], example: Example | None
+    ) -> None:
+        """One run; what it noted counts if it got as far as the last of the modules."""
+        seen, known = Observer(inside), partial(arguments, op, sizes)
+        if example is not None:
+            known = partial(arguments, op, example.sizes, values=example.values)
+        block = model.get_submodule(op.target.data)
         with ExitStack() as stack:
-            self._watch(stack, model, inside)
+            seen._watch(stack, model, inside, _Seen)
             try:
-                run(model.get_submodule(op.target.data), lambda makes: arguments(op, sizes, makes), op.no_grad is None)
+                run(block, known, op.no_grad is None, real=example is not None)
+            except _Seen:
+                pass
             except Exception:  # whatever the user's code does on tensors without values: those modules stay without a call
                 return
+        self.calls |= seen.calls
 
-    def _watch(self, stack: ExitStack, model: nn.Module, wanted: Mapping[str, nn.Module]) -> None:
+    def _watch(self, stack: ExitStack, model: nn.Module, wanted: Mapping[str, nn.Module], done: type[BaseException] | None = None) -> None:
+        """Note calls; `done` is raised in the call behind the last module's, which shows that the last one's code went through."""
         for path in wanted:
-            hook = model.get_submodule(path).register_forward_pre_hook(
+            module = model.get_submodule(path)
+            hook = module.register_forward_pre_hook(
                 lambda module, args, kwargs, path=path: self._note(path, (args, kwargs)), with_kwargs=True
             )
             stack.callback(hook.remove)
+            if done is not None:
+                stack.callback(module.register_forward_hook(lambda *_: self._stop(done)).remove)
+
+    def _stop(self, done: type[BaseException]) -> None:
+        if self.calls.keys() >= self.modules.keys():
+            raise done
 
     def _note(self, path: str, call: Call) -> None:
-        self.calls.setdefault(path, tree_map(_kept, call))
+        fake = any(isinstance(t, FakeTensor) for t in tree_leaves(call))
+        self.calls.setdefault(path, tree_map(partial(_kept, bare=fake), call))
 
 
-def _kept(value: Any) -> Any:
-    """A copy of an argument; floats that are large enough to be activations keep whether gradients flow to them."""
+class _Seen(BaseException):
+    """Everything was called."""
+
+
+def _kept(value: Any, bare: bool) -> Any:
+    """A copy of an argument; floats keep whether gradients flow to them, and no values where they are `bare`."""
     if not isinstance(value, torch.Tensor):
         return value
+    if isinstance(value, FakeTensor) or (bare and value.is_floating_point()):
+        empty = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
+        return empty.requires_grad_(value.requires_grad)
     return value.detach().clone().requires_grad_(value.requires_grad)
 
 

@@ -1,0 +1,76 @@
+"""Compiles the reference workloads for their clusters, one at a time: `python -m tools.bench_workloads [ID ...]` prints a table.
+
+Each compilation is a process of its own, so that its peak memory is its own. `cpu` is what it took of one core, `wall` the time that passed,
+which on a machine with other work is longer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+WORKLOADS = {  # cluster and global batch
+    "vlm_7b": ("4x8xH100", 512),
+    "vlm_72b": ("32x8xH100", 512),
+    "vlm_72b_xl": ("128x8xH100", 2048),
+    "vlm_big_encoder": ("32x8xH100", 512),
+    "omni_7b": ("8x8xH100", 512),
+    "llava_frozen": ("2x8xH100", 256),
+    "llava_align": ("2x8xH100", 256),
+    "kd_32b_8b": ("8x8xH100", 512),
+    "kd_32b_1_7b": ("8x8xH100", 512),
+    "kd_vlm": ("16x8xH100", 512),
+}
+COLUMNS = ("workload", "cluster", "wall, s", "cpu, s", "peak, GiB", "status", "gap", "step, s", "sections: ranks dp/pp/tp, micro-batch, extras")
+COMPILE = "import sys; from secc.cli import main; main()"
+
+
+def compiled(name: str, directory: Path) -> tuple[float, float, float, dict[str, Any] | str]:
+    """Wall seconds, CPU seconds and peak GiB of a compilation, and its plan or what went wrong."""
+    cluster, batch = WORKLOADS[name]
+    model = Path(__file__).parent / "workloads" / f"{name}.py"
+    plan = directory / name
+    command = [sys.executable, "-c", COMPILE, "compile", str(model), "-o", str(plan), "--cluster", cluster, "--global-batch", str(batch)]
+    start = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        said = process.stderr.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    text = plan / "plan.json"
+    return time.perf_counter() - start, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 2**20, json.loads(text.read_text()) if text.exists() else said[-300:]
+
+
+def row(name: str, directory: Path) -> str:
+    """One line of the table."""
+    wall, cpu, peak, plan = compiled(name, directory)
+    cells = [name, WORKLOADS[name][0], f"{wall:.0f}", f"{cpu:.0f}", f"{peak:.1f}"]
+    if isinstance(plan, str):
+        return " | ".join([*cells, plan.strip().replace("\n", " ")])
+    solver, prediction = plan["solver"], plan["prediction"]
+    sections = "; ".join(f"{n}: {_layout(s)}" for n, s in plan["sections"].items())
+    return " | ".join([*cells, solver["status"], f"{solver['gap']:.2%}", f"{prediction['step_time_s']:.2f}", sections])
+
+
+def _layout(section: dict[str, Any]) -> str:
+    mesh = section["mesh"]
+    extras = [section[key] for key in ("recompute", "sharding") if section[key] != "none"]
+    text = f"{len(mesh['ranks'])} {mesh['dp']}/{mesh['pp']}/{mesh['tp']}, {section['micro_batch']}"
+    return ", ".join([text, *extras])
+
+
+def main() -> None:
+    print("| " + " | ".join(COLUMNS) + " |\n|" + " --- |" * len(COLUMNS))
+    with tempfile.TemporaryDirectory() as directory:
+        for name in sys.argv[1:] or WORKLOADS:
+            print(f"| {row(name, Path(directory))} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
