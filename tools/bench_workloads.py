@@ -1,7 +1,7 @@
 """Compiles the reference workloads for their clusters, one at a time: `python -m tools.bench_workloads [ID ...]` prints a table.
 
-Each compilation is a process of its own, so that its peak memory is its own. `cpu` is what it took of one core, `wall` the time that passed,
-which on a machine with other work is longer.
+Each compilation is a process of its own, so that its peak memory is its own. `cpu` is what it took of one core, `wall` the time
+that passed, which on a machine with other work is longer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ WORKLOADS = {  # cluster and global batch
     "kd_32b_1_7b": ("8x8xH100", 512),
     "kd_vlm": ("16x8xH100", 512),
 }
-COLUMNS = ("workload", "cluster", "wall, s", "cpu, s", "peak, GiB", "status", "gap", "step, s", "sections: ranks dp/pp/tp, micro-batch, extras")
+COLUMNS = (
+    "workload", "cluster", "wall, s", "cpu, s", "peak, GiB", "status", "gap", "step, s", "sections: ranks dp/pp/tp, micro-batch, extras"
+)  # fmt: skip
 COMPILE = "import sys; from secc.cli import main; main()"
 
 
@@ -44,7 +46,8 @@ def compiled(name: str, directory: Path) -> tuple[float, float, float, dict[str,
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
     text = plan / "plan.json"
-    return time.perf_counter() - start, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 2**20, json.loads(text.read_text()) if text.exists() else said[-300:]
+    result = json.loads(text.read_text()) if text.exists() else said[-300:]
+    return time.perf_counter() - start, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 2**20, result
 
 
 def row(name: str, directory: Path) -> str:
