@@ -7,7 +7,7 @@ the sum of its samples' (each recorded alone), which edges can carry.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -101,6 +101,10 @@ class _Outlined:
     def __call__(self, name: str, size: int) -> Observed | None:
         found = self._probe(name, size)
         return None if found is None else replace(found, recording=Outline.of(found.recording).skeleton(self._sources))
+
+    def empty(self) -> Iterator[Observed]:
+        """None: what is counted is recorded anew."""
+        yield from ()
 
 
 def _union(found: Iterable[Mapping[str, Sequence[str]]]) -> dict[str, list[str]]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from secc.errors import UserError
-from secc.frontend.inputs import Inputs
+from secc.frontend.inputs import IGNORED, Inputs
 from secc.frontend.survey import Pattern, Sample, Survey
 from secc.frontend.ways import Observed, Shapes, way
 from secc.runtime.recorder import Recorder
@@ -102,6 +102,18 @@ class Batches:
             return replace(found, parts=tuple(shapes_alone(self._recorder, self._user, s) for s in b.samples))
         except (UserError, ValueError):
             return None  # the model or collate refuses this width
+
+    def empty(self) -> Iterator[Observed]:
+        """The first ragged micro-batch with all labels ignored, or with one of its masks empty, which may leave no rows to count."""
+        first, labels = self.ragged[0], self._inputs.labels_key
+        changed = {labels: torch.full_like(first.batch[labels], IGNORED)} if labels in first.batch else {}
+        changed |= {key: torch.zeros_like(value) for key, value in first.batch.items() if key != labels and _is_mask(value)}
+        for key, value in changed.items():
+            yield self._observe(replace(first, batch={**first.batch, key: value}))
+
+
+def _is_mask(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_floating_point() and bool(((value == 0) | (value == 1)).all())
 
 
 def _conditions(observed: Observed) -> set[tuple[str, bool]]:

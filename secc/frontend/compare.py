@@ -8,7 +8,7 @@ under. Captures whose ops differ are cases of their own.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -65,6 +65,10 @@ class Probe(Protocol):
 
     def __call__(self, name: str, size: int) -> Observed | None:
         """A micro-batch like the one in which `name` is smallest, but of this size, None if there is none."""
+        ...
+
+    def empty(self) -> Iterator[Observed]:
+        """Micro-batches in which values may leave no rows to count."""
         ...
 
 
@@ -141,7 +145,15 @@ def _merged(group: Sequence[Observed], probe: Probe | None, names: Names | None)
         if more is None or signature(more.recording.graph) != signature(known[0].recording.graph):
             break
         known.append(more)
-    return _Merge(known, probe.free if probe is not None else (), names).run()
+    free = probe.free if probe is not None else ()
+    if probe is not None and _Merge(known, free, names).counts():
+        for empty in probe.empty():
+            if signature(empty.recording.graph) == signature(known[0].recording.graph):
+                try:
+                    return _Merge([*known, empty], free, names).run()
+                except Unexplained:
+                    continue  # without rows forward does something else
+    return _Merge(known, free, names).run()
 
 
 def _rejects(case: Generic, reads: Sequence[Read]) -> bool:
@@ -170,6 +182,14 @@ class _Merge:
         """A symbol and a size of it at which an explanation might fail. Nothing is changed."""
         self._explain()
         return self._fitter.doubt
+
+    def counts(self) -> bool:
+        """Whether an op takes a number that inputs' values decide, which without rows might be another. Nothing is changed."""
+        explained = self._explain()[0]
+        return any(self._counts.takes(n, meta.get("args", (None,))) and self._numbers(meta["args"][1:2]) for n, meta in explained.items())
+
+    def _numbers(self, args: Sequence[Any]) -> bool:
+        return any(isinstance(a, sympy.Expr) and bool(symbols(a) & set(self._data)) for a in args)
 
     def run(self) -> Generic:
         """The merged graph. The first capture is used up."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import sympy
 import torch
@@ -63,6 +63,11 @@ class _Emitter:
         """The node of an expression in which some symbol has a source."""
         if isinstance(expr, sympy.Symbol):
             return self._count(self._sources[str(expr)])
+        if isinstance(expr, sympy.Max):
+            parts = [cast(Expr, part) for part in expr.args]
+            (moving,), (least,) = ([p for p in parts if self._moves(p) == moves] for moves in (True, False))
+            inner = self.tensor(moving)
+            return self._node(aten.clamp_min.default, (inner, least), inner.meta["dtype"])
         if isinstance(expr, sympy.Add):
             return self._chain(aten.add.Tensor, expr.args)
         above, below = sympy.fraction(expr)

@@ -77,11 +77,12 @@ class Fitter:
             return sympy.Integer(0)
 
         def spread(names: Sequence[str]) -> float:
-            ratios = [v / c for v, c in zip(values, self._column(names), strict=True)]
+            ratios = [v / c for v, c in zip(values, self._column(names), strict=True) if v]
             return (max(ratios) - min(ratios)) / sum(ratios)
 
         best = min(products, key=spread)
-        return sympy.Rational(round(1000 * sum(values) / sum(self._column(best))), 1000) * _monomial(best)
+        total = sum(c for v, c in zip(values, self._column(best), strict=True) if v)
+        return sympy.Rational(round(1000 * sum(values) / total), 1000) * _monomial(best)
 
     def _products(self, degrees: int = DEGREE) -> Iterator[tuple[str, ...]]:
         for degree in range(1, degrees + 1):
@@ -99,6 +100,7 @@ class Fitter:
         every: list[Base] = [(partial(_monomial, names), self._column(names)) for names in self._products()]
         small: list[Base] = [(partial(_monomial, names), self._column(names)) for names in self._products(2)]
         yield from _fits(values, ((m,) for m in every))
+        yield from _at_least(values, self.rows, self.moving)
         yield from _fits(values, ((m, one) for m in every))
         yield from _fits(values, itertools.combinations(every, 2))
         yield from _fits(values, ((*pair, one) for pair in itertools.combinations(small, 2)))
@@ -119,6 +121,13 @@ class Fitter:
 
 def _monomial(names: Sequence[str]) -> Expr:
     return sympy.Mul(*(symbol(n) for n in names))
+
+
+def _at_least(values: Column, rows: Sequence[Mapping[str, int]], names: Sequence[str]) -> Iterator[Expr]:
+    """One symbol, but 1 where it is 0."""
+    for name in names:
+        if any(row[name] == 0 for row in rows) and all(max(row[name], 1) == v for row, v in zip(rows, values, strict=True)):
+            yield sympy.Max(symbol(name), 1)
 
 
 def _fits(values: Column, bases: Iterable[tuple[Base, ...]]) -> Iterator[Expr]:

@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 from secc.errors import UserError
 from secc.frontend.capture import Capture
@@ -132,3 +133,18 @@ def test_a_way_that_only_samples_without_padding_take_is_captured(models: Path) 
     assert [c.anew for c in found.cases] == [None, None]
     assert_exact(user, found, [user.sample(i) for i in range(5)], real_model(user))
     assert_exact(user, found, [user.sample(50)] * 3, real_model(user))
+
+
+def test_a_count_that_is_1_where_nothing_counts_is_so_in_the_graph(models: Path) -> None:
+    user = load(models / "counts_rows.py")
+    found = captured(user)
+    assert_exact(user, found, [user.sample(i) for i in range(5)], real_model(user))
+    ignored = [{**(s := user.sample(i)), "labels": torch.full_like(s["labels"], -100)} for i in range(3)]
+    assert_exact(user, found, ignored, real_model(user))
+
+
+def test_a_count_that_is_0_where_nothing_counts_stays_so(models: Path, tmp_path: Path) -> None:
+    file = tmp_path / "plain_count.py"
+    file.write_text((models / "counts_rows.py").read_text().replace("max(len(y), 1)", "len(y)"))
+    (case,) = captured(load(file)).cases
+    assert "aten.clamp_min.default" not in [str(n.target) for n in case.generic.graph.nodes]
