@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from xdsl.dialects.builtin import ModuleOp
 from xdsl.passes import ModulePass
 
 from secc import pipeline
 from secc.codegen import plan as plan_codegen
-from secc.errors import UserError
+from secc.errors import Impossible, UserError
 from secc.ir import text
 from secc.runtime.plan import Plan, load
 
@@ -30,10 +31,23 @@ def what_if(directory: Path, changes: Sequence[str]) -> tuple[Plan, Plan]:
     """
     plan = load(directory)
     steps, before = before_allocate(directory)
-    module = text.parse(before.read_text(), str(before))
     asked = dataclasses.replace(steps[0], **_options(steps[0], changes))
-    pipeline.run(module, [asked, *steps[1:]])
+    module = _again(before, asked, steps[1:])
     return plan, plan_codegen.build(module, plan.model, {})
+
+
+def _again(before: Path, allocate: Any, behind: Sequence[ModulePass]) -> ModuleOp:
+    """The dump allocated again, without choices that its blocks cannot carry out (stages need layers that were captured)."""
+    pinned = {pin.partition("=")[0] for pin in allocate.set}
+    while True:
+        module = text.parse(before.read_text(), str(before))
+        try:
+            pipeline.run(module, [allocate, *behind])
+            return module
+        except Impossible as error:
+            if set(error.choices) <= set(allocate.refused) or any(c.partition("=")[0] in pinned for c in error.choices):
+                raise
+            allocate = dataclasses.replace(allocate, refused=(*allocate.refused, *error.choices))
 
 
 def before_allocate(directory: Path) -> tuple[list[ModulePass], Path]:
