@@ -60,8 +60,9 @@ class Pins:
     def splits_backward(self, section: str) -> bool:
         """Whether a section's stages run their backward in two parts. Raises UserError for a section without stages, or cut by tp."""
         asked = self.words.get(section, {}).get("backward") == "split"
-        if asked and (self.shape(section)[1] == 1 or self.shape(section)[0] > 1):
-            reason = "only stages wait for the first part" if self.shape(section)[1] == 1 else "its ranks cannot split it alike"
+        tp, pp = self.fixed(section, "tp") or 1, self.fixed(section, "pp") or 1
+        if asked and (pp == 1 or tp > 1):
+            reason = "only stages wait for the first part" if pp == 1 else "its ranks cannot split it alike"
             raise UserError(
                 f"{section}.backward=split is impossible: {reason}", remedy=f"set {section}.pp above 1 without tp, or leave it out"
             )

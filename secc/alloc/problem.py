@@ -54,7 +54,8 @@ def _candidates(work: Workload, load: Load, ranks: int, pins: Pins, free: bool) 
 
 def shapes(work: Workload, load: Load, pins: Pins, ranks: int, free: bool = True) -> list[tuple[int, int]]:
     """The (tp, pp) to consider: pinned ones, and where `free` those that the section is known to take."""
-    tps = [1, *_tps(work.graph, load.section)] if free and not (load.cost.trainable and work.unshardable) else [1]
+    whole = (load.cost.trainable and work.unshardable) or pins.splits_backward(load.name)
+    tps = [1, *_tps(work.graph, load.section)] if free and not whole else [1]
     stages = layouts.powers(max(1, declared_layers(work.graph, load.section))) if free else [1]
     found = [(tp, pp) for tp in pins.choices(load.name, "tp", tps) for pp in pins.choices(load.name, "pp", stages)]
     fixed = pins.fixed(load.name, "tp") and pins.fixed(load.name, "pp")

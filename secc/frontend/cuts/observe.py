@@ -51,9 +51,9 @@ class Observer:
         examples = Examples(graph, Samples(shortest, samples.constants))
         for case in graph.cases:
             for op in (op for op in case.ops if isinstance(op, CallOp)):
-                tries = chain([None], (e for e in islice(examples.of(case, op), 1)))
-                while inside := {p: m for p, m in self.modules.items() if p not in self.calls and f"{p}.".startswith(f"{op.target.data}.")}:
-                    if (example := next(tries, op)) is op:
+                for example in chain([None], islice(examples.of(case, op), 1)):
+                    inside = {p: m for p, m in self.modules.items() if p not in self.calls and f"{p}.".startswith(f"{op.target.data}.")}
+                    if not inside:
                         break
                     self._run_block(op, model, sizes, inside, example)
 
