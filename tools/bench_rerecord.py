@@ -1,6 +1,6 @@
 """What it costs to record glue anew: the step time with recordings made ahead, in the loader's process, and made where the rank waits.
 
-python -m tools.bench_rerecord                  two ranks on this machine, tools/workloads/grid_reader.py
+python -m tools.bench_rerecord                  two ranks on this machine, tools/models/grid_reader.py
 python -m tools.bench_rerecord MODEL.py --ranks 3 --steps 20
 
 Prints medians over the steps but the first two: seconds of a step, of recordings (mean of the ranks), and of waiting for batches, then
@@ -23,7 +23,7 @@ from secc.compiler import Options, compile_model
 from secc.report.page import page
 from tools.ranks import metrics, run
 
-MODEL = Path(__file__).parent / "workloads" / "grid_reader.py"
+MODEL = Path(__file__).parent / "models" / "grid_reader.py"
 WAYS = {"ahead": "1", "waited for": "0"}  # loading processes of a rank
 COLUMNS = ("step_time_s", "recording_s", "waiting_s")
 _WARM = 2  # steps

@@ -25,6 +25,7 @@ from secc.runtime.plan import Draw
 from secc.runtime.recorder import BlockError, Hazard, Recorder
 from secc.runtime.recorder.match import digest
 from secc.runtime.recorder.places import class_place
+from secc.runtime.recorder.recording import Recording, is_read
 from secc.runtime.user_model import UserModel
 
 _IDLE = "autocast for CUDA does nothing on this machine, so the plan's ranks compute without it: compile on a machine with a GPU"
@@ -186,8 +187,11 @@ class _Cases:
         """The pattern's case with glue that is recorded anew, where a larger block would join what can train apart; else None."""
         if not self._joins(error.module):
             return None
+        seen = self.batches[pattern].record_with_parts()
+        if _decides_loss([o.recording for o in seen]):
+            return None
         try:
-            return Outlines(self.batches[pattern].record_with_parts()).case(self.rows, self.batches[pattern])
+            return Outlines(seen).case(self.rows, self.batches[pattern])
         except GlueError:
             return None
 
@@ -198,6 +202,20 @@ class _Cases:
         inside = [b for b in self.frontier.blocks if b.startswith(f"{path}.")]
         cut = any(path == c or path.startswith(f"{c}.") for c in self.cut)
         return len({component(self.model, b) for b in inside}) > 1 or (cut and len(inside) > 1)
+
+
+def _decides_loss(recordings: Sequence[Recording]) -> bool:
+    """Whether Python reads a number behind the last block that moves with the batch: no glue for a block hangs on it, the loss may.
+
+    Such a branch would be taken by what a micro-batch holds, where plain PyTorch takes it by the whole global batch.
+    """
+    values: dict[str, set[str]] = {}
+    for recording in recordings:
+        nodes = list(recording.graph.nodes)
+        last = max((i for i, n in enumerate(nodes) if n.op == "call_module"), default=0)
+        for node in (n for n in nodes[last:] if is_read(n) and not isinstance(n.meta["read"][1], bool)):
+            values.setdefault(node.meta["where"], set()).add(repr(node.meta["read"][1]))
+    return any(len(seen) > 1 for seen in values.values())
 
 
 def _undecided(cases: Sequence[Generic]) -> Diagnostic | None:

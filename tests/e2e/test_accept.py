@@ -32,7 +32,7 @@ def dataset():
 """
 
 
-@pytest.fixture(params=["experts", "mixtral"])
+@pytest.fixture(params=["experts", pytest.param("mixtral", marks=pytest.mark.slow)])
 def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A mixture of experts in plain PyTorch, and one of Hugging Face, whose scores are gathered by hooks inside of its layers."""
     if request.param == "experts":

@@ -33,7 +33,7 @@ def probed(value: Callable[[dict[str, int]], int]) -> Fitter:
 
 
 @given(st.integers(2, 400), st.integers(-500, 20))
-@settings(max_examples=60)
+@settings(max_examples=25)
 def test_a_chain_of_convolutions_is_one_division(divisor: int, offset: int) -> None:
     def value(row: dict[str, int]) -> int:
         return (row["S"] + offset) // divisor

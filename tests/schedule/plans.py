@@ -46,8 +46,8 @@ def sample(i, *keys, images=1, length=10):
 
 def in_lanes(plan):
     """Whether no two sections share ranks in replicas of different ranks, so that a replica is busy as its first rank is."""
-    groups = [set(ranks) for s in plan.sections for ranks in replicas(s)]
-    return all(a == b or not a & b for a in groups for b in groups)
+    groups = [ranks for s in plan.sections for ranks in replicas(s)]
+    return all((a[0] == b[0] and set(a) == set(b)) or not set(a) & set(b) for a in groups for b in groups)
 
 
 costs = st.sampled_from(["0", "7*B", "B*S", "5*I + 3*S", "max(B*S, 40)"])
