@@ -170,7 +170,7 @@ class Checker:
     def _before(self) -> Iterator[tuple[int, Instruction, Instruction]]:
         """A rank and two of its instructions of which the first must stand first."""
         for name, micros in self.schedule.micro_batches.items():
-            kinds: Sequence[str] = computations(self.sections[name])
+            kinds = list(computations(self.sections[name]))
             for m in micros if len(kinds) > 1 else ():
                 for rank in self.ranks[name][m.replica]:
                     for first, then in pairwise(kinds):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -56,9 +56,8 @@ def _finish(graph: _Graph, kept: Kept, rest: Sequence[Root]) -> None:
         own = [GradientEdge(*e) for e in sides if e not in graph.shared]
         entered = [(GradientEdge(node, k), g) for k in sorted(graph.used[node]) if (g := kept[node, k]) is not None]
         if own and entered:
-            found: Sequence[torch.Tensor | None] = torch.autograd.grad(
-                [e for e, _ in entered], own, [g for _, g in entered], retain_graph=True, allow_unused=True
-            )
+            asked, given = [e for e, _ in entered], [g for _, g in entered]
+            found = cast("Sequence[torch.Tensor | None]", torch.autograd.grad(asked, own, given, retain_graph=True, allow_unused=True))
             reached = [(e, g) for e, g in zip(own, found, strict=True) if g is not None]
             edges += [e for e, _ in reached]
             gradients += [g for _, g in reached]

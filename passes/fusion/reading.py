@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from xdsl.dialects.builtin import StringAttr
 from xdsl.ir import Operation, SSAValue
@@ -270,5 +270,5 @@ RULES: dict[str, Callable[[Reader, Computation], Formula]] = (
     | dict.fromkeys(["_softmax", "_log_softmax", "softmax", "log_softmax"], _softmax)
     | dict.fromkeys(["add", "sub", "rsub"], _add)
     | {"detach": _detach, "mul": _multiply, "div": _divide, "neg": _negate, "exp": _exp, "log": _log, "xlogy": _xlogy}
-    | dict(losses.RULES)
+    | cast("dict[str, Callable[[Reader, Computation], Formula]]", losses.RULES)
 )
