@@ -35,10 +35,10 @@ def _no_ranks(work: Workload, asked: Problem, pins: Pins) -> UserError:
             f"{len(asked.sections)} sections cannot be apart on {asked.ranks} ranks: {names}",
             remedy=f"give at least {len(asked.sections)} ranks, or use the strategy auto",
         )
-    return UserError(
-        f"the strategy {asked.strategy} cannot put {names} on {asked.ranks} ranks",
-        remedy=f"give at most {usable_ranks(work, asked.strategy, pins, asked.ranks)} ranks, or a larger global batch",
-    )
+    most = usable_ranks(work, asked.strategy, pins, asked.ranks)
+    fewer = f"give at most {most} ranks, or a larger global batch"
+    remedy = fewer if most < asked.ranks else "give more ranks or devices with more memory, or use another strategy"
+    return UserError(f"the strategy {asked.strategy} cannot put {names} on {asked.ranks} ranks", remedy=remedy)
 
 
 def _largest(fitting: Problem) -> str:

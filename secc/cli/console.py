@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -40,3 +41,14 @@ def print_table(table: Table) -> None:
     for row in table.rows:
         shown.add_row(*row)
     out.print(shown)
+
+
+def print_differences(found: Sequence[Table], as_json: bool) -> None:
+    """What differs between two plans, as tables or as JSON."""
+    if as_json:
+        print_json({"equal": not found, "tables": [dataclasses.asdict(t) for t in found]})
+        return
+    for table in found:
+        print_table(table)
+    if not found:
+        out.print("the plans decide the same")

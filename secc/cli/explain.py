@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from secc.cli.compile import JSON
-from secc.cli.console import out, print_json, print_table
+from secc.cli.console import out, print_differences, print_json, print_table
 
 PLAN = Annotated[Path, typer.Argument(help="a plan directory made by secc compile", metavar="PLAN/")]
 
@@ -42,11 +42,4 @@ def _compare(plan: Path, changes: list[str], json: bool) -> None:
     from secc import whatif
     from secc.report.differences import differences
 
-    found = differences(*whatif.what_if(plan, changes))
-    if json:
-        print_json({"equal": not found, "tables": [dataclasses.asdict(t) for t in found]})
-        return
-    for table in found:
-        print_table(table)
-    if not found:
-        out.print("the plan would be the same")
+    print_differences(differences(*whatif.what_if(plan, changes)), json)
