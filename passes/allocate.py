@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from math import inf
+from typing import Any
 
 from xdsl.context import Context
 from xdsl.dialects.builtin import ModuleOp, StringAttr
@@ -27,6 +29,7 @@ from secc.ir.attributes import integer, integers, number
 from secc.ir.dialect import GraphOp, graph_of
 from secc.passes.annotate_costs import annotate
 
+OBJECTIVES = ("time", "gpus")
 SAMPLES_PER_RANK = 8  # of the global batch, where none is given
 MARGIN = 1 / 128  # replicas of several ranks must be faster by more than this share, or fit where others do not
 
@@ -36,7 +39,8 @@ class Allocate(ModulePass):
     """`cluster` as `secc.cluster.parse` reads it; `ranks` of it (0: all); `global_batch` samples (0: eight for each rank); `set` pins
     choices, NAME.KEY=VALUE; `strategy` is auto, apart, colocate or uniform. With `fit=false` a model that fits no device is planned
     with the least memory instead of refused, and the prediction says what is missing. `refused` are choices, NAME.KEY=VALUE, that a later
-    pass could not carry out. On CPUs, whose ranks share a memory, replicas of several ranks are for what does not fit otherwise."""
+    pass could not carry out. On CPUs, whose ranks share a memory, replicas of several ranks are for what does not fit otherwise.
+    `objective` is time, or gpus: the fewest ranks on which a step takes at most `step_time` seconds."""
 
     name = "allocate"
     cluster: str = "local"
@@ -46,6 +50,8 @@ class Allocate(ModulePass):
     strategy: str = "auto"
     fit: bool = True
     refused: tuple[str, ...] = ()
+    objective: str = "time"
+    step_time: float = 0.0
 
     def apply(self, ctx: Context, op: ModuleOp) -> None:
         graph = graph_of(op)
@@ -54,10 +60,11 @@ class Allocate(ModulePass):
         work = workload(graph, cluster, self.global_batch or SAMPLES_PER_RANK * ranks)
         pins = pins_.parse(self.set, work.loads, self.refused)
         self._check(work, ranks, pins)
-        asked = problem(work, ranks, self.strategy, pins, free=cluster.device.backend != "cpu")
+        deadline = round(self.step_time * 10**9) if self.objective == "gpus" else None
+        asked = replace(problem(work, ranks, self.strategy, pins, free=cluster.device.backend != "cpu"), deadline=deadline)
         solution = solve(asked, margin=MARGIN)
         if solution is None and cluster.device.backend == "cpu":
-            asked = problem(work, ranks, self.strategy, pins)
+            asked = replace(problem(work, ranks, self.strategy, pins), deadline=deadline)
             solution = solve(asked, margin=MARGIN)
         if solution is None and not self.fit and (need := least_memory(asked)) is not None:
             asked = replace(asked, capacity=need)
@@ -82,6 +89,15 @@ class Allocate(ModulePass):
     def _check(self, work: Workload, ranks: int, pins: Pins) -> None:
         if self.strategy not in STRATEGIES:
             raise UserError(f"there is no strategy {self.strategy!r}", remedy=f"strategies are {', '.join(STRATEGIES)}")
+        if self.objective not in OBJECTIVES:
+            raise UserError(f"there is no objective {self.objective!r}", remedy=f"objectives are {', '.join(OBJECTIVES)}")
+        if (self.objective == "gpus") != (self.step_time != 0) or not 0 <= self.step_time < inf:
+            raise UserError(
+                f"the objective {self.objective} and a step time of {self.step_time:g} s do not belong together",
+                remedy="give --objective gpus --step-time SECONDS, or neither",
+            )
+        if self.objective == "gpus":
+            return
         usable = usable_ranks(work, self.strategy, pins, ranks)
         if ranks > usable:
             raise UserError(
@@ -104,9 +120,14 @@ def _write(graph: GraphOp, work: Workload, asked: Problem, solution: Solution, p
         "world_size": integer(solution.ranks),
         "global_batch": integer(work.global_batch),
         "cluster": StringAttr(work.cluster.to_json()),
-        "solver": StringAttr(json.dumps({"status": solution.status, "gap": solution.gap})),
+        "solver": StringAttr(json.dumps({"status": solution.status, "gap": solution.gap, **_objective(asked)})),
         "prediction": StringAttr(json.dumps({"step_time_s": solution.time_ns / 10**9, "label": label, **_missing(work, value)})),
     }
+
+
+def _objective(asked: Problem) -> dict[str, Any]:
+    """What else than the least time was asked for."""
+    return {} if asked.deadline is None else {"objective": "gpus", "deadline_s": asked.deadline / 10**9}
 
 
 def _missing(work: Workload, value: Value) -> dict[str, float]:

@@ -66,6 +66,8 @@ class Options:
     cluster: str = "local"
     global_batch: int = 32
     strategy: str = "auto"
+    objective: str = "time"  # or "gpus": as few ranks as a step of `step_time` seconds takes
+    step_time: float = 0.0
     set: tuple[str, ...] = ()
     sections: tuple[str, ...] = ()
     max_sections: int | None = None
@@ -250,6 +252,7 @@ def pipeline_text(options: Options) -> str:
     allocate = {
         "cluster": options.cluster, "global-batch": options.global_batch, "strategy": options.strategy,
         "set": options.set, "refused": options.refused,
+        **({"objective": options.objective, "step-time": options.step_time} if options.objective != "time" or options.step_time else {}),
     }  # fmt: skip
     text = _fusing(options).replace("normalize-loss", f"normalize-loss{_spec({'accept': options.accept})}")
     return text.replace("{coarsen}", _spec(coarsen)).replace("{allocate}", _spec(allocate))
@@ -276,6 +279,8 @@ def _spec(options: Mapping[str, object]) -> str:
     def text(value: object) -> str:
         if isinstance(value, tuple):
             return ",".join(text(v) for v in value)  # pyright: ignore[reportUnknownVariableType]
+        if isinstance(value, float):
+            return f"{value:.9f}"  # pipeline strings know no exponents
         return f'"{value}"' if isinstance(value, str) else str(value)
 
     parts = [f"{name}={text(value)}" for name, value in options.items() if value is not None and value != ()]

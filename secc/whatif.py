@@ -21,7 +21,8 @@ from secc.ir import text
 from secc.runtime.plan import Plan, load
 
 ALLOCATE = "allocate"
-OPTIONS = {"cluster": str, "ranks": int, "global_batch": int, "strategy": str}  # of `allocate`; everything else is a section's choice
+# Options of `allocate`; everything else is a section's choice.
+OPTIONS = {"cluster": str, "ranks": int, "global_batch": int, "strategy": str, "objective": str, "step_time": float}
 
 
 def what_if(directory: Path, changes: Sequence[str]) -> tuple[Plan, Plan]:
@@ -84,4 +85,4 @@ def _value(change: str, value: str, kind: type) -> Any:
     try:
         return kind(value)
     except ValueError:
-        raise UserError(f"{change}: {value!r} is not a whole number", remedy="correct the number") from None
+        raise UserError(f"{change}: {value!r} is not a number of that kind", remedy="correct the number") from None

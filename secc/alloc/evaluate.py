@@ -34,7 +34,10 @@ def evaluate(problem: Problem, assignment: Assignment) -> Value:
         raise ValueError(f"{used} ranks are not whole nodes of {problem.per_node}")
     if used > problem.ranks or max(memory.values()) > problem.capacity:
         raise ValueError("the assignment needs more ranks or memory than there is")
-    return Value(_time(problem, assignment, work), used, memory)
+    time_ns = _time(problem, assignment, work)
+    if problem.deadline is not None and time_ns > problem.deadline:
+        raise ValueError("a step takes longer than the deadline")
+    return Value(time_ns, used, memory)
 
 
 def _memory(problem: Problem, assignment: Assignment, section: str, chosen: Candidate) -> int:
@@ -70,7 +73,8 @@ def _check(problem: Problem, assignment: Assignment, chosen: dict[str, Candidate
     groups = len(set(group.values()))
     if problem.strategy == "apart" and groups != len(group):
         raise ValueError("sections share devices, but the strategy is apart")
-    if problem.strategy in {"colocate", "uniform"} and (groups != 1 or next(iter(chosen.values())).ranks != problem.ranks):
+    everywhere = problem.deadline is not None or next(iter(chosen.values())).ranks == problem.ranks
+    if problem.strategy in {"colocate", "uniform"} and not (groups == 1 and everywhere):
         raise ValueError("not all sections are on all ranks")
     if problem.strategy == "uniform" and len({c.micro_batch for c in chosen.values()}) != 1:
         raise ValueError("micro-batches differ, but the strategy is uniform")

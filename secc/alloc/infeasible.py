@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from secc.alloc.candidates import Workload
-from secc.alloc.model import least_memory, solve
+from secc.alloc.model import least_memory, least_time, solve
 from secc.alloc.pins import Pins
 from secc.alloc.problem import problem, usable_ranks
 from secc.alloc.types import Problem
@@ -15,6 +15,8 @@ from secc.errors import UserError
 
 def explain(work: Workload, asked: Problem, pins: Pins) -> UserError:
     """The error for a problem without a solution."""
+    if asked.deadline is not None and (reached := least_time(asked)) is not None:
+        return _too_soon(work, asked, reached)
     need = least_memory(asked)
     if need is None:
         return _no_ranks(work, asked, pins)
@@ -24,6 +26,15 @@ def explain(work: Workload, asked: Problem, pins: Pins) -> UserError:
         f"{device.kind} {asked.capacity / GIB:.2f} GiB can be used"
     )
     return UserError(cause, f"cluster {work.cluster.name}", _remedy(work, asked, pins, section, need))
+
+
+def _too_soon(work: Workload, asked: Problem, reached: int) -> UserError:
+    """The deadline is shorter than any step."""
+    least = -(-reached // 10**5) / 10**4  # seconds that are sure to suffice, as nobody wants to type nanoseconds
+    cause = (
+        f"no step takes at most {(asked.deadline or 0) / 10**9:g} s: the fastest on up to {asked.ranks} ranks takes {reached / 10**9:.4g} s"
+    )
+    return UserError(cause, f"cluster {work.cluster.name}", f"ask for a step time of at least {least:g} s, or give more or faster devices")
 
 
 def _no_ranks(work: Workload, asked: Problem, pins: Pins) -> UserError:

@@ -27,9 +27,10 @@ Constraints, each family by the function that adds it
 
 where r, w, m, latency, ... of a section stand for their sums over c weighted with x[s,c].
 
-Objective: the least T under K <= capacity, among equals the fewest ranks, then the plainest candidates; or (`least_memory`)
-the least K. Fixed seed, one worker and a deterministic time limit make the answer the same on every machine; the bound that CP-SAT proves
-gives the gap. Then, under T <= (1 + margin) T*, the fewest doublings of a replica's ranks.
+Objective: the least T under K <= capacity, among equals the fewest ranks, then the plainest candidates. With a deadline: the fewest
+ranks under T <= deadline, among equals the least T. Or the least K (`least_memory`), the least T on any ranks (`least_time`). Fixed seed,
+one worker and a deterministic time limit make the answer the same on every machine; the bound that CP-SAT proves gives the gap. Then,
+under T <= (1 + margin) T*, and on no more ranks than a deadline needs, the fewest doublings of a replica's ranks.
 """
 
 from __future__ import annotations
@@ -60,16 +61,19 @@ def solve(problem: Problem, limit: float = DETERMINISTIC_LIMIT, margin: float = 
     solver, status = _run(model, limit)
     if status == cp_model.INFEASIBLE:
         return None
-    found, bound = solver.value(model.time), int(solver.best_objective_bound) // ((problem.ranks + 1) * PLAINEST)
-    bound = found if status == cp_model.OPTIMAL else bound
-    assignment = model.assignment(solver)
+    assignment, first = model.assignment(solver), model.first(solver)
+    bound = first if status == cp_model.OPTIMAL else int(solver.best_objective_bound) // model.weight
     if margin and any(problem.sections[s][i].width for s, i in assignment.choice.items()):
-        plain = Model(_coarsened(problem))
+        plain, found = Model(_coarsened(problem)), solver.value(model.time)
         plain.cp.add(plain.time <= int(found * (1 + margin)))
-        plain.cp.minimize(plain.objective() + plain.total("width") * (PLAINEST * (problem.ranks + 1) * (int(found * margin) + 2)))
+        spread = int(found * margin)  # of times, where the second part of the objective counts less than a doubling
+        if problem.deadline is not None:
+            plain.cp.add(plain.used == first)
+            spread = int(found * (1 + margin))
+        plain.cp.minimize(plain.objective() + plain.total("width") * (PLAINEST * (problem.ranks + 1) * (spread + 2)))
         solver, _ = _run(plain, limit)
-        found, assignment = solver.value(plain.time), plain.assignment(solver)
-    value, gap = evaluate(problem, assignment), max(0.0, (found - bound) / max(found, 1))
+        assignment, first = plain.assignment(solver), plain.first(solver)
+    value, gap = evaluate(problem, assignment), max(0.0, (first - bound) / max(first, 1))
     return Solution(assignment, value.time_ns, solver.status_name(status), round(gap, 6), value.ranks)
 
 
@@ -79,6 +83,15 @@ def least_memory(problem: Problem, limit: float = DETERMINISTIC_LIMIT) -> int | 
     model.cp.minimize(model.capacity)
     solver, status = _run(model, limit)
     return None if status == cp_model.INFEASIBLE else solver.value(model.capacity) << 20
+
+
+def least_time(problem: Problem, limit: float = DETERMINISTIC_LIMIT) -> int | None:
+    """The shortest step on any of the ranks, in ns, or None if nothing fits them."""
+    free = replace(problem, deadline=_horizon(problem))
+    model = Model(_coarsened(free))
+    model.cp.minimize(model.time)
+    solver, status = _run(model, limit)
+    return None if status == cp_model.INFEASIBLE else evaluate(free, model.assignment(solver)).time_ns
 
 
 def _run(model: Model, limit: float) -> tuple[cp_model.CpSolver, Any]:
@@ -109,7 +122,8 @@ def _coarsened(problem: Problem) -> Problem:
         replace(e, latency=ups(e.latency), slack=ups(e.slack), free=ups(e.free), messages=ups(e.messages), round=ups(e.round))
         for e in problem.edges
     )
-    return replace(problem, sections=sections, edges=edges)
+    deadline = None if problem.deadline is None else problem.deadline // unit
+    return replace(problem, sections=sections, edges=edges, deadline=deadline)
 
 
 class Model:
@@ -125,7 +139,9 @@ class Model:
         self.ranks = {g: self.cp.new_int_var(0, problem.ranks, f"R[{g}]") for g in self.names}
         self.work = {g: self.cp.new_int_var(0, self.horizon, f"W[{g}]") for g in self.names}
         self.delay = {s: self.cp.new_int_var(0, self.horizon, f"D[{s}]") for s in self.names}
-        self.time = self.cp.new_int_var(0, self.horizon, "T")
+        most = self.horizon if problem.deadline is None else min(self.horizon, problem.deadline)
+        self.time = self.cp.new_int_var(0, most, "T")
+        self.used = sum(self.ranks.values())
         self.capacity = self.cp.new_int_var(0, problem.capacity >> 20, "K")
         for family in (self._choose, self._ranks, self._work, self._apart, self._memory, self._delays, self._step_time, self._strategy):
             family()
@@ -136,9 +152,19 @@ class Model:
         group = {s: g for (s, g), v in self.y.items() if solver.boolean_value(v)}
         return Assignment(choice, group)
 
+    @property
+    def weight(self) -> int:
+        """What the objective's first part is multiplied with."""
+        return (self.problem.ranks + 1 if self.problem.deadline is None else self.horizon + 1) * PLAINEST
+
+    def first(self, solver: cp_model.CpSolver) -> int:
+        """The objective's first part in a solution: the time, or with a deadline the ranks."""
+        return solver.value(self.time if self.problem.deadline is None else self.used)
+
     def objective(self) -> Any:
-        """Time, then ranks, then how much in the choice could be left out."""
-        return (self.time * (self.problem.ranks + 1) + sum(self.ranks.values())) * PLAINEST + self.total("extras")
+        """Time, then ranks (with a deadline the other way round), then how much in the choice could be left out."""
+        first, second = (self.time, self.used) if self.problem.deadline is None else (self.used, self.time)
+        return first * self.weight + second * PLAINEST + self.total("extras")
 
     def total(self, name: str) -> Any:
         """The sum of a number of candidates over all sections."""
@@ -163,7 +189,7 @@ class Model:
             self.cp.add(self.ranks[g] == self._field(s, "ranks")).only_enforce_if(member)
         for g in self.names:
             self.cp.add(self.ranks[g] == 0).only_enforce_if(self.y[g, g].negated())
-        used, per_node = sum(self.ranks.values()), self.problem.per_node
+        used, per_node = self.used, self.problem.per_node
         self.cp.add(used <= self.problem.ranks)
         several = self.cp.new_bool_var("several nodes")
         nodes = self.cp.new_int_var(0, self.problem.ranks // per_node, "nodes")
@@ -250,7 +276,8 @@ class Model:
         if self.problem.strategy in {"colocate", "uniform"}:
             for s in self.names:
                 self.cp.add(self.y[s, first] == 1)
-            self.cp.add(self.ranks[first] == self.problem.ranks)
+            if self.problem.deadline is None:
+                self.cp.add(self.ranks[first] == self.problem.ranks)
         if self.problem.strategy == "uniform":
             for s in self.names[1:]:
                 self.cp.add(self._field(s, "micro_batch") == self._field(first, "micro_batch"))

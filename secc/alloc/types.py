@@ -71,7 +71,7 @@ class Problem:
     """Sections in an order in which edges go forward, with their candidates; `ranks` devices of `capacity` bytes each.
 
     `together` holds pairs of sections that must share devices. Nodes hold `per_node` ranks; more ranks than that are used by whole nodes,
-    as launchers start them.
+    as launchers start them. With a `deadline` (ns) the fewest ranks are wanted on which a step takes no longer, of up to `ranks`.
     """
 
     sections: Mapping[str, tuple[Candidate, ...]]
@@ -81,6 +81,7 @@ class Problem:
     strategy: str = "auto"
     together: tuple[tuple[str, str], ...] = ()
     per_node: int = 1
+    deadline: int | None = None
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,8 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Solution:
-    """What the solver found: `status` is "OPTIMAL" or "FEASIBLE", `gap` the proven distance of `time_ns` to the optimum, relative.
+    """What the solver found: `status` is "OPTIMAL" or "FEASIBLE", `gap` the proven distance of `time_ns` to the optimum, relative; with a
+    deadline that of `ranks`.
 
     ranks: how many of the problem's ranks are used.
     """

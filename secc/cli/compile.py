@@ -26,6 +26,8 @@ def command(
     cluster: Annotated[str, typer.Option(help="local, local:N (CPU processes), 4x8xH100 (nodes x devices x kind), or a file")] = "local",
     global_batch: Annotated[int, typer.Option(help="samples in an optimizer step")] = 32,
     strategy: Annotated[str, typer.Option(help="auto, apart (own devices), colocate (all sections on all ranks), uniform")] = "auto",
+    objective: Annotated[str, typer.Option(help="time: the fastest step; gpus: the fewest devices for a step of --step-time")] = "time",
+    step_time: Annotated[float, typer.Option(help="seconds that a step may take, for --objective gpus", metavar="SECONDS")] = 0.0,
     set_: Annotated[list[str] | None, typer.Option("--set", help="pin a choice: SECTION.KEY=VALUE", metavar="S.K=V")] = None,
     section: Annotated[list[str] | None, typer.Option(help="your own section: NAME=module.path+module.path", metavar="N=PATHS")] = None,
     max_sections: Annotated[int | None, typer.Option(help="at most so many sections")] = None,
@@ -48,7 +50,8 @@ def command(
 
     check_output(output)
     options = Options(
-        cluster, global_batch, strategy, tuple(set_ or ()), tuple(section or ()), max_sections, stats_samples, widths, fuse=fuse,
+        cluster, global_batch, strategy, objective, step_time, tuple(set_ or ()), tuple(section or ()), max_sections, stats_samples, widths,
+        fuse=fuse,
         without=tuple(no_fuse_rule or ()), accept=tuple(accept or ()), stats=stats,
         skip_bad_samples=skip_bad_samples, costs=costs, dtype=dtype,
     )  # fmt: skip
@@ -71,14 +74,18 @@ def command(
     out.print(shown, soft_wrap=True)
     for line in plan.checks.get("accepted", ()):
         out.print(f"  accepted {line}", soft_wrap=True)
-    if plan.world_size < int(plan.cluster.get("ranks", 0)):
-        out.print(
-            f"  {plan.cluster['ranks'] - plan.world_size} of {plan.cluster['ranks']} ranks would not make a step shorter and stay free"
-        )
+    _say_what_is_free(plan)
     if explain_fusion:
         _explain_fusion(plan)
     steps = f"  report   {output / 'report.html'}\n  explain  secc explain {output}\n  run      secc run {output} --steps 100"
     out.print(steps, soft_wrap=True)
+
+
+def _say_what_is_free(plan: Plan) -> None:
+    ranks = int(plan.cluster.get("ranks", 0))
+    if plan.world_size < ranks:
+        why = "are not needed" if plan.solver.get("objective") == "gpus" else "would not make a step shorter"
+        out.print(f"  {ranks - plan.world_size} of {ranks} ranks {why} and stay free")
 
 
 def _explain_fusion(plan: Plan) -> None:

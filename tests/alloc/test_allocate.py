@@ -70,6 +70,25 @@ def test_apart_wins_where_gradients_are_expensive_to_reduce() -> None:
     assert section(module, "vision", "dp") == 1 and section(module, "lm", "dp") == 2
 
 
+def test_fewest_ranks_for_a_step_time() -> None:
+    """The shortest step needs all ranks; twice as much takes no more than half of them and says what was asked."""
+    fastest = prediction(allocated(cluster="1x4xcpu"))["step_time_s"]
+    assert attribute(graph_of(allocated(cluster="1x4xcpu", objective="gpus", step_time=1.001 * fastest)), "world_size", 0) == 4
+    module = allocated(cluster="1x4xcpu", objective="gpus", step_time=2.2 * fastest)
+    assert attribute(graph_of(module), "world_size", 0) <= 2 and prediction(module)["step_time_s"] <= 2.2 * fastest
+    solver = json.loads(attribute(graph_of(module), "solver", "{}"))
+    assert solver == {"status": "OPTIMAL", "gap": 0.0, "objective": "gpus", "deadline_s": pytest.approx(2.2 * fastest)}
+
+
+def test_a_step_time_that_nothing_reaches_names_the_best() -> None:
+    with pytest.raises(UserError) as error:
+        allocated(objective="gpus", step_time=1e-6)
+    best = prediction(allocated())["step_time_s"]
+    assert f"the fastest on up to 3 ranks takes {best:.4g} s" in error.value.message
+    least = float(error.value.remedy.split("at least ")[1].split(" s")[0])
+    assert prediction(allocated(objective="gpus", step_time=least))["step_time_s"] <= least
+
+
 def test_pins_hold() -> None:
     module = allocated(set=("vision.dp=2", "lm.dp=1", "lm.micro_batch=3"))
     assert (section(module, "vision", "dp"), section(module, "lm", "dp"), section(module, "lm", "micro_batch")) == (2, 1, 3)
@@ -198,6 +217,11 @@ def test_predictions_are_labelled() -> None:
         ({"ranks": -1}, "negative"),
         ({"cluster": "2x8xH100", "ranks": 12, "global_batch": 64}, "not whole nodes"),
         ({"strategy": "best"}, "no strategy 'best'"),
+        ({"objective": "money"}, "no objective 'money'"),
+        ({"objective": "gpus"}, "do not belong together"),
+        ({"objective": "gpus", "step_time": -1.0}, "do not belong together"),
+        ({"objective": "gpus", "step_time": float("inf")}, "do not belong together"),
+        ({"step_time": 2.0}, "do not belong together"),
         ({"strategy": "apart", "ranks": 1}, "cannot be apart on 1 ranks"),
         ({"set": ("lm.dp=4",)}, "at most 3"),
         ({"set": ("lm.tp=4",)}, "a replica would need 4 ranks, and there are 3"),

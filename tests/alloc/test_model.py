@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from secc.alloc.evaluate import evaluate
-from secc.alloc.model import least_memory, solve
+from secc.alloc.model import least_memory, least_time, solve
 from secc.alloc.types import Assignment, Candidate, Edge, Problem
 from tests.alloc import instances
 
@@ -24,6 +25,21 @@ def test_solver_agrees_with_brute_force(problem: Problem) -> None:
         assert solution is None and best is None
         return
     assert (solution.time_ns, solution.ranks) == best
+    assert (solution.status, solution.gap) == ("OPTIMAL", 0.0)
+
+
+@settings(max_examples=250, deadline=None)
+@given(instances.problems(), st.integers(20, 200))
+def test_fewest_ranks_for_a_time_agree_with_brute_force(problem: Problem, deadline: int) -> None:
+    asked = replace(problem, deadline=deadline)
+    best = min(((v.ranks, v.time_ns) for v in instances.values(asked)), default=None)
+    solution = solve(asked)
+    if solution is None or best is None:
+        assert solution is None and best is None
+        least, fits = least_time(asked), [v.time_ns for v in instances.values(replace(asked, deadline=1 << 40))]
+        assert least == min(fits, default=None) and (least is None or least > deadline)
+        return
+    assert (solution.ranks, solution.time_ns) == best
     assert (solution.status, solution.gap) == ("OPTIMAL", 0.0)
 
 
@@ -78,6 +94,12 @@ def test_apart_takes_the_longest_with_what_is_not_hidden() -> None:
 
 def test_apart_runs_ahead_and_holds_messages() -> None:
     assert evaluate(_pair(sent=GIB, returned=2 * GIB), APART).memory == {"encoder": 4 * GIB, "model": 6 * GIB}
+
+
+def test_a_deadline_frees_ranks() -> None:
+    assert (solve(_pair()).ranks, solve(replace(_pair(), deadline=400)).ranks) == (3, 1)  # pyright: ignore[reportOptionalMemberAccess]
+    assert solve(replace(_pair(), deadline=399)).ranks == 2  # pyright: ignore[reportOptionalMemberAccess]
+    assert solve(replace(_pair(), deadline=149)) is None and least_time(replace(_pair(), deadline=149)) == 150
 
 
 @pytest.mark.parametrize(("latency", "groups"), [(0, 2), (1000, 1)])
