@@ -32,6 +32,7 @@ PASSES = {
     "annotate-costs": "annotate_costs.AnnotateCosts",
     "sink-boundaries": "sink_boundaries.SinkBoundaries",
     "allocate": "allocate.Allocate",
+    "place": "place.Place",
     "split-stages": "split_stages.SplitStages",
     "shard-tensors": "shard_tensors.ShardTensors",
     "insert-transfers": "insert_transfers.InsertTransfers",

@@ -32,6 +32,7 @@ def tables(plan: Plan) -> list[Table]:
         _sections(plan),
         _stages(plan),
         _work(plan),
+        _placement(plan),
         _edges(plan),
         _cuts(plan),
         _terms(plan),
@@ -106,6 +107,15 @@ def _work(plan: Plan) -> Table:
     )
 
 
+def _placement(plan: Plan) -> Table:
+    """What `place` reached, beside ranks that are counted out section by section."""
+    placed: dict[str, Any] = plan.prediction.get("placement", {})
+    row: dict[str, Any] = placed.get("in_a_row", {})
+    lines = [(what, show(placed[key]), show(row[key])) for key, what, show in PLACED if row]
+    note = "Gradients are summed behind the last backward; the busiest device sums them and sends or receives its bytes, nothing hidden."
+    return Table("Placement on nodes", ("of a step", "as placed", "ranks in a row"), tuple(lines), note)
+
+
 def _edges(plan: Plan) -> Table:
     def row(e: Edge) -> tuple[str, ...]:
         shape = f"{e.dtype}[{', '.join(e.dims)}]"
@@ -178,6 +188,14 @@ def _notes(plan: Plan) -> Table:
     return Table("Notes", ("why",), tuple((n,) for n in notes))
 
 
+def seconds_text(seconds: float) -> str:
+    """`3.5 ms` for a time in seconds."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.4g} {unit}"
+    return f"{seconds / 1e-9:.4g} ns"
+
+
 def ranks_text(ranks: Sequence[int]) -> str:
     """`0-2, 5` for (0, 1, 2, 5)."""
     spans: list[list[int]] = []
@@ -196,3 +214,11 @@ def bytes_text(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1024
     raise AssertionError
+
+
+PLACED = (
+    ("bytes_between_nodes", "bytes between nodes", bytes_text),
+    ("bytes_inside_nodes", "bytes inside nodes", bytes_text),
+    ("gradient_sums_s", "longest sums of gradients", seconds_text),
+    ("communication_s", "busiest device's communication", seconds_text),
+)

@@ -86,3 +86,20 @@ def test_stages_that_cannot_be_are_refused(name: str, choice: str, message: str,
     with pytest.raises(UserError) as error:
         compile_to(MODELS / f"{name}.py", tmp_path / "plan", cluster="local:8", global_batch=GLOBAL_BATCH, set=(choice,))
     assert message in error.value.message and remedy in error.value.remedy
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+@pytest.mark.parametrize("choices", [(), ("model.sharding=zero2", "model.recompute=full")])
+def test_stages_whose_replicas_are_neighbours(choices: tuple[str, ...], tmp_path: Path) -> None:
+    """Where messages between two nodes take long, each has one stage's replicas, and a replica's ranks are not in a row."""
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text("{nodes: 2, devices: 2, kind: cpu, between: {latency_us: 100000}}")
+    model = recording_model("skips", tmp_path, MODELS)
+    reference = plain(model, GLOBAL_BATCH, STEPS, tmp_path / "plain")
+    pins = ("model.pp=2", "model.dp=2", *choices)
+    compiled = compile_to(model, tmp_path / "plan", cluster=str(cluster), global_batch=GLOBAL_BATCH, set=pins)
+    assert compiled.plan.whole_sections[0].mesh.ranks == (0, 2, 1, 3)
+    assert [s.mesh.ranks for s in compiled.plan.sections] == [(0, 1), (2, 3)]
+    found = distributed(tmp_path / "plan", compiled.plan.world_size, STEPS, tmp_path / "run")
+    assert list(differences(found, reference)) == []
