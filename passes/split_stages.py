@@ -83,7 +83,7 @@ def _split(graph: GraphOp, section: SectionOp, device: Device) -> list[SectionOp
 
 
 def _whole(units: Units) -> str:
-    blocks = list(dict.fromkeys(path for path, _ in units.calls))
+    blocks = list(dict.fromkeys(path for path, *_ in units.calls))
     if len(units.layers) == len(units.calls) and len(blocks) < 4:
         return f"it calls {' and '.join(blocks)} whole, and there is nothing to cut between" if blocks else "it has no blocks"
     return f"it has {len(units.layers)} layers"
@@ -104,7 +104,7 @@ def _times(graph: GraphOp, section: SectionOp, units: Units, device: Device) -> 
     for op, unit in units.of.items():
         members.setdefault(unit, []).append(op)
     found: list[int] = []
-    for unit, (path, _) in enumerate(units.calls):
+    for unit, (path, *_) in enumerate(units.calls):
         part = SectionOp.create(properties={"sym": StringAttr(f"{name} {unit}"), "blocks": texts([path])})
         for op in members[unit]:
             set_section(op, part.sym.data)
