@@ -1,8 +1,8 @@
 """Where a section can be cut into pipeline stages: its calls in a row, and between which of them everything that crosses can be had.
 
-A *unit* is a call of a block with the glue behind it, up to the next call. Cases share their units (a block's n-th call at a place), which stand in
-one order that all cases agree with; where two cases call blocks in different orders there is no cut between these. A cut after a unit is
-possible if every value that crosses it can be sent, or is glue that later stages can compute again from what can be sent.
+A *unit* is a call of a block with the glue behind it, up to the next call. Cases share their units (a block's n-th call at a place),
+which stand in one order that all cases agree with; where two cases call blocks in different orders there is no cut between these. A cut
+after a unit is possible if every value that crosses it can be sent, or is glue that later stages can compute again from what can be sent.
 
 Calls stand in the order in which the user makes them, but for those that need no layer of the section: they stand before their first
 user, or at the end. A teacher's head beside a student's layers, called first and used last, would send logits through all stages.
