@@ -115,6 +115,7 @@ def _write(graph: GraphOp, work: Workload, asked: Problem, solution: Solution, p
     ranks = _hand_out(solution, chosen)
     for name, load in work.loads.items():
         _write_section(work, load, chosen[name], ranks[solution.assignment.group[name]], _memory(value, solution, name))
+        load.section.attributes["in_flight"] = integer(chosen[name].in_flight if _feeds_others(asked, solution, name) else 0)
     label = "default" if any(load.label == "default" for load in work.loads.values()) else "roofline"
     graph.attributes |= {
         "world_size": integer(solution.ranks),
@@ -138,6 +139,12 @@ def _missing(work: Workload, value: Value) -> dict[str, float]:
 
 def _memory(value: Value, solution: Solution, section: str) -> float:
     return round(value.memory[solution.assignment.group[section]] / GIB, 4)
+
+
+def _feeds_others(asked: Problem, solution: Solution, section: str) -> bool:
+    """Whether a section has consumers on other ranks, for which it holds micro-batches between forward and backward."""
+    group = solution.assignment.group
+    return any(e.src == section and group[e.dst] != group[section] for e in asked.edges)
 
 
 def _hand_out(solution: Solution, chosen: dict[str, Candidate]) -> dict[str, list[int]]:

@@ -83,7 +83,7 @@ def _split(graph: GraphOp, section: SectionOp, device: Device) -> list[SectionOp
 
 
 def _whole(units: Units) -> str:
-    blocks = list(dict.fromkeys(path for path, *_ in units.calls))
+    blocks = list(dict.fromkeys(path for path, _ in units.calls))
     if len(units.layers) == len(units.calls) and len(blocks) < 4:
         return f"it calls {' and '.join(blocks)} whole, and there is nothing to cut between" if blocks else "it has no blocks"
     return f"it has {len(units.layers)} layers"
@@ -104,7 +104,7 @@ def _times(graph: GraphOp, section: SectionOp, units: Units, device: Device) -> 
     for op, unit in units.of.items():
         members.setdefault(unit, []).append(op)
     found: list[int] = []
-    for unit, (path, *_) in enumerate(units.calls):
+    for unit, (path, _) in enumerate(units.calls):
         part = SectionOp.create(properties={"sym": StringAttr(f"{name} {unit}"), "blocks": texts([path])})
         for op in members[unit]:
             set_section(op, part.sym.data)
@@ -198,7 +198,12 @@ def _choice(section: SectionOp) -> tuple[int, int, str, str]:
 
 
 def _in_flight(work: Workload, load: Load, parts: int) -> int:
-    """How many micro-batches a stage may hold: as many as help and memory allows, at least one for itself and each stage behind it."""
+    """How many micro-batches a stage may hold: as many as help and memory allows, at least one for itself and each stage behind it.
+
+    A pipeline that feeds sections on other ranks was given a number by `allocate`.
+    """
+    if given := int(number_of(load.section, "in_flight") or 0):
+        return given
     least, most = parts - int(number_of(load.section, "stage") or 0), AHEAD * parts
     rank = room(work, load, *_choice(load.section), most)
     return next((n for n in range(most, least, -1) if rank.total(n) <= work.cluster.device.usable), least)
@@ -207,9 +212,6 @@ def _in_flight(work: Workload, load: Load, parts: int) -> int:
 def _memory(work: Workload, load: Load) -> int:
     """Bytes of a section on a rank: with what a stage may hold, or all forwards first where it feeds sections on other ranks."""
     chosen = candidate(work, load, *_choice(load.section))
-    others = [c for c in work.crossings if c.src == load.name and not _together(work, c.src, c.dst)]
-    if others:
-        return chosen.memory_ahead
     held = int(number_of(load.section, "in_flight") or 0)
     return room(work, load, *_choice(load.section), chosen.micro_batches).total(min(held, chosen.micro_batches)) if held else chosen.memory
 

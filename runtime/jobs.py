@@ -6,7 +6,8 @@ forwards, since they free memory and are awaited upstream, and downstream sectio
 because they feed sections on other ranks, do all forwards first. The second parts of backwards, for which nobody waits, come last.
 
 The stages of a pipeline pass micro-batches on in the order in which the first stage takes them, and a stage that holds as many as it may
-between forward and backward starts no other forward: with a room of one for itself and each stage behind it, that is 1F1B.
+between forward and backward starts no other forward: with a room of one for itself and each stage behind it, that is 1F1B. The same bounds
+what a section that runs ahead holds for its consumers: when its room is taken it does backwards as they become possible.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def _pass_on(step: Step, graph: Graph, stages: Sequence[Section]) -> None:
     for before, then in pairwise(numbers):
         step.jobs.follow(range(before.forward, before.forward + before.count), range(then.forward, then.forward + then.count))
     for section, n in zip(stages, numbers, strict=True):
-        if section.in_flight and n.last not in (-1, n.forward) and not graph.runs_ahead(section):
+        if section.in_flight and n.last not in (-1, n.forward):
             step.jobs.limit(section.in_flight, range(n.forward, n.forward + n.count), range(n.last, n.last + n.count))
 
 

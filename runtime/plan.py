@@ -98,8 +98,8 @@ class Section:
 
     `when` is the set of optional keys of which a sample needs at least one to be active ([] = always active). A stage is a section of its
     own with `pp` 1, whose `pipeline` names the section that the user knows; its samples pass through all stages in the same micro-batches.
-    `in_flight` is how many of them a stage may hold between forward and backward (0: any number). A section with `weight_permille` runs
-    its backward in two parts, B for what it received and W for its parameters, which takes so many thousandths of it.
+    `in_flight` is how many micro-batches a rank of it may hold between forward and backward (0: any number). A section with `weight_permille`
+    runs its backward in two parts, B for what it received and W for its parameters, which takes so many thousandths of it.
 
     With tp, `shards` and `styles` say how its modules are cut; gradients of the whole parameters in `partial` are parts of a sum over tp.
     """
@@ -327,7 +327,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
     """What plan.json holds: the sections that the user knows, by name, pipelines with their stages beneath; the rest as it is."""
     sections = {s.name: dataclasses.asdict(s) for s in plan.whole_sections}
     for s in sections.values():
-        del s["pipeline"], s["stage"], s["in_flight"], s["weight_permille"]
+        del s["pipeline"], s["stage"], s["weight_permille"]
     for name, stages in plan.pipelines.items():
         if stages[0].pipeline:
             sections[name]["stages"] = [dataclasses.asdict(s) for s in stages]

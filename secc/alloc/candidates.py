@@ -25,6 +25,7 @@ from secc.ir.dialect import GraphOp, SectionOp, strings
 from secc.runtime.expr import evaluate
 
 IN_TURN = 2  # micro-batches in flight of a section whose consumers share its ranks: one waits for them while the next runs
+PARTS = (1, 2)  # of a rank's memory, the parts that a section may fill with what it holds for consumers elsewhere
 
 
 @dataclass(frozen=True)
@@ -187,11 +188,32 @@ def candidate(work: Workload, load: Load, dp: int, size: int, sharding: str = "n
         micro_batches=micro_batches,
         memory=rank.total(in_turn),
         memory_ahead=rank.total(in_turn if load.mode == "forward" else micro_batches),
+        in_flight=0 if load.mode == "forward" else micro_batches,
         recompute=recompute,
         tp=load.tp,
         pp=load.pp,
         sharding=sharding,
     )
+
+
+def held(work: Workload, load: Load, c: Candidate) -> list[Candidate]:
+    """The candidate with all its micro-batches in flight, and with as many as fit into all and half of a rank's memory.
+
+    Each place in flight is then taken in rounds, for which consumers elsewhere have to return gradients.
+    """
+    if not c.in_flight or not any(e.src == load.name for e in work.crossings):
+        return [c]
+    activation, _ = _kept(work, load, c.micro_batch, c.recompute)
+    least, capacity = min(c.micro_batches, max(load.pp, IN_TURN)), work.cluster.device.usable
+    found = {c.micro_batches: c}
+    for part in PARTS:
+        rounds, count, size = 1, c.micro_batches, c.memory_ahead
+        while size > capacity // part and count > least:
+            rounds *= 2
+            count = max(least, -(-c.micro_batches // rounds))
+            size = c.memory_ahead - (c.micro_batches - count) * activation
+        found[count] = replace(c, in_flight=count, memory_ahead=size, rounds=-(-c.micro_batches // count))
+    return list(found.values())
 
 
 def _update_ns(work: Workload, load: Load, dp: int, sharding: str) -> int:

@@ -58,6 +58,8 @@ def _time(problem: Problem, assignment: Assignment, work: dict[str, int]) -> int
                 passed += e.latency[choice[e.src]] - e.free[choice[s]] + e.messages[choice[s]]
                 hidden = e.round[choice[s]] - e.slack[choice[e.src]]
                 total = max(total, work[group[e.src]] + delay[e.src] + hidden)
+                if (rounds := problem.sections[e.src][choice[e.src]].rounds) > 1:
+                    total = max(total, delay[e.src] + rounds * (e.latency[choice[e.src]] + e.returned_after[choice[s]]))
             delay[s] = max(delay[s], passed)
         total = max(total, work[group[s]] + delay[s])
     return total

@@ -57,4 +57,4 @@ def _front(group: Sequence[Candidate], step: int) -> list[Candidate]:
 
 
 def _costs(c: Candidate, step: int) -> tuple[int, ...]:
-    return c.fill_ns + c.drain_ns, -(-c.memory // step), -(-c.memory_ahead // step)
+    return c.fill_ns + c.drain_ns, c.rounds, -(-c.memory // step), -(-c.memory_ahead // step)

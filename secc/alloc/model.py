@@ -23,6 +23,7 @@ Constraints, each family by the function that adds it
     a[u,s] = 1 iff no group holds both                                           `_apart`
     D[s] >= D[u] + a[u,s] (latency[u] - free[s] + messages[s]),  D[s] >= 0         `_delays`
     T >= W[g] + D[s] for s in g,  T >= W[g] + D[u] + round[s] - slack[u] for u in g, a[u,s]   `_step_time`
+    T >= D[u] + k (latency[u] + 3/2 round[s]) if a[u,s] and u runs as a c of k > 1 rounds      `_rounds`
     strategy and `together`                                                      `_strategy`
 
 where r, w, m, latency, ... of a section stand for their sums over c weighted with x[s,c].
@@ -99,6 +100,7 @@ def _run(model: Model, limit: float) -> tuple[cp_model.CpSolver, Any]:
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = SEED
     solver.parameters.max_deterministic_time = limit
+    solver.parameters.presolve_inclusion_work_limit = 0  # of OR-Tools 9.15: cuts off optima that are solutions, and calls the rest optimal
     status = solver.solve(model.cp)
     if status not in {cp_model.OPTIMAL, cp_model.FEASIBLE, cp_model.INFEASIBLE}:
         raise RuntimeError(f"the allocation was not solved within its limit: {solver.status_name(status)}")
@@ -143,7 +145,17 @@ class Model:
         self.time = self.cp.new_int_var(0, most, "T")
         self.used = sum(self.ranks.values())
         self.capacity = self.cp.new_int_var(0, problem.capacity >> 20, "K")
-        for family in (self._choose, self._ranks, self._work, self._apart, self._memory, self._delays, self._step_time, self._strategy):
+        for family in (
+            self._choose,
+            self._ranks,
+            self._work,
+            self._apart,
+            self._memory,
+            self._delays,
+            self._step_time,
+            self._rounds,
+            self._strategy,
+        ):
             family()
 
     def assignment(self, solver: cp_model.CpSolver) -> Assignment:
@@ -265,6 +277,17 @@ class Model:
                 condition = [self.a[e.src, e.dst], self.y[e.src, g]]
                 self.cp.add(self.time >= self.work[g] + self.delay[e.src] + exposed).only_enforce_if(condition)
 
+    def _rounds(self) -> None:
+        """Each number of rounds that candidates of a source need; other candidates, and shared devices, take so much away that nothing binds."""
+        for e in self.problem.edges:
+            sources, back = self.problem.sections[e.src], e.returned_after
+            for count in sorted({c.rounds for c in sources} - {1}):
+                most = count * (max(e.latency) + max(back))
+                trips = [count * n if c.rounds == count else -most for n, c in zip(e.latency, sources, strict=True)]
+                away = most * (1 - self.a[e.src, e.dst])
+                trip = self._of(e.src, trips) + self._of(e.dst, [count * n for n in back])
+                self.cp.add(self.time >= self.delay[e.src] + trip - away)
+
     def _strategy(self) -> None:
         first = self.names[0]
         for a, b in self.problem.together:
@@ -289,7 +312,9 @@ class Model:
 def _horizon(problem: Problem) -> int:
     """More than any step time: all work and all waits one after the other."""
     work = sum(max(c.time_ns for c in cs) for cs in problem.sections.values())
-    return 2 * work + sum(max(e.latency) + max(e.messages) + max(e.round) for e in problem.edges) + 1
+    rounds = {s: max(c.rounds for c in cs) for s, cs in problem.sections.items()}
+    trips = ((1 + rounds[e.src]) * (max(e.latency) + max(e.returned_after)) + max(e.messages) for e in problem.edges)
+    return 2 * work + sum(trips) + 1
 
 
 def _total_memory(problem: Problem) -> int:

@@ -12,7 +12,7 @@ from math import ceil
 from xdsl.dialects.builtin import ArrayAttr, IntegerAttr
 
 from secc.alloc import layouts
-from secc.alloc.candidates import Load, Workload, candidate, declared_layers, replica_of, ways_to_run
+from secc.alloc.candidates import Load, Workload, candidate, declared_layers, held, replica_of, ways_to_run
 from secc.alloc.pins import Pins
 from secc.alloc.types import Candidate, Edge, Problem
 from secc.cost import time
@@ -49,7 +49,8 @@ def _candidates(work: Workload, load: Load, ranks: int, pins: Pins, free: bool) 
         most = min(ranks // (tp * pp), work.global_batch)
         for dp in pins.dp(load.name, most, layouts.replicas(tp * pp, ranks, work.cluster.per_node, most)):
             for size in pins.micro_batch(load.name, -(-work.samples(load) // dp)):
-                yield from (candidate(work, replica, dp, size, *way) for way in ways)
+                for way in ways:
+                    yield from held(work, replica, candidate(work, replica, dp, size, *way))
 
 
 def shapes(work: Workload, load: Load, pins: Pins, ranks: int, free: bool = True) -> list[tuple[int, int]]:

@@ -14,7 +14,8 @@ class Candidate:
 
     time_ns: work of the busiest rank in one step, gradient reduction and optimizer included. fill_ns, drain_ns: forward and backward
     of one micro-batch. micro_batches: how many a replica runs. memory: bytes on a rank when backward follows forward;
-    memory_ahead: when all forwards come first, as for a section whose consumers run on other ranks.
+    memory_ahead: with `in_flight` micro-batches between forward and backward, as a section holds whose consumers run on other ranks.
+    Their places are taken `rounds` times in a step: once where all forwards come first.
     """
 
     dp: int
@@ -25,6 +26,8 @@ class Candidate:
     micro_batches: int = 1
     memory: int = 0
     memory_ahead: int = 0
+    in_flight: int = 0
+    rounds: int = 1
     tp: int = 1
     pp: int = 1
     recompute: str = "none"
@@ -64,6 +67,11 @@ class Edge:
     free: tuple[int, ...]
     messages: tuple[int, ...]
     round: tuple[int, ...]
+
+    @property
+    def returned_after(self) -> tuple[int, ...]:
+        """How long a sample in flight is gone, for each candidate of `dst`: its round, and half of one for which it waits."""
+        return tuple(r * 3 // 2 for r in self.round)
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ def candidates(draw: st.DrawFn, ranks: int) -> tuple[Candidate, ...]:
             micro_batches=draw(st.integers(1, 4)),
             memory=(own := draw(memory)),
             memory_ahead=own + draw(memory),
+            rounds=draw(st.integers(1, 3)),
         )
         for _ in range(draw(st.integers(2, 4)))
     )

@@ -50,6 +50,7 @@ def test_ranks_are_disjoint_or_equal_and_in_a_row() -> None:
 def test_apart_gives_the_larger_section_more_and_first() -> None:
     module = allocated(strategy="apart")
     assert section(module, "lm", "ranks") == (0, 1) and section(module, "vision", "ranks") == (2,)
+    assert section(module, "vision", "in_flight") >= 1 and section(module, "lm", "in_flight") == 0
 
 
 def test_uniform_has_one_micro_batch_size() -> None:

@@ -102,6 +102,18 @@ def test_a_deadline_frees_ranks() -> None:
     assert solve(replace(_pair(), deadline=149)) is None and least_time(replace(_pair(), deadline=149)) == 150
 
 
+def test_few_places_in_flight_are_taken_round_after_round() -> None:
+    problem = _pair(latency=30, round=90)
+    encoder = replace(problem.sections["encoder"][0], rounds=3, memory_ahead=2 * GIB)
+    capped = replace(problem, sections={**problem.sections, "encoder": (encoder,)})
+    assert evaluate(capped, APART).time_ns == 3 * (30 + 90 + 45)
+    assert evaluate(capped, SHARED).time_ns == evaluate(problem, SHARED).time_ns == 400
+    both = replace(problem, sections={**problem.sections, "encoder": (problem.sections["encoder"][0], encoder)}, capacity=9 * GIB)
+    edges = tuple(replace(e, sent=(0, 0), latency=(30, 30), slack=(0, 0)) for e in both.edges)
+    solution = solve(replace(both, edges=edges, strategy="apart"))
+    assert solution is not None and solution.assignment.choice["encoder"] == 0
+
+
 @pytest.mark.parametrize(("latency", "groups"), [(0, 2), (1000, 1)])
 def test_solver_weighs_waiting_against_sharing(latency: int, groups: int) -> None:
     solution = solve(_pair(latency=latency))

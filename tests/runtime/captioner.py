@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import shutil
 from collections.abc import Mapping, Sequence
@@ -70,9 +71,18 @@ def make_plan(layout: Layout, widths: str = "own", micro_batch: int = 2, source:
     )
 
 
-def write_plan(directory: Path, layout: Layout, widths: str = "own", micro_batch: int = 2, source: str | None = None) -> Plan:
-    """A plan directory, as `secc compile` would write it."""
+def capped(plan: Plan) -> Plan:
+    """The plan with an encoder that holds one sample between forward and backward."""
+    sections = (dataclasses.replace(s, micro_batch=1, in_flight=1) if s.name == "encoder" else s for s in plan.sections)
+    return dataclasses.replace(plan, sections=tuple(sections))
+
+
+def write_plan(
+    directory: Path, layout: Layout, widths: str = "own", micro_batch: int = 2, source: str | None = None, cap: bool = False
+) -> Plan:
+    """A plan directory, as `secc compile` would write it. With `cap` the encoder holds one sample at a time."""
     plan = make_plan(layout, widths, micro_batch, source)
+    plan = capped(plan) if cap else plan
     shutil.copytree(FIXTURE, directory, ignore=shutil.ignore_patterns("__pycache__"))
     if source is not None:
         (directory / "model.py").write_text(source)

@@ -49,6 +49,15 @@ def test_steps_equal_plain_pytorch(tmp_path: Path, plain: Reference, layout: Lay
     assert set().union(*(rank["state"] for rank in ranks)) == plain.state.keys()
 
 
+def test_a_capped_encoder_changes_no_gradient(tmp_path: Path, plain: Reference) -> None:
+    write_plan(tmp_path / "plan", UNEVEN, cap=True)
+    ranks = train(tmp_path / "plan", UNEVEN, STEPS, "--debug-comm")
+    assert [row["loss"] for row in metrics(tmp_path / "plan")] == pytest.approx(plain.losses, rel=1e-6)
+    for rank in ranks:
+        for found, expected in zip(rank["gradients"], plain.gradients, strict=True):
+            assert_gradients(found, expected)
+
+
 def test_text_only_step_reaches_no_encoder_parameter(plain: Reference) -> None:
     assert plain.gradients[0]["encoder.patch.weight"] is None  # what the comparison above rests on
     assert plain.gradients[1]["encoder.patch.weight"] is not None

@@ -65,7 +65,8 @@ def pipelines(draw, name, world):
     count = draw(st.sampled_from([1, 1, 2, 3]))
     if count == 1:
         options["tp"] = draw(st.sampled_from([n for n in range(1, len(first) + 1) if len(first) % n == 0]))
-        return [section(name, first, **options, forward=draw(costs), backward=draw(costs))]
+        made = section(name, first, **options, forward=draw(costs), backward=draw(costs))
+        return [dataclasses.replace(made, in_flight=draw(st.integers(0, 3)))]
     ranks = [first, *(draw(st.permutations(range(world)))[: len(first)] for _ in range(count - 1))]
     in_flight = draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
     made = stages(name, ranks, in_flight=in_flight, **options, forward=draw(costs), backward=draw(costs))

@@ -58,6 +58,15 @@ def test_a_stage_holds_no_more_than_it_may(room):
     assert [max(n for _, n in in_flight(done, rank)) <= room[rank] for rank in range(3)] == [True] * 3
 
 
+@pytest.mark.parametrize("room", [1, 2, 5])
+def test_an_encoder_holds_no_more_than_it_may(room):
+    vision = dataclasses.replace(section("vision", [0], when=IMAGE, forward="100*I", backward="200*I"), in_flight=room)
+    p = plan([vision, section("lm", [1, 2], forward="S", backward="2*S")], [edge("vision", "lm")], 3)
+    samples = mixed(24, 0.6, seed=4)
+    done = simulate(p, samples, schedule(p, samples))
+    assert max(n for _, n in in_flight(done, 0)) == room
+
+
 def test_room_is_a_wish_where_a_consumer_needs_more_at_once():
     lm = stages("lm", [[0], [1]], in_flight=(1, 1), forward="S", backward="2*S")
     judge = section("judge", [2], micro_batch=4, forward="S", backward="2*S")
