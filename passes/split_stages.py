@@ -83,7 +83,7 @@ def _split(graph: GraphOp, section: SectionOp, device: Device) -> list[SectionOp
 
 
 def _whole(units: Units) -> str:
-    blocks = list(dict.fromkeys(path for path, _ in units.calls))
+    blocks = list(dict.fromkeys(path for path, *_ in units.calls))
     if len(units.layers) == len(units.calls) and len(blocks) < 4:
         return f"it calls {' and '.join(blocks)} whole, and there is nothing to cut between" if blocks else "it has no blocks"
     return f"it has {len(units.layers)} layers"
@@ -104,7 +104,7 @@ def _times(graph: GraphOp, section: SectionOp, units: Units, device: Device) -> 
     for op, unit in units.of.items():
         members.setdefault(unit, []).append(op)
     found: list[int] = []
-    for unit, (path, _) in enumerate(units.calls):
+    for unit, (path, *_) in enumerate(units.calls):
         part = SectionOp.create(properties={"sym": StringAttr(f"{name} {unit}"), "blocks": texts([path])})
         for op in members[unit]:
             set_section(op, part.sym.data)
@@ -210,14 +210,7 @@ def _in_flight(work: Workload, load: Load, parts: int) -> int:
 
 
 def _memory(work: Workload, load: Load) -> int:
-    """Bytes of a section on a rank: with what a stage may hold, or all forwards first where it feeds sections on other ranks."""
+    """Bytes of a section on a rank, with what it may hold in flight."""
     chosen = candidate(work, load, *_choice(load.section))
     held = int(number_of(load.section, "in_flight") or 0)
     return room(work, load, *_choice(load.section), chosen.micro_batches).total(min(held, chosen.micro_batches)) if held else chosen.memory
-
-
-def _together(work: Workload, a: str, b: str) -> bool:
-    """Whether two sections are stages of one pipeline or on the same ranks."""
-    one, two = work.loads[a].section, work.loads[b].section
-    pipeline = text_of(one, "pipeline")
-    return (pipeline is not None and pipeline == text_of(two, "pipeline")) or _ranks(one) == _ranks(two)

@@ -98,7 +98,7 @@ class Section:
 
     `when` is the set of optional keys of which a sample needs at least one to be active ([] = always active). A stage is a section of its
     own with `pp` 1, whose `pipeline` names the section that the user knows; its samples pass through all stages in the same micro-batches.
-    `in_flight` is how many micro-batches a rank of it may hold between forward and backward (0: any number). A section with `weight_permille`
+    `in_flight` is how many micro-batches a rank may hold between forward and backward (0: any number). A section with `weight_permille`
     runs its backward in two parts, B for what it received and W for its parameters, which takes so many thousandths of it.
 
     With tp, `shards` and `styles` say how its modules are cut; gradients of the whole parameters in `partial` are parts of a sum over tp.

@@ -7,6 +7,7 @@ import inspect
 import operator
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -94,6 +95,10 @@ class Section(nn.Module):
         if self.draws is None:
             return function(*args, **kwargs)
         return self.draws.named(name, function, *args, **kwargs)
+
+    def called(self, site: str) -> AbstractContextManager[None]:
+        """Blocks called inside draw random numbers as called at these lines of the user's."""
+        return nullcontext() if self.draws is None else self.draws.called(site)
 
     def recorded(self, batch: Batch, label: str, *sources: torch.Tensor) -> torch.Tensor:
         """A tensor that glue makes for a block, by the ops that were recorded for this micro-batch; `sources` are the plan's."""

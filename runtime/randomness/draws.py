@@ -24,7 +24,7 @@ from secc.runtime.plan import Draw, Symbol
 from secc.runtime.program import SampleMeta
 from secc.runtime.randomness import ops, part
 from secc.runtime.randomness.bits import bits, coordinates, key
-from secc.runtime.recorder.places import drawer, paths_of, place
+from secc.runtime.recorder.places import Lines, call_name, drawer, paths_of, place
 from secc.runtime.sizes import combine
 
 _NO_DRAW = 1 << 62  # in the register: no recomputation is running
@@ -74,6 +74,7 @@ class Draws:
         self._names: list[str] = []  # of the draws so far
         self._met: Counter[str] = Counter()
         self._given: str | None = None
+        self._site: Lines = ()
         self._backward = False
         self._rows: dict[tuple[str, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -100,6 +101,15 @@ class Draws:
         finally:
             self._given = None
 
+    @contextmanager
+    def called(self, site: str) -> Iterator[None]:
+        """Random ops inside belong to blocks that the user's forward calls at these lines, which the section's own code hides."""
+        self._site = tuple(site.split("<"))
+        try:
+            yield
+        finally:
+            self._site = ()
+
     def draw(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What a random op returns. Raises UserError for an op, a place or a shape that the plan does not know."""
         if not ops.supported(func):
@@ -120,7 +130,8 @@ class Draws:
             raise UserError(f"{func} draws random numbers in the backward that the forward did not draw", place(), remedy)
         call = self._given
         if call is None:
-            name = drawer(self._known.paths)
+            path, lines = drawer(self._known.paths)
+            name = call_name(path, lines + self._site)
             call = f"{name}#{self._met[name]}"
             self._met[name] += 1
         self._names.append(call)

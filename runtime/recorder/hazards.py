@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from secc.runtime.recorder.fakes import is_fake
-from secc.runtime.recorder.places import place
+from secc.runtime.recorder.places import Lines, place
 from secc.runtime.recorder.recording import Drawn, Hazard
 
 _NORMS = ("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm", "miopen_batch_norm", "_batch_norm_with_update")
@@ -20,10 +20,10 @@ _DYNAMIC = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 class Watch:
-    """Looks at the ops of one block's run. `reads`: a value of a real tensor decided something."""
+    """Looks at the ops of one block's run, which is called at the lines `outside`. `reads`: a value of a real tensor decided something."""
 
-    def __init__(self, path: str) -> None:
-        self._path = path
+    def __init__(self, path: str, outside: Lines = ()) -> None:
+        self._path, self.outside = path, outside
         self.reads = False
         self.hazards: dict[Hazard, None] = {}
         self.draws: list[Drawn] = []

@@ -1,6 +1,6 @@
 """Which line of the user's code (or of a library that the user calls) caused an op: `file:line`, for nodes and for messages.
 
-Random ops are named by the module that runs them and the line of its own code that asks for them.
+Random ops are named by the module that runs them and the lines that led to them, from the op up to the user's forward.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from types import CodeType
 
 import torch
 from torch import nn
+
+Lines = tuple[str, ...]  # `file:line` of calls, innermost first
 
 _CALL = nn.Module._call_impl.__code__  # pyright: ignore[reportFunctionMemberAccess]
 _INTERNAL = tuple(f"{folder}/" for folder in (Path(torch.__file__).parent, Path(__file__).parents[2], Path(__file__).resolve().parents[1]))
@@ -38,33 +40,28 @@ def paths_of(model: nn.Module) -> dict[int, str]:
     return {id(module): path for path, module in model.named_modules()}
 
 
-def drawer(paths: Mapping[int, str]) -> str:
-    """`path@file:line` of the random op that runs now: the innermost module with one of these paths, and the line of its own code.
+def drawer(paths: Mapping[int, str]) -> tuple[str, Lines]:
+    """The innermost module with one of these paths that runs now, and the user's lines on the way to here from the outermost of them.
 
-    Of a module like nn.Dropout, which may be called from several places, it is the line that calls it; there is none where torch's own
-    code draws. Nothing further outside counts, so that the name does not depend on how a plan calls the user's modules.
+    What calls that outermost module does not count: under a plan it is a section, which knows the lines that the user has there.
     """
-    frame, place, path = sys._getframe(1), "", None
+    frame, path, lines, inside = sys._getframe(1), None, list[str](), 1
     while frame is not None:
         if frame.f_code is _CALL:
-            module = frame.f_locals["self"]
-            known = paths.get(id(module))
-            if known is not None and (place or path is not None or not _is_bare(module)):
-                return _joined(known if path is None else path, place)
-            path = known if path is None else path
-        elif not place and not is_internal(frame.f_code.co_filename):
-            place = short_place(frame.f_code, frame.f_lineno)
+            known = paths.get(id(frame.f_locals["self"]))
+            if known is not None:
+                path, inside = known if path is None else path, len(lines)
+            if known == "":
+                break  # the whole model
+        elif not is_internal(frame.f_code.co_filename):
+            lines.append(short_place(frame.f_code, frame.f_lineno))
         frame = frame.f_back
-    return _joined(path or "", place)
+    return path or "", tuple(lines[:inside])
 
 
-def _is_bare(module: nn.Module) -> bool:
-    """Whether a module is torch's and has neither weights nor parts."""
-    return type(module).__module__.startswith("torch.nn.") and not module._parameters and not module._modules
-
-
-def _joined(path: str, place: str) -> str:
-    return f"{path}@{place}" if place else path
+def call_name(path: str, lines: Lines) -> str:
+    """The name of the random ops that a module draws at these lines: `path@file:line<file:line`, without lines in torch's own modules."""
+    return f"{path}@{'<'.join(lines)}" if lines else path
 
 
 def class_place(cls: type) -> str:

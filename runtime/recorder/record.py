@@ -155,13 +155,13 @@ class Recorder:
         return out
 
     def _drawn(self, func: Any, out: torch.Tensor) -> Drawn:
-        return Drawn(drawer(self._paths), str(func), place(), tuple(out.shape), supported(func))
+        path, lines = drawer(self._paths)
+        return Drawn(path, lines[: len(lines) - len(self._watch.outside)], str(func), place(), tuple(out.shape), supported(func))
 
     def _drew(self, drawn: Drawn) -> str:
         """Note a random op that a rank will meet here; its name."""
-        name = drawn.call
-        self._draws.append(replace(drawn, call=f"{name}#{self._met[name]}"))
-        self._met[name] += 1
+        self._draws.append(replace(drawn, number=self._met[drawn.name]))
+        self._met[drawn.name] += 1
         return self._draws[-1].call
 
     def read(self, kind: str, tensor: torch.Tensor) -> None:
@@ -236,8 +236,10 @@ class Recorder:
             for leaf, tensor in new:
                 self._tape.take(call, leaf.path, tensor, leaf.requires_grad)
             self._hazards |= {Hazard(path, h.kind, h.op, h.where): None for h in result.hazards}
+            site = drawer(self._paths)[1]
+            call.meta["site"] = "<".join(site)
             for drawn in result.draws:
-                self._drew(drawn.at(path))
+                self._drew(drawn.at(path, site))
         _collect(module, args, out)
         return out
 
@@ -249,9 +251,10 @@ class Recorder:
             structure.arguments((args, kwargs), lambda t: None)
         except structure.NotLiteral:
             return module._call_impl(*args, **kwargs)
-        watch = self._watch
+        watch, site = self._watch, drawer(self._paths)[1]
+        site = site[: len(site) - len(watch.outside)]
         result = self._shapes.result(path, module, (args, kwargs), lambda: self._run(path, module, args, kwargs))
-        self._watch = watch.joined(result.reads, result.hazards, (d.at(path) for d in result.draws))
+        self._watch = watch.joined(result.reads, result.hazards, (d.at(path, site) for d in result.draws))
         out, _ = result.build(self._mode, [t for _, t in structure.tensors((args, kwargs))])
         _collect(module, args, out)
         return out
@@ -265,7 +268,7 @@ class Recorder:
         return self._tape.call(path, *arguments)
 
     def _run(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Run:
-        self._watch = Watch(path)
+        self._watch = Watch(path, drawer(self._paths)[1])
         try:
             out = module._call_impl(*args, **kwargs)
         except BlockError as error:

@@ -7,8 +7,8 @@ A recording's graph is a `torch.fx.Graph` of
 - reads: nodes marked `meta["read"]` that stand where Python looked at a value of a tensor.
 
 Every node's meta has `where` ("file:line"), `module` (the path of the open module that ran), `grad` (grad mode), `autocast` ("" or
-"cpu bfloat16"), and for tensors `shape`, `dtype` and `requires_grad`; random ops also have `draw`, their name, and calls of blocks that
-look at values of their arguments have `reads`, and scalars that forward returns beside the loss `log`, their names.
+"cpu bfloat16"), and for tensors `shape`, `dtype` and `requires_grad`; random ops also have `draw`, their name, calls of blocks `site`, the
+lines that lead to them, and `reads` if the block looks at values of its arguments, scalars that forward returns beside the loss `log`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from secc.runtime.errors import UserError
+from secc.runtime.recorder.places import Lines, call_name
 
 _COMPARED = 1024  # entries; what is larger is compared by its hash
 
@@ -48,22 +49,36 @@ class Read:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A random op: its name, the op, its place, the shape of its result, and whether a rank can draw it sample by sample."""
+    """A random op: the module that runs it, the user's lines that led there, the op, its place, the shape of its result, whether a rank can
+    draw it sample by sample, and the how-manieth it is of these lines.
+    """
 
-    call: str
+    path: str
+    lines: Lines
     op: str
     where: str
     shape: tuple[int, ...]
     known: bool
+    number: int = 0
+
+    @property
+    def name(self) -> str:
+        """What the random ops of these lines have in common."""
+        return call_name(self.path, self.lines)
+
+    @property
+    def call(self) -> str:
+        """The name of this one."""
+        return f"{self.name}#{self.number}"
 
     def inside(self, path: str) -> Drawn:
-        """The same for any block: with `.` for `path` at the head of the name."""
-        rest = self.call.removeprefix(path)
-        return replace(self, call=f".{rest}") if path and rest[:1] in ("", ".", "@") and rest != self.call else self
+        """The same for any block: with `.` for `path` at the head of the module's path."""
+        rest = self.path.removeprefix(path)
+        return replace(self, path=f".{rest}") if path and rest[:1] in ("", ".") and rest != self.path else self
 
-    def at(self, path: str) -> Drawn:
-        """The same in the block at `path`."""
-        return replace(self, call=path + self.call[1:]) if self.call.startswith(".") else self
+    def at(self, path: str, lines: Lines) -> Drawn:
+        """The same in the block at `path`, which is called at `lines`."""
+        return replace(self, path=path + self.path[1:] if self.path.startswith(".") else self.path, lines=self.lines + lines)
 
 
 @dataclass(frozen=True)

@@ -278,7 +278,7 @@ class Model:
                 self.cp.add(self.time >= self.work[g] + self.delay[e.src] + exposed).only_enforce_if(condition)
 
     def _rounds(self) -> None:
-        """Each number of rounds that candidates of a source need; other candidates, and shared devices, take so much away that nothing binds."""
+        """For each number of rounds that a source's candidates need. Other candidates, and shared devices, take it away again."""
         for e in self.problem.edges:
             sources, back = self.problem.sections[e.src], e.returned_after
             for count in sorted({c.rounds for c in sources} - {1}):

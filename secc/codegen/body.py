@@ -125,7 +125,7 @@ class BodyPrinter:
         return template.format(arguments, name)
 
     def _call(self, op: CallOp) -> list[Line]:
-        place, context = where(op), _context(op)
+        place, context = where(op), ", ".join(filter(None, (_context(op), self._site(op))))
         attribute = self.attributes[op.target.data]
         called = f"self.{attribute}({self._arguments(op)})"
         outs = strings(op.outs)
@@ -134,6 +134,11 @@ class BodyPrinter:
         out = self.scope.name(f"{attribute}_out")
         results = [(self._bind(r, attribute), path) for r, path in zip(op.results, outs, strict=True)]
         return [Line(f"{out} = {called}", context, place)] + [Line(f"{name} = {out}{path}", context, place) for name, path in results]
+
+    def _site(self, op: CallOp) -> str:
+        """The context that tells random ops in a block from where the user calls it."""
+        known = draws.draws(self.graph.attributes.get(draws.ATTRIBUTE))
+        return f"self.called({json.dumps(draws.site(op))})" if draws.in_block(known, op.target.data) else ""
 
     def _glue(self, op: GlueOp) -> Line:
         if (made := recorded.label(op)) is not None:

@@ -50,10 +50,9 @@ def find(observed: Iterable[Observed], inputs: Inputs) -> list[Draw]:
 
 def _check_counts(draws: Sequence[Sequence[Drawn]]) -> None:
     """Refuse a place that draws more often in one batch than in another: its draws belong to other samples each time."""
-    met = [Counter(drawn.call.rpartition("#")[0] for drawn in one) for one in draws]
+    met = [Counter(drawn.name for drawn in one) for one in draws]
     for drawn in (drawn for one in draws for drawn in one):
-        name = drawn.call.rpartition("#")[0]
-        if len({counts[name] for counts in met if name in counts}) > 1:
+        if len({counts[drawn.name] for counts in met if drawn.name in counts}) > 1:
             message = f"{drawn.op} draws random numbers in a loop whose length moves with the batch"
             raise UserError(message, drawn.where, "draw once for all, with a dim for the samples' rows")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -56,7 +57,8 @@ def to_ir(capture: Capture) -> ModuleOp:
     ops += _patterns(capture)
     ops += [_block(b, [h for h in capture.hazards if h.path == b.path]) for b in capture.blocks.values()]
     ops += [TieOp.create(properties={"names": texts(names)}) for names in capture.ties]
-    ops += [_Case(case, capture).op() for case in capture.cases]
+    sited = _sited(capture)
+    ops += [_Case(case, capture, sited).op() for case in capture.cases]
     properties: dict[str, Attribute] = {"sym": StringAttr("model")}
     if capture.optional:
         properties["optional"] = texts(sorted(capture.optional))
@@ -68,6 +70,13 @@ def to_ir(capture: Capture) -> ModuleOp:
     if capture.draws:
         graph.attributes[draws.ATTRIBUTE] = texts(draws.text(d) for d in capture.draws)
     return ModuleOp([graph])
+
+
+def _sited(capture: Capture) -> set[str]:
+    """The blocks of which a plan has to know from where they are called: those that draw random numbers or have several places."""
+    sites = {(str(n.target), n.meta["site"]) for case in capture.cases for n in case.generic.graph.nodes if n.op == "call_module"}
+    several = {path for path, times in Counter(path for path, _ in sites).items() if times > 1}
+    return several | {path for path, _ in sites if draws.in_block(capture.draws, path)}
 
 
 def _anew(case: Case) -> dict[str, Any]:
@@ -134,7 +143,8 @@ def _block(block: Block, hazards: list[Hazard]) -> BlockOp:
 class _Case:
     """Imports one case."""
 
-    def __init__(self, case: Case, capture: Capture) -> None:
+    def __init__(self, case: Case, capture: Capture, sited: Collection[str]) -> None:
+        self._sited = sited
         self._case, self._parameters, self._buffers = case, capture.parameters, capture.buffers
         self._dims = {i.key: i.dims for i in capture.inputs.inputs}
         self._values: dict[fx.Node, SSAValue] = {}
@@ -199,7 +209,10 @@ class _Case:
         outs = [u for u in node.users if u.target is take]
         operands, args = self._arguments(node)
         properties = {**_modes(node), **_autocast(node), "outs": texts(str(o.args[1]) for o in outs)}
-        self._add(CallOp.of(str(node.target), operands, args, [_type(o) for o in outs], **properties), *outs)
+        op = CallOp.of(str(node.target), operands, args, [_type(o) for o in outs], **properties)
+        if node.target in self._sited:
+            op.attributes[draws.SITE] = StringAttr(node.meta["site"])
+        self._add(op, *outs)
 
     def _glue(self, node: fx.Node) -> None:
         target, operands, args = str(node.target), *self._arguments(node)

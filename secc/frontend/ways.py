@@ -62,6 +62,7 @@ def signature(graph: fx.Graph) -> Any:
             _skeleton((n.args, n.kwargs), index),
             n.meta.get("grad"),
             n.meta.get("autocast"),
+            n.meta.get("site"),
             n.meta["read"][0] if is_read(n) else None,
             len(n.meta.get("shape") or ()),
             n.meta.get("dtype"),

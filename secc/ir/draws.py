@@ -1,4 +1,5 @@
 """Random ops in the IR: the graph's attribute `draws` lists them as texts, and glue that draws has its name as attribute `draw`.
+The call of a block that draws, or that is called at several places, has the user's lines that lead to it as attribute `site`.
 
 A text is `dims; rows; name; place`, such as `0,2; 12*B; encoder.layers.0@model.py:18#0; model.py:18`; dims are `-` where all samples
 share the numbers.
@@ -6,13 +7,16 @@ share the numbers.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from xdsl.dialects.builtin import ArrayAttr, StringAttr
-from xdsl.ir import Attribute
+from xdsl.ir import Attribute, Operation
 
 from secc.runtime.plan import Draw
 
 ATTRIBUTE = "draws"  # of a graph
 NAME = "draw"  # of a glue op
+SITE = "site"  # of a call
 
 
 def text(draw: Draw) -> str:
@@ -31,3 +35,14 @@ def draws(attribute: Attribute | None) -> tuple[Draw, ...]:
     if not isinstance(attribute, ArrayAttr):
         return ()
     return tuple(parse(line.data) for line in attribute if isinstance(line, StringAttr))
+
+
+def in_block(known: Iterable[Draw], path: str) -> bool:
+    """Whether any of the random ops is inside the block at `path`."""
+    return any(d.call.startswith(path) and d.call[len(path)] in ".@#" for d in known)
+
+
+def site(op: Operation) -> str:
+    """The user's lines that lead to a call, innermost first, with `<` between them; "" where they do not matter."""
+    found = op.attributes.get(SITE)
+    return found.data if isinstance(found, StringAttr) else ""

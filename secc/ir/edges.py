@@ -14,12 +14,15 @@ from xdsl.ir import Operation, OpResult, SSAValue
 from secc.ir.analysis import active, producer, with_gradient
 from secc.ir.carry import WHOLE, Carry, NotCarriable, carry_between, vanishes
 from secc.ir.dialect import CallOp, CaseOp, Computation, GraphOp, ParamOp, section_of, strings
+from secc.ir.draws import site
 from secc.ir.naming import identifier, tail, unique
 from secc.ir.types import TensorType, tensor
 from secc.ir.verify import where
 
 Problem = tuple["Crossing", str]
-Place = tuple[str, str, int, int]  # target, file:line, how many alike came before it in the case, index of the result or operand
+Place = tuple[
+    str, str, int, int
+]  # target, file:line and what leads there, how many alike came before it in the case, index of the result or operand
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +86,7 @@ def places(case: CaseOp) -> dict[Operation, tuple[str, str, int]]:
     found: dict[Operation, tuple[str, str, int]] = {}
     for op in case.ops:
         target = op.properties.get("target", op.properties.get("sym"))
-        key = (f"{section_of(op)} {op.name} {target}", where(op))
+        key = (f"{section_of(op)} {op.name} {target}", f"{where(op)} {site(op)}")
         found[op] = (*key, seen.get(key, 0))
         seen[key] = seen.get(key, 0) + 1
     return found

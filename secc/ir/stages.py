@@ -1,8 +1,8 @@
 """Where a section can be cut into pipeline stages: its calls in a row, and between which of them everything that crosses can be had.
 
-A *unit* is a call of a block with the glue behind it, up to the next call. Cases share their units (a block's n-th call), which stand in
-one order that all cases agree with; where two cases call blocks in different orders there is no cut between these. A cut after a unit is
-possible if every value that crosses it can be sent, or is glue that later stages can compute again from what can be sent.
+A *unit* is a call of a block with the glue behind it, up to the next call. Cases share their units (a block's n-th call at a place),
+which stand in one order that all cases agree with; where two cases call blocks in different orders there is no cut between these. A cut
+after a unit is possible if every value that crosses it can be sent, or is glue that later stages can compute again from what can be sent.
 
 Calls stand in the order in which the user makes them, but for those that need no layer of the section: they stand before their first
 user, or at the end. A teacher's head beside a student's layers, called first and used last, would send logits through all stages.
@@ -20,10 +20,11 @@ from secc.ir.analysis import Statistics, is_random, nbytes, with_gradient
 from secc.ir.boundary import reads_parameters
 from secc.ir.carry import NotCarriable, carry_whole
 from secc.ir.dialect import CallOp, CaseOp, GlueOp, GraphOp, section_of
+from secc.ir.draws import site
 from secc.ir.edges import Crossing, label, places
 from secc.ir.types import tensor
 
-Key = tuple[str, int]  # a block, and which of its calls in a case
+Key = tuple[str, str, int]  # a block, the lines that call it where they tell its calls apart, and which of these calls in a case
 
 
 @dataclass
@@ -64,12 +65,12 @@ class Units:
         return [op for op in case.ops if section_of(op) == self.section] if isinstance(case, CaseOp) else []
 
     def _called(self, case: CaseOp) -> list[tuple[Key, Operation]]:
-        seen: Counter[str] = Counter()
+        seen: Counter[tuple[str, str]] = Counter()
         found: list[tuple[Key, Operation]] = []
         for op in self._ops(case):
             if isinstance(op, CallOp):
-                found.append(((op.target.data, seen[op.target.data]), op))
-                seen[op.target.data] += 1
+                found.append(((*(called := (op.target.data, site(op))), seen[called]), op))
+                seen[called] += 1
         return found
 
     def _late(self, called: list[tuple[Key, Operation]]) -> list[tuple[Key, Operation]]:
@@ -162,7 +163,7 @@ class Units:
 def _layers(calls: Sequence[Key]) -> set[Key]:
     """The calls of layers: numbered members of a module that holds several of them; all calls where there are none."""
     numbered = {key for key in calls if key[0].rpartition(".")[2].isdecimal()}
-    around = Counter(path.rpartition(".")[0] for path in {path for path, _ in numbered})
+    around = Counter(path.rpartition(".")[0] for path in {path for path, *_ in numbered})
     return {key for key in numbered if around[key[0].rpartition(".")[0]] > 1} or set(calls)
 
 

@@ -20,6 +20,7 @@ STEPS, GLOBAL_BATCH = 3, 12
 WAYS = {
     "dropout": [(2, "auto", ("model.dp=2", "model.micro_batch=1")), (3, "auto", ("model.dp=3", "model.micro_batch=3"))],
     "gpt2_dropout": [(3, "auto", ("model.dp=3", "model.micro_batch=3", "model.recompute=full"))],
+    "shared_dropout": [(3, "apart", ("encoder.pp=2", "encoder.micro_batch=1", "layers.micro_batch=2"))],
     "random_parts": [(3, "apart", ("model_train.dp=2", "model_train.micro_batch=1"))],
 }
 

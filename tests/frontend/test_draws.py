@@ -24,7 +24,7 @@ def found(*shapes: Sequence[int], op: str = "aten.bernoulli_.float", known: bool
     """The rule for an op whose result had these shapes in the captures, and was drawn `repeat` times in each."""
     observed: list[Observed] = []
     for shape, times, (b, s, n) in zip(shapes, repeat, SIZES, strict=True):
-        drawn = [Drawn(f"drop#{i}", op, "model.py:7", tuple(shape), known) for i in range(times)]
+        drawn = [Drawn("drop", ("model.py:7",), op, "model.py:7", tuple(shape), known, i) for i in range(times)]
         placeholders = {"x": fx.Graph().placeholder("x")}
         observed.append(Observed(Recording(fx.Graph(), placeholders, {}, [], drawn), {"B": b, "S": s, "images": n}))
     return find(observed, Inputs(SYMBOLS, (), "", (), ()))
@@ -45,7 +45,7 @@ CASES = [
 
 @pytest.mark.parametrize(("shapes", "dims", "rows"), CASES, ids=[rows + str(dims) for _, dims, rows in CASES])
 def test_the_dim_of_the_samples(shapes: list[tuple[int, ...]], dims: tuple[int, ...], rows: str) -> None:
-    draw = Draw("drop#0", dims, rows, "model.py:7")
+    draw = Draw("drop@model.py:7#0", dims, rows, "model.py:7")
     assert found(*shapes) == [draw]
     assert texts.parse(texts.text(draw)) == draw
 
@@ -68,4 +68,4 @@ def test_what_cannot_be_told_is_refused_by_place(shapes: list[tuple[int, ...]], 
 
 
 def test_a_part_that_is_skipped_at_times_keeps_its_numbers() -> None:
-    assert found(*[(b, 3) for b, _, _ in SIZES], repeat=(1, 0, 1, 1, 0, 1)) == [Draw("drop#0", (0,), "B", "model.py:7")]
+    assert found(*[(b, 3) for b, _, _ in SIZES], repeat=(1, 0, 1, 1, 0, 1)) == [Draw("drop@model.py:7#0", (0,), "B", "model.py:7")]

@@ -17,7 +17,7 @@ from secc.errors import UserError
 from secc.frontend.fusion.find import find
 from secc.runtime.fusion import install as install_module
 from secc.runtime.fusion.install import install, installed, rebound
-from secc.runtime.recorder.places import drawer, paths_of
+from secc.runtime.recorder.places import call_name, drawer, paths_of
 from tests.fusion.fusing import blocks, declared, fused
 
 WIDTH = 8
@@ -84,7 +84,7 @@ def test_random_ops_and_tracebacks_keep_the_users_lines(model: nn.Module) -> Non
     names = list[str]()
 
     def hook(module: nn.Module, args: Any) -> None:
-        names.append(drawer(paths_of(model)))
+        names.append(call_name(*drawer(paths_of(model))))
 
     model[0].dropout.register_forward_pre_hook(hook)
     model[0](torch.randn(2, WIDTH))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -233,6 +234,41 @@ def test_the_names_say_module_and_line() -> None:
     assert found[2:] == [f"@test_randomness.py:{line}#{n}" for n in (0, 1)]
 
 
+class TwoLines(nn.Module):
+    """One module called at two lines, the first of which may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def again(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+    def forward(self, x: torch.Tensor, both: bool = True) -> torch.Tensor:
+        if both:
+            x = self.again(x)
+        return self.again(x)
+
+
+def test_the_names_say_from_where_a_module_is_called() -> None:
+    found = names(TwoLines(), torch.randn(2, 3, 8))
+    first, second = (sorted(c.partition("<")[2] for c in some) for some in (found[:4], found[4:]))
+    lines = [int(name.rpartition(":")[2].partition("#")[0]) for name in (first[0], second[0])]
+    assert len(found) == 8 and lines[1] == lines[0] + 1
+
+
+def test_a_section_calls_a_block_as_the_users_forward_does() -> None:
+    model, x = TwoLines(), torch.randn(2, 3, 8)
+    calls = names(model, x)
+    draws = Drawing(*[((0,), "B")] * 8, model=model, calls=calls).draws(of([0, 1]))
+    with draws.forward():
+        expected = model(x, both=False)
+    draws = Drawing(*[((0,), "B")] * 8, model=model, calls=calls).draws(of([0, 1]))
+    site = calls[4].partition("#")[0].partition("<")[2]
+    with draws.forward(), draws.called(site):
+        assert torch.equal(model.net(x), expected)
+
+
 def test_torchs_own_code_has_no_line() -> None:
     layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2, enable_nested_tensor=False)
     found = names(layers, torch.randn(2, 3, 8))
@@ -250,25 +286,15 @@ def run(model: nn.Module, calls: Sequence[str], x: torch.Tensor, samples: Sequen
     return out.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-class Recomputed(nn.Module):
-    """The same layers, recomputed in the backward."""
-
-    def __init__(self, net: nn.Module, reentrant: bool) -> None:
-        super().__init__()
-        self.net, self.reentrant = net, reentrant
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = checkpoint(self.net, x, use_reentrant=self.reentrant)
-        return checkpoint(self.net, x, use_reentrant=self.reentrant)
-
-
 class Twice(nn.Module):
-    def __init__(self, net: nn.Module) -> None:
+    """The same layers two times, which a `call` such as `checkpoint` may recompute in the backward."""
+
+    def __init__(self, net: nn.Module, call: Callable[..., Any] | None = None) -> None:
         super().__init__()
-        self.net = net
+        self.net, self.call = net, call or net
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.net(self.net(x))
+        return self.call(self.call(x))
 
 
 def test_a_models_micro_batches_add_up_to_the_batch() -> None:
@@ -286,7 +312,7 @@ def test_a_models_micro_batches_add_up_to_the_batch() -> None:
 def test_recomputation_draws_the_same_numbers(reentrant: bool) -> None:
     torch.manual_seed(0)
     net, x = Net(), torch.randn(3, 3, 8, requires_grad=True)
-    plain, recomputed = Twice(net), Recomputed(net, reentrant)
+    plain, recomputed = Twice(net), Twice(net, partial(checkpoint, net, use_reentrant=reentrant))
     calls = names(plain, x)
     assert len(calls) == 8 and names(recomputed, x) == calls
     out, gradients = run(plain, calls, x, range(3))
