@@ -86,7 +86,10 @@ class Options:
 
 @dataclass
 class Compiled:
-    """A plan in memory and how it came about: the lowered IR, the dumps between passes, what was surveyed, the model if it fits here."""
+    """A plan in memory and how it came about: the lowered IR, the dumps between passes, what was surveyed, the model if it fits here.
+
+    `source` is what other plans for the model can be made from.
+    """
 
     plan: Plan
     module: ModuleOp
@@ -97,6 +100,7 @@ class Compiled:
     inputs: Inputs
     model: nn.Module | None
     seconds: dict[str, float]
+    source: Source
 
     def write(self, directory: Path, page: Callable[[Plan], str]) -> None:
         """Write the plan directory, with `page(plan)` as its report; a plan that is there is replaced."""
@@ -158,7 +162,7 @@ def compile_model(path: str | Path, options: Options, progress: Callable[[str], 
     made = plan_codegen.build(planned.module, ref, {"secc": __version__, "torch": torch.__version__.split("+")[0]})
     made = dataclasses.replace(made, checks=made.checks | _notes(planned, drawn, options))
     model = model if model is None else compute_in(model, options.dtype)
-    return Compiled(made, planned.module, planned.dumps, planned.captured.constants, user, drawn, inputs, model, clock.seconds)
+    return Compiled(made, planned.module, planned.dumps, planned.captured.constants, user, drawn, inputs, model, clock.seconds, source)
 
 
 def front(path: str | Path, options: Options, step: Step) -> tuple[UserModel, nn.Module, ModelRef, Survey, Inputs, Capture]:

@@ -20,9 +20,7 @@ from secc.ir.types import TensorType, tensor
 from secc.ir.verify import where
 
 Problem = tuple["Crossing", str]
-Place = tuple[
-    str, str, int, int
-]  # target, file:line and what leads there, how many alike came before it in the case, index of the result or operand
+Place = tuple[str, str, int, int]  # target, file:line and lines that lead there, how many alike came before, index of result or operand
 
 
 @dataclass(frozen=True, eq=False)

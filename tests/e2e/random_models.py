@@ -4,7 +4,7 @@ python -m tests.e2e.random_models 17 > model.py
 
 A seed decides everything: which encoders there are and which samples have their inputs, how features join the text (in the places of
 placeholders, before the tokens, added to every state), what is frozen, tied, shared or called twice, which teachers speak, how padding
-is kept away, and how each loss is spelt. `random_plans` draws a way to distribute the model.
+is kept away, and how each loss is spelt. `random_plan` draws a way to distribute the model.
 """
 
 from __future__ import annotations
@@ -215,9 +215,12 @@ def random_plan(seed: int, sections: Sequence[str], n: int = 0) -> Plan:
         if rng.random() < 0.35:
             pins.append(f"{name}.dp={rng.randint(1, max(1, ranks - len(sections) + 1))}")
         if rng.random() < 0.35:
+            pins.append(f"{name}.{rng.choice(('tp', 'pp'))}=2")
+        if rng.random() < 0.35:
             pins.append(f"{name}.sharding={rng.choice(('zero1', 'zero2'))}")
         if rng.random() < 0.35:
             pins.append(f"{name}.recompute={rng.choice(('selective', 'full'))}")
+    rng.shuffle(pins)
     strategy = rng.choice(("auto", "apart", "apart", "colocate"))
     return Plan(ranks, rng.randint(5, 13), strategy, tuple(pins), rng.choice(("wavefront", "wavefront", "dataset")))
 

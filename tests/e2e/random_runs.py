@@ -13,14 +13,16 @@ import shutil
 import sys
 import tempfile
 import time
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
-from secc import pipeline
 from secc.check import checked
 from secc.codegen import plan as plan_codegen
 from secc.compiler import Compiled, Options, compile_model, pipeline_text
 from secc.errors import UserError
-from secc.ir import text
+from secc.planning import Planner
 from secc.report.page import page
 from tests.e2e.random_models import Plan, random_model, random_plan
 from tools.ranks import Trained, differences, distributed, plain, recording_model
@@ -28,28 +30,46 @@ from tools.ranks import Trained, differences, distributed, plain, recording_mode
 STEPS = 2
 
 
-def trial(seed: int, folder: Path, plans: int = 1) -> list[str]:
-    """What went wrong with the model of a seed under each of its plans, "" where the run is exact. `folder` keeps the files."""
+@dataclass(frozen=True)
+class Outcome:
+    """What went wrong with a run, "" where it is exact, and what its plan has: "tp=2", "zero1", "recompute" and their like."""
+
+    error: str = ""
+    has: tuple[str, ...] = ()
+
+
+def trial(seed: int, folder: Path, plans: int = 1) -> list[Outcome]:
+    """The runs of the model of a seed under each of its plans. `folder` keeps the files."""
     (folder / f"seed{seed}.py").write_text(random_model(seed))
     model = recording_model(f"seed{seed}", folder, folder)
     try:
         first = checked(compile_model(model, Options(cluster="local:1")), required=True)
     except UserError as error:
-        return [f"compile: {error}"] * plans
+        return [Outcome(f"compile: {error}")] * plans
     wanted = [random_plan(seed, [s.name for s in first.plan.sections], n) for n in range(plans)]
     return [_run(first, model, plan, folder / str(n)) for n, plan in enumerate(wanted)]
 
 
-def _run(first: Compiled, model: Path, wanted: Plan, folder: Path) -> str:
+def _run(first: Compiled, model: Path, wanted: Plan, folder: Path) -> Outcome:
     folder.mkdir()
     planned = _planned(first, wanted)
+    has = _features(planned)
     planned.write(folder / "plan", page)
     try:
         reference = _reference(first, model, wanted, folder)
         found = distributed(folder / "plan", planned.plan.world_size, STEPS, folder / "run", "--order", wanted.order)
     except AssertionError as error:
-        return f"run of {wanted}: {error}"
-    return next((f"{wanted}: {d}" for d in differences(found, reference)), "")
+        return Outcome(f"run of {wanted}: {error}", has)
+    return Outcome(next((f"{wanted}: {d}" for d in differences(found, reference)), ""), has)
+
+
+def _features(planned: Compiled) -> tuple[str, ...]:
+    """What the plan has beside replicas."""
+    found = set[str]()
+    for s in planned.plan.whole_sections:
+        found |= {f"{axis}={n}" for axis, n in (("tp", s.mesh.tp), ("pp", s.mesh.pp)) if n > 1}
+        found |= {s.sharding, f"recompute={s.recompute}"} - {"none", "recompute=none"}
+    return tuple(sorted(found))
 
 
 def _reference(first: Compiled, model: Path, wanted: Plan, folder: Path) -> Trained:
@@ -71,12 +91,16 @@ def _planned(compiled: Compiled, wanted: Plan) -> Compiled:
 
 
 def _replanned(compiled: Compiled, wanted: Plan) -> Compiled:
-    module = text.parse(compiled.dumps[0][1])
     options = Options(cluster=f"local:{wanted.ranks}", global_batch=wanted.global_batch, strategy=wanted.strategy, set=wanted.pins)
-    run = pipeline.run(module, pipeline.parse(pipeline_text(options)))
-    made = plan_codegen.build(module, compiled.plan.model, {})
+
+    def text(**changes: tuple[str, ...]) -> str:
+        return pipeline_text(dataclasses.replace(options, **changes))
+
+    source = dataclasses.replace(compiled.source, text=text)
+    planned = Planner(source, options.set, lambda _: nullcontext(), lambda _: None).plan()
+    made = plan_codegen.build(planned.module, compiled.plan.model, {})
     made = dataclasses.replace(made, checks=compiled.plan.checks)
-    return dataclasses.replace(compiled, plan=made, module=module, dumps=run.dumps)
+    return dataclasses.replace(compiled, plan=made, module=planned.module, dumps=planned.dumps, constants=planned.captured.constants)
 
 
 def main() -> int:
@@ -86,20 +110,24 @@ def main() -> int:
     parser.add_argument("--plans", type=int, default=1, help="so many plans for each model")
     parser.add_argument("-o", "--output", type=Path, help="keep the model files of failures here")
     arguments = parser.parse_args()
-    done, failures = 0, 0
+    done, failures, had = 0, 0, Counter[str]()
     for seed in range(arguments.first, arguments.last):
         start = time.perf_counter()
         with tempfile.TemporaryDirectory() as name:
             try:
-                errors = trial(seed, Path(name), arguments.plans)
+                outcomes = trial(seed, Path(name), arguments.plans)
             except Exception as unexpected:
-                errors = [f"defect: {type(unexpected).__name__}: {unexpected}"]
-            if any(errors) and arguments.output:
+                outcomes = [Outcome(f"defect: {type(unexpected).__name__}: {unexpected}")]
+            if any(o.error for o in outcomes) and arguments.output:
                 arguments.output.mkdir(parents=True, exist_ok=True)
                 shutil.copy(Path(name) / f"seed{seed}.py", arguments.output)
-        done, failures = done + len(errors), failures + sum(map(bool, errors))
-        print(f"seed {seed}: {', '.join(e or 'exact' for e in errors)} ({time.perf_counter() - start:.1f} s)", flush=True)
-    print(f"{done - failures} of {done} runs exact")
+        done, failures = done + len(outcomes), failures + sum(bool(o.error) for o in outcomes)
+        had.update(feature for o in outcomes for feature in o.has)
+        print(
+            f"seed {seed}: {', '.join(o.error or ' '.join(('exact', *o.has)) for o in outcomes)} ({time.perf_counter() - start:.1f} s)",
+            flush=True,
+        )
+    print(f"{done - failures} of {done} runs exact; plans with {', '.join(f'{name}: {n}' for name, n in sorted(had.items()))}")
     return 1 if failures else 0
 
 
