@@ -12,8 +12,10 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from itertools import pairwise
 
+from secc.runtime.ahead import sections
 from secc.runtime.collector import collector_paused
-from secc.runtime.plan import Plan
+from secc.runtime.graph import Graph
+from secc.runtime.plan import Plan, Section
 from secc.runtime.program import Instruction, SampleMeta, Schedule, active, computations, pairs, returns_gradient
 from secc.runtime.routes import Ranks, replicas, routes
 
@@ -42,10 +44,13 @@ def accepts(plan: Plan, samples: Sequence[SampleMeta], schedule: Schedule) -> bo
 
 def _complete(plan: Plan, samples: Sequence[SampleMeta], schedule: Schedule) -> bool:
     """Whether every active sample is in one micro-batch of each section, no other sample is, and micro-batches are as they should be."""
-    patterns = {s.pattern for s in samples}
+    patterns, able = {s.pattern for s in samples}, sections(plan, Graph(plan)) if schedule.own is not None else []
     for section in plan.sections:
         micros, on = schedule.micro_batches[section.name], {p: active(section.when, p) for p in patterns}
-        if sorted([p for m in micros for p in m.samples]) != [p for p, s in enumerate(samples) if on[s.pattern]]:
+        held = sorted([p for m in micros if not schedule.is_later(m) for p in m.samples])
+        if held != [p for p, s in enumerate(samples[: schedule.own]) if on[s.pattern]]:
+            return False
+        if schedule.own is not None and not _may_cross(samples, schedule, section, able):
             return False
         for i, m in enumerate(micros):
             if m.index != i or m.section != section.name or not 0 <= m.replica < section.mesh.dp:
@@ -55,11 +60,22 @@ def _complete(plan: Plan, samples: Sequence[SampleMeta], schedule: Schedule) -> 
     return True
 
 
+def _may_cross(samples: Sequence[SampleMeta], schedule: Schedule, section: Section, able: Sequence[Section]) -> bool:
+    """Whether a section computes micro-batches in another step than their own only if it is able to, and later samples once."""
+    micros, computed = schedule.micro_batches[section.name], schedule.computed.get(section.name, frozenset())
+    later = [m for m in micros if schedule.is_later(m)]
+    held = [p for m in later for p in m.samples]
+    if not held and not computed:
+        return True
+    known = len(held) == len(set(held)) and all(p < len(samples) and active(section.when, samples[p].pattern) for p in held)
+    return section in able and known and computed <= set(range(len(micros) - len(later)))
+
+
 class _Run:
     """One run of all programs."""
 
     def __init__(self, plan: Plan, schedule: Schedule) -> None:
-        self.programs = schedule.programs
+        self.programs, self.is_computed = schedule.programs, schedule.is_computed
         self.stage = {s.name: s.stage for s in plan.sections}
         self.replicas = {s.name: replicas(s) for s in plan.sections}
         self.replica = {name: {rank: r for r, ranks in enumerate(some) for rank in ranks} for name, some in self.replicas.items()}
@@ -81,7 +97,7 @@ class _Run:
             name, kinds = section.name, computations(section)
             for m in schedule.micro_batches[name]:
                 for rank in self.replicas[name][m.replica]:
-                    self.open |= {(kind, name, m.index, rank) for kind in kinds}
+                    self.open |= {(kind, name, m.index, rank) for kind in kinds if not self.is_computed(name, m.index)}
                     self.left[name, rank] += len(kinds) - 1
                     for first, then in pairwise(kinds):
                         self._feed((first, name, m.index, rank), (then, name, m.index, rank))
@@ -98,6 +114,8 @@ class _Run:
                     self._link(edge.name, "bwd", (src, dst), ("B", edge.dst, dst), ("B", edge.src, src), b, a)
 
     def _feed(self, made: Job, used: Job) -> None:
+        if made[0] == "F" and self.is_computed(made[1], made[2]):
+            return
         self.needs[used] += 1
         self.feeds[made].append(used)
 

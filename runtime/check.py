@@ -8,6 +8,9 @@ runs the programs, instruction by instruction, against a model of the communicat
 - With `strict=True` a SEND blocks too, until its peer has reached the matching RECV (rendezvous without buffers). Sections that run
   all their forwards before their backwards rely on posted sends, so their schedules do not pass it in general.
 - A REDUCE blocks until every rank of its section has reached it, and an F or B until every rank of its replica has.
+
+In a step among others (`runtime/ahead.py`) what the step before has computed is there from the start, and the samples behind those of the
+global batch are the next one's.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from secc.runtime.accept import accepts
+from secc.runtime.ahead import sections
+from secc.runtime.graph import Graph
 from secc.runtime.grid import Cell, grid
 from secc.runtime.plan import Plan, Section
 from secc.runtime.program import (
@@ -61,6 +66,7 @@ def check(plan: Plan, samples: Sequence[SampleMeta], schedule: Schedule, *, stri
         return
     checker = Checker(plan, samples, schedule)
     checker.micro_batches()
+    checker.run_ahead()
     checker.instructions()
     checker.order()
     checker.channels()
@@ -88,11 +94,27 @@ class Checker:
         for name, micros in self.schedule.micro_batches.items():
             for i, m in enumerate(micros):
                 self._micro_batch(self.sections[name], i, m)
-            held = Counter(p for m in micros for p in m.samples)
-            owed = {p for p, sample in enumerate(self.samples) if active(self.sections[name].when, sample.pattern)}
+            held = Counter(p for m in micros if not self.schedule.is_later(m) for p in m.samples)
+            owed = {p for p, sample in enumerate(self.samples[: self.schedule.own]) if active(self.sections[name].when, sample.pattern)}
             for p in sorted(held.keys() | owed):
                 if held[p] != (p in owed):
                     self.fail(f"section {name} has sample {p} in {held[p]} micro-batches, but must have it in {int(p in owed)}")
+
+    def run_ahead(self) -> None:
+        """Only sections that may do so compute micro-batches in another step than their own, of samples that are active, each once."""
+        able = {s.name for s in sections(self.plan, Graph(self.plan))}
+        for name, micros in self.schedule.micro_batches.items():
+            later = [m for m in micros if self.schedule.is_later(m)]
+            computed = self.schedule.computed.get(name, frozenset())
+            if (later or computed) and name not in able:
+                self.fail(f"section {name} must not run ahead: it has a backward, or something that trains is upstream or on its ranks")
+            if not computed <= {m.index for m in micros if m not in later}:
+                self.fail(
+                    f"section {name} has {len(micros)} micro-batches, of which the step before cannot have computed {sorted(computed)}"
+                )
+            for p, count in Counter(p for m in later for p in m.samples).items():
+                if count > 1 or p >= len(self.samples) or not active(self.sections[name].when, self.samples[p].pattern):
+                    self.fail(f"section {name} must not compute sample {p} ahead, or more than once")
 
     def _micro_batch(self, section: Section, i: int, m: MicroBatch) -> None:
         what = f"micro-batch {i} of section {section.name}"
@@ -149,7 +171,7 @@ class Checker:
         """Every instruction but STEP, with its rank."""
         for name, micros in self.schedule.micro_batches.items():
             for m in micros:
-                for kind in computations(self.sections[name]):
+                for kind in () if self.schedule.is_computed(name, m.index) else computations(self.sections[name]):
                     yield from ((rank, self._compute(kind, m)) for rank in self.ranks[name][m.replica])
             for replica, ranks in enumerate(self.ranks[name]):
                 yield from ((rank, Instruction("REDUCE", name, replica)) for rank in ranks)
@@ -182,10 +204,12 @@ class Checker:
             source, target = self.schedule.micro_batches[edge.src][link.src], self.schedule.micro_batches[edge.dst][link.dst]
             ends = (("F", source), ("F", target)) if link.direction == "fwd" else (("B", target), ("B", source))
             made, used = (self._compute(kind, m) for kind, m in ends)
-            if link.part is None:
+            done = self.schedule.is_computed(edge.src, link.src)  # and so has no place in this step
+            if link.part is None and not done:
                 yield link.sender, made, used
-            else:
-                yield link.sender, made, _send(link)[1]
+            if link.part is not None:
+                if not done:
+                    yield link.sender, made, _send(link)[1]
                 yield link.receiver, _receive(link)[1], used
 
     def channels(self) -> None:
@@ -237,6 +261,8 @@ class Checker:
             members = [(rank, Instruction("REDUCE", name, replica)) for replica, ranks in enumerate(groups) for rank in ranks]
             yield from ((member, members) for member in members)
             for m in self.schedule.micro_batches[name]:
+                if self.schedule.is_computed(name, m.index):
+                    continue
                 ranks = groups[m.replica]
                 for kind in computations(self.sections[name]) if len(ranks) > 1 else ("F",):
                     together = [(rank, self._compute(kind, m)) for rank in ranks]

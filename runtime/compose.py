@@ -73,7 +73,7 @@ class Composer:
     """Deals the samples of one global batch to replicas and cuts them into micro-batches."""
 
     def __init__(self, plan: Plan, samples: Sequence[SampleMeta], graph: Graph) -> None:
-        self.plan, self.graph, self.count = plan, graph, len(samples)
+        self.plan, self.graph, self.samples, self.count = plan, graph, samples, len(samples)
         self.costs = Costs(plan, samples)
         patterns = sorted({s.pattern for s in samples}, key=sorted)
         number = {pattern: k for k, pattern in enumerate(patterns)}

@@ -10,21 +10,19 @@ from collections.abc import Sequence
 from secc.runtime.expr import Columns, evaluate_columns
 from secc.runtime.plan import Plan, Section
 from secc.runtime.program import SampleMeta, owes_backward
-from secc.runtime.sizes import combine
+from secc.runtime.sizes import combine, padded
 
 
 class Costs:
-    """Times of the samples of one global batch. Where the plan pads to the global batch's widths, every sample has those."""
+    """Times of the samples of one global batch, and from position `own` on of the next one's. Where the plan pads to the global batch's
+    widths, every sample has those."""
 
-    def __init__(self, plan: Plan, samples: Sequence[SampleMeta]) -> None:
+    def __init__(self, plan: Plan, samples: Sequence[SampleMeta], own: int | None = None) -> None:
         self.count = len(samples)
         self._symbols = plan.symbols
         names = samples[0].sizes if samples else {s.name: 0 for s in plan.symbols}
-        self.columns = {name: [s.sizes[name] for s in samples] for name in names}
-        if plan.widths == "global":
-            for s in plan.symbols:
-                if s.kind == "width":
-                    self.columns[s.name] = [max(self.columns[s.name], default=0)] * self.count
+        found = padded(plan, samples, own)
+        self.columns = {name: [s[name] for s in found] for name in names}
 
     def sizes(self, position: int) -> dict[str, int]:
         """The symbols of the sample at `position` as a micro-batch of its own."""

@@ -66,8 +66,9 @@ class DataPlane:
     `leaves` are the plan's leaf functions. `epochs` (None: no end), `shuffle` and `seed` say which samples make up a batch; with
     `skip_bad` those that do not load are left out of it, and named on stderr. `order` makes the schedule of samples, where their
     sizes are known ahead. With `workers=1` samples load in a background process, with more in so many and collate in one; they are
-    forked here: make the data plane before process groups, threads and GPU contexts. `device` is where `batch` puts tensors.
-    `rerecorder` records glue, where the plan has some that values decide.
+    forked here: make the data plane before process groups, threads and GPU contexts. `device` is where `batch` puts tensors. Up to
+    `ahead` global batches are asked for beyond the one whose micro-batches are. `rerecorder` records glue, where the plan has some
+    that values decide.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class DataPlane:
         order: Order | None = None,
         device: torch.device | str = "cpu",
         start: int = 0,
+        ahead: int = 1,
         rerecorder: Rerecorder | None = None,
     ) -> None:
         user.use_inputs(plan.inputs)
@@ -94,9 +96,9 @@ class DataPlane:
         self._records = Records(plan, leaves)
         self._shares = _Shares(self.epochs, world_size, user, plan, order)
         fetchers = Fetchers(user, seed, workers) if workers > 1 else None
-        loader = Loader(user, self._records, self.epochs, skip_bad, fetchers, rerecorder)
-        ahead = AHEAD if rerecorder is None else RECORDED_AHEAD
-        self._source = Background(loader, fetchers, ahead) if workers else Inline(loader)
+        loader = Loader(user, self._records, self.epochs, skip_bad, fetchers, rerecorder, ahead)
+        requests = AHEAD if rerecorder is None else RECORDED_AHEAD
+        self._source = Background(loader, fetchers, requests, ahead) if workers else Inline(loader)
         self._step = start - 1
         self._latest: GlobalBatch | None = None
         self._source.request([self._share(start)])

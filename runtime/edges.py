@@ -9,7 +9,7 @@ Between stages of a pipeline, which have the same micro-batches, a tensor travel
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -18,7 +18,7 @@ import torch
 from secc.runtime.expr import evaluate
 from secc.runtime.plan import Edge, Plan
 from secc.runtime.program import MicroBatch, SampleMeta, Schedule, pairs
-from secc.runtime.sizes import combine
+from secc.runtime.sizes import combine, padded
 
 Pair = tuple[int, int]  # the producer's micro-batch and the consumer's
 
@@ -42,19 +42,16 @@ class Cut:
 
 
 class EdgeLayout:
-    """The messages of one edge in one step.
+    """The messages of one edge in one step."""
 
-    `widths` holds the global batch's widths where the plan pads to them, and is empty where each micro-batch has its own.
-    """
-
-    def __init__(self, edge: Edge, plan: Plan, schedule: Schedule, samples: Sequence[SampleMeta], widths: Mapping[str, int]) -> None:
+    def __init__(self, edge: Edge, plan: Plan, schedule: Schedule, samples: Sequence[SampleMeta]) -> None:
         self.edge, self._plan = edge, plan
         self.dtype: torch.dtype = getattr(torch, edge.dtype)
-        self._sizes = [{**s.sizes, **widths} for s in samples]
+        self._sizes = padded(plan, samples, schedule.own)
         self._micros = {"src": schedule.micro_batches[edge.src], "dst": schedule.micro_batches[edge.dst]}
         self.pairs: dict[Pair, tuple[int, ...]] = pairs(edge, schedule)
         self._carried = {s for shared in self.pairs.values() for s in shared}
-        self._extents = () if widths else edge.extents
+        self._extents = () if plan.widths == "global" else edge.extents
         self._cuts: dict[tuple[str, Pair], tuple[Cut, ...]] = {}
 
     def of(self, side: str, micro: int) -> list[Pair]:

@@ -25,16 +25,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from secc.runtime.check import check
 from secc.runtime.costs import Costs
-from secc.runtime.data import GlobalBatch
 from secc.runtime.edges import EdgeLayout
 from secc.runtime.errors import UserError
 from secc.runtime.options import Options
-from secc.runtime.program import Instruction, Schedule, returns_gradient
+from secc.runtime.program import Instruction, returns_gradient
 from secc.runtime.routes import Part, replicas, routes
 from secc.runtime.run import Run
-from secc.runtime.sizes import combine
+from secc.runtime.steps import Step, steps
 
 FILE = "emulation.jsonl"
 Pair = tuple[int, int]
@@ -85,12 +83,11 @@ def emulate(directory: Path, options: Options) -> None:
     only_steps = dataclasses.replace(options, workers=0, resume=None, save=None, save_every=None, trace=None)
     with Run(directory, only_steps, terms) as run:
         emulator, since = Emulator(run, table), time.monotonic_ns()
-        for step in range(1, run.steps + 1):
-            batch = run.data.next()
-            program_ns = emulator.step(batch)
+        for number, step in enumerate(steps(run, 0), 1):
+            batch, program_ns = step.batch, emulator.step(step)
             now = time.monotonic_ns()
             if run.rank == 0:
-                told = {"step": step, "samples": len(batch.samples), "tokens": batch.tokens, "step_time_s": (now - since) / 1e9}
+                told = {"step": number, "samples": len(batch.samples), "tokens": batch.tokens, "step_time_s": (now - since) / 1e9}
                 with (run.log_dir / FILE).open("a") as file:
                     file.write(json.dumps(told | {"program_s": program_ns / 1e9, "scale": table.scale}) + "\n")
             since = now
@@ -105,11 +102,9 @@ class Emulator:
         self.replicas = {name: replicas(s) for name, s in self.sections.items()}
         self.store: Any = distributed_c10d._get_default_store()
 
-    def step(self, batch: GlobalBatch) -> int:
-        """One step: the schedule, its check, the program. Returns the ns from the start of the program to the step's end."""
-        schedule = self.run.order(batch.samples)
-        check(self.plan, batch.samples, schedule)
-        walk = _Walk(self, batch, schedule)
+    def step(self, step: Step) -> int:
+        """Walk through the program of a step. Returns the ns from its start to the step's end."""
+        walk = _Walk(self, step)
         dist.barrier()
         began = time.monotonic_ns()
         walk.run()
@@ -141,13 +136,11 @@ def _synced(table: Table, times: list[list[int]], scaled: Callable[[int], int]) 
 class _Walk:
     """One step of one rank. `free`: when it has done all so far; `reached`: when it came to each sum of gradients."""
 
-    def __init__(self, emulator: Emulator, batch: GlobalBatch, schedule: Schedule) -> None:
-        self.e, self.batch, self.schedule, self.plan = emulator, batch, schedule, emulator.plan
-        costs = Costs(self.plan, batch.samples)
+    def __init__(self, emulator: Emulator, step: Step) -> None:
+        self.e, self.number, self.schedule, self.plan = emulator, step.batch.step, step.schedule, emulator.plan
+        schedule, costs = step.schedule, Costs(self.plan, step.samples, step.schedule.own)
         self.durations = {s.name: costs.of(s, [m.samples for m in schedule.micro_batches[s.name]]) for s in self.plan.sections}
-        total = combine([s.sizes for s in batch.samples], self.plan.symbols)
-        widths = {s.name: total[s.name] for s in self.plan.symbols if s.kind == "width"} if self.plan.widths == "global" else {}
-        self.layouts = {e.name: EdgeLayout(e, self.plan, schedule, batch.samples, widths) for e in self.plan.edges}
+        self.layouts = {e.name: EdgeLayout(e, self.plan, schedule, step.samples) for e in self.plan.edges}
         self.needs = self._needs()
         self.free, self.out_busy, self.in_busy = 0, [0, 0], [0, 0]
         self.reached: dict[int, int] = {}
@@ -172,7 +165,7 @@ class _Walk:
         ready = max([time.monotonic_ns(), *(self.arrival(key, size) for key, size in self.needs[i.kind, i.section, i.micro])])
         together = self.e.replicas[i.section][i.replica]
         if len(together) > 1:
-            name = f"{self.batch.step}/{i.kind}/{i.section}/{i.micro}"
+            name = f"{self.number}/{i.kind}/{i.section}/{i.micro}"
             self.e.store.set(f"{name}/{self.e.rank}", str(ready))
             ready = max(int(self.e.store.get(f"{name}/{r}")) for r in together)
         self.free = ready + self.e.scaled(self.durations[i.section][i.kind == "B"][i.micro])
@@ -204,7 +197,7 @@ class _Walk:
         return int(peer // self.e.table.per_node != self.e.rank // self.e.table.per_node)
 
     def key(self, edge: str, direction: str, pair: Pair, sender: int, receiver: int) -> str:
-        return f"{self.batch.step}/{edge}/{direction}/{pair[0]}/{pair[1]}/{sender}/{receiver}"
+        return f"{self.number}/{edge}/{direction}/{pair[0]}/{pair[1]}/{sender}/{receiver}"
 
     def size(self, edge: str, direction: str, pair: Pair, part: int, parts: int) -> int:
         layout = self.layouts[edge]

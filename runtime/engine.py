@@ -23,7 +23,7 @@ from secc.runtime.randomness.draws import Draws, Randomness, backward_of, forwar
 from secc.runtime.routes import Part, Ranks, gathered, replicas, routes
 from secc.runtime.section import Batch, Section, Tensors
 from secc.runtime.sends import limit_of
-from secc.runtime.sizes import combine
+from secc.runtime.sizes import padded
 from secc.runtime.split_backward import split_backward
 from secc.runtime.tensor_parallel.group import Group
 from secc.runtime.trace import Trace
@@ -33,8 +33,9 @@ from secc.runtime.trace import Trace
 class StepInput:
     """All that a rank needs for one global batch.
 
-    `samples` are those of the whole global batch; `batch_of` gives the collated batch of one of this rank's micro-batches on the
-    device; `coefficients` holds each loss term's factor; `seed` names the random stream of the step.
+    `samples` are those of the whole global batch, and behind them those of the next one where sections run ahead; `batch_of` gives the
+    collated batch of one of this rank's micro-batches on the device; `coefficients` holds each loss term's factor; `seed` names the
+    random stream of the step, `later_seed` that of the next.
     """
 
     schedule: Schedule
@@ -42,6 +43,7 @@ class StepInput:
     batch_of: Callable[[MicroBatch], Batch]
     coefficients: Mapping[str, float]
     seed: int
+    later_seed: int = 0
 
 
 @dataclass
@@ -50,6 +52,7 @@ class _Live:
 
     backward_owed: bool
     draws: Draws | None  # its random numbers, where the model draws any
+    later: bool = False  # whether it is of the next global batch, and so kept until then
     leaves: Tensors = field(default_factory=dict)  # of the edges whose gradient goes back
     outs: Tensors = field(default_factory=dict)
     terms: Tensors = field(default_factory=dict)
@@ -101,6 +104,7 @@ class Engine:
         self.edges = {e.name: e for e in plan.edges}
         models = [s.whole_model for s in sections.values()]
         self.randomness = Randomness(models[0], plan.draws, plan.symbols) if plan.draws and models else None
+        self.kept: dict[tuple[str, int], _Live] = {}  # what was computed ahead: by section and number among those
 
     def run(self, step: StepInput) -> torch.Tensor:
         """Execute this rank's program; gradients add to the parameters' `.grad`. Returns this rank's share of the loss (float64, 0-dim).
@@ -119,11 +123,11 @@ class _Execution:
     def __init__(self, engine: Engine, step: StepInput) -> None:
         self.engine, self.step = engine, step
         plan = engine.plan
-        total = combine([s.sizes for s in step.samples], plan.symbols)
-        widths = {s.name: total[s.name] for s in plan.symbols if s.kind == "width"} if plan.widths == "global" else {}
-        self.widths = widths
-        self.keys = sample_keys(step.seed, step.samples) if engine.randomness is not None else []
-        self.layouts = {e.name: EdgeLayout(e, plan, step.schedule, step.samples, widths) for e in plan.edges}
+        self.sizes = padded(plan, step.samples, step.schedule.own)
+        own = step.schedule.own if step.schedule.own is not None else len(step.samples)
+        parts = ((step.seed, step.samples[:own]), (step.later_seed, step.samples[own:]))
+        self.keys = [k for seed, some in parts for k in sample_keys(seed, some)] if engine.randomness is not None else []
+        self.layouts = {e.name: EdgeLayout(e, plan, step.schedule, step.samples) for e in plan.edges}
         self.live: dict[tuple[str, int], _Live] = {}
         self.loss = torch.zeros((), dtype=torch.float64, device=engine.device)
         self.logged = {t.logs: torch.zeros_like(self.loss) for t in plan.terms if t.logs}
@@ -131,6 +135,7 @@ class _Execution:
     def run(self) -> torch.Tensor:
         program = self.step.schedule.programs[self.engine.rank]
         transport = self.engine.transport
+        self.take_over()
         transport.begin(self.layouts, program, limit_of(self.step.schedule))
         last = {i.section: i for i in program if i.kind in ("B", "W")}
         for i in program:
@@ -154,6 +159,7 @@ class _Execution:
                 case _:
                     raise RuntimeError(f"rank {self.engine.rank} cannot execute `{i}`")
         transport.finish()
+        self.hand_over()
         if self.live:
             raise RuntimeError(f"rank {self.engine.rank}: the program ended before {sorted(self.live)} were done")
         return self.loss
@@ -165,20 +171,28 @@ class _Execution:
         section, with_grad = engine.sections[i.section], engine.backward_owed[i.section]
         batch = self.step.batch_of(micro)
         section.draws = self.draws(micro)
-        live = _Live(with_grad, section.draws)
+        live = _Live(with_grad, section.draws, self.step.schedule.is_later(micro))
         edges = self.receive_edges(i.section, i.micro, live)
         case = section.case(batch)
         if not edges.keys() >= set(case.receives):
             raise RuntimeError(f"`{i}`: case {case.method} takes edges {sorted(case.receives)}, but {sorted(edges)} have come")
         with self.compute_event(i, micro), torch.set_grad_enabled(with_grad), forward_of(live.draws):
             live.outs, live.terms = section(case, batch, edges)
-        if engine.rank == self.ranks_of(i.section, i.micro)[0]:
+        if not live.later:
+            self.count(i, live)
+        self.await_takers(i, live)
+        if with_grad or live.waiting or live.later:
+            self.live[i.section, i.micro] = live
+
+    def count(self, i: Instruction, live: _Live) -> None:
+        """Add the micro-batch's part to the loss, once for each replica."""
+        if self.engine.rank == self.ranks_of(i.section, i.micro)[0]:
             self.add_loss(live.terms)
-        for edge in engine.out_of[i.section]:
+
+    def await_takers(self, i: Instruction, live: _Live) -> None:
+        for edge in self.engine.out_of[i.section]:
             self.check_shape(i, edge, live.outs)
             live.waiting += sum(self.takers(*self.ends(edge, pair)) for pair in self.layouts[edge.name].of("src", i.micro))
-        if with_grad or live.waiting:
-            self.live[i.section, i.micro] = live
 
     def backward(self, i: Instruction) -> None:
         live = self.live[i.section, i.micro]
@@ -316,10 +330,37 @@ class _Execution:
         """One of those who wait for a micro-batch's tensors has taken its part; the last one frees them, unless a backward is owed."""
         live = self.live[section, micro]
         live.waiting -= 1
-        if live.waiting == 0 and not live.backward_owed:
+        if live.waiting == 0 and not live.backward_owed and not live.later:
             del self.live[section, micro]
 
+    # -- running ahead ------------------------------------------------------------------------------------------------------------
+
+    def take_over(self) -> None:
+        """What this rank computed in the step before counts and is sent in this one."""
+        for name, micros in self.step.schedule.computed.items():
+            for number, micro in enumerate(sorted(micros)):
+                if self.engine.rank in self.ranks_of(name, micro):
+                    live, i = self.engine.kept.pop((name, number)), Instruction("F", name, micro=micro)
+                    live.later = False
+                    self.count(i, live)
+                    self.await_takers(i, live)
+                    if live.waiting:
+                        self.live[name, micro] = live
+
+    def hand_over(self) -> None:
+        """Keep what was computed for the next step."""
+        if self.engine.kept:
+            raise RuntimeError(f"rank {self.engine.rank}: {sorted(self.engine.kept)} were computed ahead for a step that does not use them")
+        for name, micros in self.step.schedule.micro_batches.items():
+            for number, m in enumerate(m for m in micros if self.step.schedule.is_later(m)):
+                live = self.live.get((name, m.index))
+                if live is not None and not live.waiting:
+                    self.engine.kept[name, number] = self.live.pop((name, m.index))
+
     # -- helpers ------------------------------------------------------------------------------------------------------------------
+
+    def seed_of(self, micro: MicroBatch) -> int:
+        return self.step.later_seed if self.step.schedule.is_later(micro) else self.step.seed
 
     def micro(self, section: str, index: int) -> MicroBatch:
         return self.step.schedule.micro_batches[section][index]
@@ -328,9 +369,9 @@ class _Execution:
         """The random numbers of a micro-batch, None for a model that draws none."""
         if self.engine.randomness is None:
             return None
-        sizes = [self.step.samples[s].sizes for s in micro.samples]
+        seed = self.seed_of(micro)
         keys = [self.keys[s] for s in micro.samples]
-        return self.engine.randomness.micro_batch(self.step.seed, keys, sizes, self.widths)
+        return self.engine.randomness.micro_batch(seed, keys, [self.sizes[s] for s in micro.samples])
 
     def ranks_of(self, section: str, index: int) -> Ranks:
         """The ranks of a micro-batch's replica."""
@@ -373,7 +414,8 @@ class _Execution:
 
     def compute_event(self, i: Instruction, micro: MicroBatch) -> AbstractContextManager[None]:
         args = {"kind": i.kind, "section": self.engine.whole[i.section], "replica": i.replica, "stage": i.stage, "microbatch": i.micro}
-        return self.engine.trace.event(f"{i.kind} {i.section} {i.micro}", **args, samples=self.ids(micro.samples))
+        ahead = {"ahead": True} if self.step.schedule.is_later(micro) else {}
+        return self.engine.trace.event(f"{i.kind} {i.section} {i.micro}", **args, samples=self.ids(micro.samples), **ahead)
 
     def transfer_event(self, kind: str, message: Message, src: int, dst: int) -> AbstractContextManager[None]:
         layout = self.layouts[message.edge]

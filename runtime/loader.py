@@ -47,7 +47,7 @@ class Rows(NamedTuple):
 
 
 class Loader:
-    """Loads samples of one dataset in this process, or from `fetchers`. Steps must not go back by more than two.
+    """Loads samples of one dataset in this process, or from `fetchers`. Steps must not go back by more than `ahead` and one.
 
     With `skip_bad` a sample that does not load, or cannot be collated, is left out of its global batch instead of ending the run.
     """
@@ -60,14 +60,15 @@ class Loader:
         skip_bad: bool = False,
         fetchers: Fetchers | None = None,
         rerecorder: Rerecorder | None = None,
+        ahead: int = 1,
     ) -> None:
         self.user, self.records, self.epochs, self.skip_bad = user, records, epochs, skip_bad
-        self._fetchers, self.rerecorder = fetchers, rerecorder
+        self._fetchers, self.rerecorder, self._ahead = fetchers, rerecorder, ahead
         self._items: dict[int, dict[str, Any]] = {}  # by number in the sequence
 
     def share(self, ask: Share) -> Iterator[Record | Skipped]:
         """The records asked for, one at a time, so that a caller can do other work in between."""
-        self._items = {n: item for n, item in self._items.items() if n >= (ask.step - 2) * self.epochs.global_batch}
+        self._items = {n: item for n, item in self._items.items() if n >= (ask.step - self._ahead - 1) * self.epochs.global_batch}
         if self._fetchers is not None:
             self._fetchers.request([self._key(ask.step, p) for p in ask.positions if self._number(ask.step, p) not in self._items])
         for position in ask.positions:

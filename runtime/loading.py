@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from secc.runtime.data import DataPlane, GlobalBatch
 from secc.runtime.program import MicroBatch
 from secc.runtime.section import RECORDED
+from secc.runtime.steps import Step
 
 
 class Loading:
-    """Hands out the micro-batches of a global batch."""
+    """Hands out the micro-batches of a step: those of its global batch, and those of the next one that it computes ahead."""
 
-    def __init__(self, data: DataPlane, batch: GlobalBatch) -> None:
-        self._data, self._batch = data, batch
+    def __init__(self, data: DataPlane, step: Step) -> None:
+        self._data, self._step = data, step
         self._recording = self._waiting = 0.0
 
     def batch(self, micro: MicroBatch) -> dict[str, Any]:
         """The batch of a micro-batch, on the device."""
         start = time.perf_counter()
-        found = self._data.batch(micro.samples, self._batch)
+        found = self._data.batch(*self._place(micro))
         self._waiting += time.perf_counter() - start
         if RECORDED in found:
             self._recording += found[RECORDED].seconds
         return found
+
+    def _place(self, micro: MicroBatch) -> tuple[Sequence[int], GlobalBatch]:
+        """A micro-batch's positions in its own global batch."""
+        if self._step.then is not None and self._step.schedule.is_later(micro):
+            return [p - len(self._step.batch.samples) for p in micro.samples], self._step.then
+        return micro.samples, self._step.batch
 
     def spent(self, share: float = 1.0) -> dict[str, float]:
         """Seconds so far, times `share`: what recordings took, wherever they were made, and how long this rank waited for batches."""

@@ -36,6 +36,7 @@ class Options:
     workers: int = 1
     order: str = "wavefront"
     emulate: Path | None = None
+    run_ahead: float | None = None
 
 
 class _Parser(argparse.ArgumentParser):
@@ -62,6 +63,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--skip-bad-samples", action="store_true", help="leave samples that do not load out of their step, and name them")
     p.add_argument("--workers", type=_at_least(0), default=1, metavar="N", help="loader processes of a rank (default 1; 0: itself)")
     p.add_argument("--order", choices=ORDERS, default="wavefront", help="the order of a global batch's samples (default wavefront)")
+    text = "memory on a rank for results that frozen sections compute ahead for the next step (default: the plan's; 0: none)"
+    p.add_argument("--run-ahead", type=_not_negative, metavar="GIB", help=text)
     p.add_argument("--emulate", type=Path, metavar="FILE", help="wait in place of training, by the times in FILE, which `secc run` makes")
     return p
 
@@ -92,6 +95,12 @@ def _at_least(low: int) -> Callable[[str], int]:
         return int(text)
 
     return number
+
+
+def _not_negative(text: str) -> float:
+    if not float(text) >= 0:
+        raise argparse.ArgumentTypeError("must not be negative")
+    return float(text)
 
 
 def _positive(text: str) -> float:

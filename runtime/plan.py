@@ -279,6 +279,7 @@ class Plan:
     recorded: tuple[Recorded, ...] = ()
     dtype: str = ""  # what modules compute in, with float32 masters ("bf16"); "" for the model's own
     labels_key: str = ""  # the input whose entries other than -100 are counted as tokens
+    run_ahead_gib: float = 0.0  # what a rank of a section that runs ahead may keep of results for the next global batch
 
     def section(self, name: str) -> Section:
         """A section or stage by its name."""

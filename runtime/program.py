@@ -19,7 +19,7 @@ of a pipeline is a section with a name of its own (`language_model_1`); `stage` 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from secc.runtime.plan import Edge, Section
@@ -73,12 +73,30 @@ class MicroBatch(NamedTuple):
     samples: tuple[int, ...]
 
 
+Micros = Mapping[str, frozenset[int]]  # by section
+
+
 @dataclass(frozen=True)
 class Schedule:
-    """One global batch: micro-batches of each section, and one program for each rank."""
+    """One global batch: micro-batches of each section, and one program for each rank.
+
+    Sections that run ahead (`secc.runtime.ahead`) may compute the micro-batches `early` a step sooner. In a step among others those
+    in `computed` are, so they have no F here; and from position `own` on the samples are those of the next global batch.
+    """
 
     micro_batches: dict[str, tuple[MicroBatch, ...]]
     programs: tuple[tuple[Instruction, ...], ...]
+    early: Micros = field(default_factory=dict[str, frozenset[int]])
+    computed: Micros = field(default_factory=dict[str, frozenset[int]])
+    own: int | None = None
+
+    def is_computed(self, section: str, micro: int) -> bool:
+        """Whether the step before has computed a micro-batch's forward."""
+        return micro in self.computed.get(section, ())
+
+    def is_later(self, micro: MicroBatch) -> bool:
+        """Whether a micro-batch is of the next global batch."""
+        return self.own is not None and micro.samples[0] >= self.own
 
 
 def active(when: Sequence[str], pattern: frozenset[str]) -> bool:
@@ -124,8 +142,9 @@ def pairs(edge: Edge, schedule: Schedule) -> dict[tuple[int, int], tuple[int, ..
     """The messages of an edge: (producer's micro-batch, consumer's micro-batch) -> the samples they share, ascending."""
     owner = {s: m.index for m in schedule.micro_batches[edge.src] for s in m.samples}
     shared: dict[tuple[int, int], list[int]] = {}
+    done = schedule.computed.get(edge.dst, frozenset())
     for consumer in schedule.micro_batches[edge.dst]:
-        for s in consumer.samples:
+        for s in consumer.samples if consumer.index not in done else ():
             if s in owner:
                 shared.setdefault((owner[s], consumer.index), []).append(s)
     return {pair: tuple(samples) for pair, samples in shared.items()}
@@ -179,32 +198,44 @@ def _suffix(words: list[str], text: str) -> tuple[int, int, int, int]:
 
 def print_schedule(schedule: Schedule) -> str:
     """The text of a schedule: a line for each micro-batch, then each rank's program; `parse_schedule` reads it back."""
-    lines: list[str] = []
+    lines: list[str] = [] if schedule.own is None else [f"own {schedule.own}"]
     for section, micros in schedule.micro_batches.items():
         lines.append(f"section {section}")
-        lines += [f"  micro {m.index} replica {m.replica} samples {' '.join(map(str, m.samples))}" for m in micros]
+        lines += [f"  {_print_micro(m, schedule)}" for m in micros]
     for rank, program in enumerate(schedule.programs):
         lines.append(f"rank {rank}")
         lines += [f"  {print_instruction(i)}" for i in program]
     return "".join(f"{line}\n" for line in lines)
 
 
+def _print_micro(m: MicroBatch, schedule: Schedule) -> str:
+    marks = [w for w, micros in (("early", schedule.early), ("computed", schedule.computed)) if m.index in micros.get(m.section, ())]
+    return " ".join(["micro", str(m.index), "replica", str(m.replica), *marks, "samples", *map(str, m.samples)])
+
+
 def parse_schedule(text: str) -> Schedule:
     """The schedule that prints as `text`. Raises ValueError, naming the line, where it is none."""
     micros: dict[str, list[MicroBatch]] = {}
     programs: list[list[Instruction]] = []
-    section = ""
+    marked: dict[str, dict[str, set[int]]] = {"early": {}, "computed": {}}
+    section, own = "", None
     for number, line in enumerate(text.splitlines(), 1):
         try:
             match line.split():
                 case ["section", section]:
                     micros[section] = []
-                case ["micro", index, "replica", replica, "samples", *samples]:
-                    micros[section].append(MicroBatch(int(index), section, int(replica), tuple(map(int, samples))))
+                case ["own", count]:
+                    own = int(count)
+                case ["micro", index, "replica", replica, *rest]:
+                    at = rest.index("samples")
+                    for mark in rest[:at]:
+                        marked[mark].setdefault(section, set()).add(int(index))
+                    micros[section].append(MicroBatch(int(index), section, int(replica), tuple(map(int, rest[at + 1 :]))))
                 case ["rank", rank] if int(rank) == len(programs):
                     programs.append([])
                 case _:
                     programs[-1].append(parse_instruction(line))
         except (ValueError, KeyError, IndexError) as error:
             raise ValueError(f"line {number} is not part of a schedule: {line!r} ({error})") from None
-    return Schedule({name: tuple(ms) for name, ms in micros.items()}, tuple(tuple(p) for p in programs))
+    early, computed = ({name: frozenset(found) for name, found in some.items()} for some in marked.values())
+    return Schedule({name: tuple(ms) for name, ms in micros.items()}, tuple(tuple(p) for p in programs), early, computed, own)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from secc.runtime import checkpoint, plan
+from secc.runtime.ahead import with_run_ahead
 from secc.runtime.data import DataPlane
 from secc.runtime.epochs import Epochs
 from secc.runtime.errors import UserError
@@ -71,7 +72,7 @@ class Run(ExitStack):
         super().__init__()
         self.directory, self.options, self.terms = directory, options, terms
         self.rank, self.world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        self.plan = plan.load(directory)
+        self.plan = with_run_ahead(plan.load(directory), options.run_ahead)
         check_world(self.plan, self.world_size)
         self.device = _device()
         self.user = load_user_model(self.plan, directory)
@@ -125,8 +126,14 @@ class Run(ExitStack):
             order=self.order,
             device=self.device,
             start=self.about.step if self.about else 0,
+            ahead=1 + (self.records_ahead and self.plan.run_ahead_gib > 0),
             rerecorder=self._rerecorder(),
         )
+
+    @property
+    def records_ahead(self) -> bool:
+        """Whether glue is recorded anew for most micro-batches, so that it pays to plan a step before the one before it trains."""
+        return any(not case.spare for case in self.plan.recorded)
 
     def _rerecorder(self) -> Rerecorder | None:
         """Records the glue that values decide; it loads the sections of this rank on a model of its own."""

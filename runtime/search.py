@@ -17,7 +17,7 @@ from secc.runtime.balance import Ranks
 from secc.runtime.compose import Table
 from secc.runtime.graph import Graph
 from secc.runtime.jobs import Step
-from secc.runtime.program import replica_ranks
+from secc.runtime.program import Micros, replica_ranks
 from secc.runtime.timeline import run
 
 SHARE = 50  # of the step's modelled time, the part that may go into planning it
@@ -43,15 +43,17 @@ class Block:
         return range(len(self.ranks[0]))
 
 
-def improve(step: Step, graph: Graph, tables: Mapping[str, Table], found: Order, least: int) -> tuple[dict[str, Table], Order]:
+def improve(
+    step: Step, graph: Graph, tables: Mapping[str, Table], early: Micros, found: Order, least: int
+) -> tuple[dict[str, Table], Order]:
     """A step at least as short as `found`: its tables, with replicas as they are now, and its order. Changes the step's jobs.
 
-    `least` is a time in ns that no order can beat.
+    `early` micro-batches stay where they are: they are computed in another step. `least` is a time in ns that no order can beat.
     """
     count = tries(len(step.jobs.rank), found[1], least)
     if count == 0:
         return dict(tables), found
-    search = _Search(step, _blocks(step, graph, tables), found)
+    search = _Search(step, _blocks(step, graph, tables, early), found)
     for _ in range(count):
         search.move()
         if search.failed > PATIENCE:
@@ -68,13 +70,13 @@ def tries(jobs: int, makespan: int, least: int) -> int:
     return min(MOST_TRIES, count) if count >= jobs // FEW else 0
 
 
-def _blocks(step: Step, graph: Graph, tables: Mapping[str, Table]) -> list[list[Block]]:
+def _blocks(step: Step, graph: Graph, tables: Mapping[str, Table], early: Micros) -> list[list[Block]]:
     """The blocks that can move, by the sections that they belong to."""
     teams = [[s.name for s in team] for team in graph.teams() if team[0].mesh.dp > 1]
-    return [_group(step, tables, names) for names in teams]
+    return [_group(step, tables, early, names) for names in teams]
 
 
-def _group(step: Step, tables: Mapping[str, Table], names: Sequence[str]) -> list[Block]:
+def _group(step: Step, tables: Mapping[str, Table], early: Micros, names: Sequence[str]) -> list[Block]:
     """Micro-batches that share samples, over all of these sections, are one block."""
     parent: dict[int, int] = {}
 
@@ -83,14 +85,14 @@ def _group(step: Step, tables: Mapping[str, Table], names: Sequence[str]) -> lis
             p = parent[p]
         return p
 
-    for name in names:
-        for m in tables[name].micro_batches:
-            for p in m.samples[1:]:
-                parent[root(p)] = root(m.samples[0])
+    held = {name: [m for m in tables[name].micro_batches if m.index not in early.get(name, ())] for name in names}
+    for m in (m for some in held.values() for m in some):
+        for p in m.samples[1:]:
+            parent[root(p)] = root(m.samples[0])
     jobs: dict[int, list[tuple[int, Ranks]]] = defaultdict(list)
     for name in names:
         ranks = replica_ranks(step.numbers[name].section)
-        for m in tables[name].micro_batches:
+        for m in held[name]:
             jobs[root(m.samples[0])] += [(job, ranks) for job in step.numbers[name].jobs(m.index)]
     return [Block(tuple(job for job, _ in b), tuple(ranks for _, ranks in b)) for b in jobs.values()]
 

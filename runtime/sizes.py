@@ -6,8 +6,8 @@ what lets every rank know all shapes of a step from small integers alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
@@ -15,6 +15,9 @@ from torch.nn import functional
 from secc.runtime import plan
 from secc.runtime.errors import UserError
 from secc.runtime.expr import evaluate
+
+if TYPE_CHECKING:
+    from secc.runtime.program import SampleMeta
 
 
 def sizes_of(batch: Mapping[str, Any], symbols: Iterable[plan.Symbol], samples: int = 1) -> dict[str, int]:
@@ -34,6 +37,21 @@ def combine(sizes: Iterable[Mapping[str, int]], symbols: Iterable[plan.Symbol]) 
     parts = list(sizes)
     total = {s.name: sum(p[s.name] for p in parts) if s.kind == "rows" else max((p[s.name] for p in parts), default=0) for s in symbols}
     return total
+
+
+def padded(plan: plan.Plan, samples: Sequence[SampleMeta], own: int | None = None) -> list[Mapping[str, int]]:
+    """Each sample's sizes in a micro-batch: its own, or where the plan pads to the global batch's widths, those widths.
+
+    From position `own` on the samples are those of the next global batch.
+    """
+    if plan.widths != "global":
+        return [s.sizes for s in samples]
+    found: list[Mapping[str, int]] = []
+    for part in (samples[:own], samples[len(samples) if own is None else own :]):
+        total = combine([s.sizes for s in part], plan.symbols)
+        widths = {s.name: total[s.name] for s in plan.symbols if s.kind == "width"}
+        found += [{**s.sizes, **widths} for s in part]
+    return found
 
 
 def pad_batch(batch: Mapping[str, Any], inputs: Iterable[plan.Input], widths: Mapping[str, int]) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from secc.runtime import checkpoint, recompute
-from secc.runtime.check import check
 from secc.runtime.comm import Transport
 from secc.runtime.data import GlobalBatch
 from secc.runtime.elementwise import refusal
@@ -27,12 +26,12 @@ from secc.runtime.gradients import Reducer, holders
 from secc.runtime.loading import Loading
 from secc.runtime.metrics import Metrics
 from secc.runtime.mixed import compute_in, dtype_of
-from secc.runtime.program import Schedule
 from secc.runtime.routes import replicas
 from secc.runtime.run import Run
 from secc.runtime.section import Section
 from secc.runtime.seeding import item_seed
 from secc.runtime.sharding import shard_optimizer
+from secc.runtime.steps import Step, steps
 from secc.runtime.tensor_parallel import styles
 from secc.runtime.tensor_parallel.group import make_groups
 from secc.runtime.weights import canonical_names, owners
@@ -68,40 +67,25 @@ class Trainer:
             checkpoint.load_optimizer(run.resume, self.optimizer, self.scheduler, self.reducer.pieces, run.rank)
         self.metrics = Metrics(run.log_dir, run.steps) if run.rank == 0 else None
         self._since = time.perf_counter()
-        self._orders: dict[int, Schedule] = {}  # of the global batches that are planned and not trained, by step
 
-    def batches(self) -> Iterator[GlobalBatch]:
+    def batches(self) -> Iterator[Step]:
         """The global batches that are left to train; the next one loads while one trains.
 
         Where glue is recorded anew, its order is planned ahead too, so that its recordings are made meanwhile.
         """
         self._since = time.perf_counter()
-        ahead = any(not case.spare for case in self.plan.recorded)
-        upcoming: GlobalBatch | None = None
-        while self.step_number < self.run.steps:
-            batch = upcoming or self._next()
-            upcoming = self._next() if ahead and self.step_number + 1 < self.run.steps else None
-            yield batch
+        yield from steps(self.run, self.step_number, ahead=self.run.records_ahead)
         if self.metrics is not None:
             self.metrics.close()
 
-    def _next(self) -> GlobalBatch:
-        """The next global batch, its order planned and checked, its micro-batches announced."""
-        batch = self.run.data.next()
-        order = self._orders[batch.step] = self.run.order(batch.samples)
-        check(self.plan, batch.samples, order)
-        micros = [order.micro_batches[i.section][i.micro].samples for i in order.programs[self.run.rank] if i.kind == "F"]
-        self.run.data.prepare(micros, batch)
-        return batch
-
-    def step(self, batch: GlobalBatch) -> float:
+    def step(self, step: Step) -> float:
         """One optimizer step on a global batch of `batches`. Returns the loss over the whole of it, which every rank computes."""
-        order = self._orders.pop(batch.step)
+        batch = step.batch
         coefficients = self._coefficients(batch)
         self.reducer.reset()
-        seed = item_seed(self.run.seed, -1, batch.step)
-        loading = Loading(self.run.data, batch)
-        share = self.engine.run(StepInput(order, batch.samples, loading.batch, coefficients, seed))
+        seed, later_seed = (item_seed(self.run.seed, -1, number) for number in (batch.step, batch.step + 1))
+        loading = Loading(self.run.data, step)
+        share = self.engine.run(StepInput(step.schedule, step.samples, loading.batch, coefficients, seed, later_seed))
         self.reducer.finish()
         loss, norm, logged = self._totals(share, loading)
         if self.options.clip is not None:

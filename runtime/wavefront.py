@@ -11,28 +11,31 @@ readiness, prefers what owes an upstream backward, and so ends with samples that
 3. *Virtual time* (`timeline`). Every rank, whenever it is free, takes the most urgent job that is ready. Where the time that this takes is
    not close to the work spread evenly, other styles of queue are tried, and then small changes (`search`), as long as the step is worth it.
 4. *Programs* (`emit`) follow that one global order, which is why they cannot deadlock: each job waits only for jobs before it.
+5. *Running ahead* (`ahead`). Where the plan has memory for it, frozen sections upstream compute their first micro-batches in the step
+   before; in virtual time these take none.
 
 Invariants: a micro-batch holds samples of one pattern; a sample stays on its rank through sections on the same ranks; the same input gives
 the same programs on any machine, because everything is integers and plain Python.
 
-Where it loses: a step in which a frozen section upstream is as loaded as the critical one ends later by up to the largest sample
-(running ahead into the next batch would hide it; whether another order within one step could is open); encoders with a few images
-each cannot be level; a job is never held back for a more urgent one that is about to be ready; transfers are not modelled.
+Where it loses: without running ahead, a step in which a frozen section upstream is as loaded as the critical one ends later by up to the
+largest sample (whether another order within one step could do better is open); encoders with a few images each cannot be level; a job is
+never held back for a more urgent one that is about to be ready; transfers are not modelled.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from secc.runtime.ahead import early, ready
 from secc.runtime.collector import collector_paused
 from secc.runtime.compose import Composer, Cut, Table
 from secc.runtime.emit import emit
 from secc.runtime.graph import Graph
 from secc.runtime.jobs import Messages, Step, make
 from secc.runtime.plan import Plan
-from secc.runtime.program import SampleMeta, Schedule, pairs
+from secc.runtime.program import Micros, SampleMeta, Schedule, pairs
 from secc.runtime.search import improve, tries
 from secc.runtime.timeline import run
 
@@ -49,6 +52,7 @@ class Candidate:
     step: Step
     order: list[int]
     makespan: int
+    early: Micros
 
 
 def schedule(plan: Plan, samples: Sequence[SampleMeta], *, order: str = "wavefront") -> Schedule:
@@ -61,11 +65,12 @@ def schedule(plan: Plan, samples: Sequence[SampleMeta], *, order: str = "wavefro
 
 
 class Orders:
-    """`schedule` for one plan. The last ones are kept, because a step may be ordered before its samples are loaded and again after."""
+    """`schedule` for one plan. The last ones are kept, because a step may be ordered before its samples are loaded and again after, and
+    for the step before it, which may run ahead."""
 
     def __init__(self, plan: Plan, order: str) -> None:
         self._plan, self._order = plan, order
-        self._known: deque[tuple[tuple[SampleMeta, ...], Schedule]] = deque(maxlen=2)
+        self._known: deque[tuple[tuple[SampleMeta, ...], Schedule]] = deque(maxlen=4 if plan.run_ahead_gib > 0 else 2)
 
     def __call__(self, samples: Sequence[SampleMeta]) -> Schedule:
         """The schedule of a global batch."""
@@ -89,8 +94,9 @@ def arranged_schedule(plan: Plan, samples: Sequence[SampleMeta], cuts: Mapping[s
     """The schedule of micro-batches that are given, each section's replicas taking theirs in the order in which they stand in `cuts`.
 
     `cuts` is by whole sections; stages of a pipeline share theirs. Sections in `ahead` do all forwards first, the others a backward as soon
-    as they can. Raises ValueError where the micro-batches wait for each other in a circle.
+    as they can; nothing is computed ahead of the step. Raises ValueError where the micro-batches wait for each other in a circle.
     """
+    plan = replace(plan, run_ahead_gib=0.0)
     with collector_paused():
         composer = Composer(plan, samples, Graph(plan, frozenset(ahead)))
         tables: dict[str, Table] = {}
@@ -110,7 +116,8 @@ def _timed_schedule(plan: Plan, samples: Sequence[SampleMeta], order: str) -> tu
         return _emitted(composer, found), found.makespan
     least = composer.least()
     best = _best(composer, least)
-    best.tables, (best.order, best.makespan) = improve(best.step, composer.graph, best.tables, (best.order, best.makespan), least)
+    found = best.order, best.makespan
+    best.tables, (best.order, best.makespan) = improve(best.step, composer.graph, best.tables, best.early, found, least)
     return _emitted(composer, best), best.makespan
 
 
@@ -127,11 +134,13 @@ def _best(composer: Composer, least: int) -> Candidate:
 
 
 def _candidate(composer: Composer, tables: dict[str, Table], in_turn: bool) -> Candidate:
+    chosen = early(composer.plan, composer.graph, tables, composer.samples)
+    tables = ready(tables, chosen)
     micros = Schedule({name: t.micro_batches for name, t in tables.items()}, ())
     messages = {e.name: sorted(pairs(e, micros)) for e in composer.plan.edges}
     step = make(composer.plan, composer.graph, tables, messages, in_turn)
-    return Candidate(tables, messages, step, *run(step.jobs))
+    return Candidate(tables, messages, step, *run(step.jobs), chosen)
 
 
 def _emitted(composer: Composer, c: Candidate) -> Schedule:
-    return emit(composer.plan, composer.graph, c.tables, c.messages, c.step, c.order)
+    return replace(emit(composer.plan, composer.graph, c.tables, c.messages, c.step, c.order), early=c.early)

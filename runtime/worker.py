@@ -49,11 +49,12 @@ class Inline:
 class Background:
     """Loads in a process of its own, with `fetchers` in several. Make it before process groups, threads and GPU contexts: it forks.
 
-    It works on up to `ahead` requests before their results are asked for. A thread takes the answers as they come, so that it never waits.
+    It works on up to `requests` before their results are asked for. A thread takes the answers as they come, so that it never waits.
+    Shares are asked for up to `ahead` steps before batches.
     """
 
-    def __init__(self, loader: Loader, fetchers: Fetchers | None = None, ahead: int = AHEAD) -> None:
-        self._fetchers, self._ahead = fetchers, ahead
+    def __init__(self, loader: Loader, fetchers: Fetchers | None = None, requests: int = AHEAD, ahead: int = 1) -> None:
+        self._fetchers, self._requests, self._ahead = fetchers, requests, ahead
         context = multiprocessing.get_context("fork")
         self._pipe, far_end = context.Pipe()
         self._process = context.Process(target=_serve, args=(loader, far_end, self._pipe, os.getpid()), name="secc-loader", daemon=True)
@@ -73,11 +74,11 @@ class Background:
             self._send_ahead()
 
     def result(self, ask: Ask) -> Any:
-        """As `Inline.result`, waited for. Each answer is given once; a share ends the wait for batches of two steps before it."""
+        """As `Inline.result`, waited for. Each answer is given once; a share ends the wait for batches of steps that are over."""
         with self._came:
             if isinstance(ask, Share):
-                self._planned = {a: None for a in self._planned if a.step >= ask.step - 1}
-                self._answers = {a: answer for a, answer in self._answers.items() if a.step >= ask.step - 1}
+                self._planned = {a: None for a in self._planned if a.step >= ask.step - self._ahead}
+                self._answers = {a: answer for a, answer in self._answers.items() if a.step >= ask.step - self._ahead}
             if ask not in self._sent and ask not in self._answers:
                 self._send(ask)
             self._came.wait_for(lambda: self._gone or ask in self._answers)
@@ -90,7 +91,7 @@ class Background:
         return answer
 
     def _send_ahead(self) -> None:
-        while self._planned and len(self._sent) + len(self._answers) < self._ahead:
+        while self._planned and len(self._sent) + len(self._answers) < self._requests:
             self._send(next(iter(self._planned)))
 
     def _send(self, ask: Ask) -> None:

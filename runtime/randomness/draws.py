@@ -49,10 +49,10 @@ class Randomness:
         self.paths, self.symbols = paths_of(model), symbols
         self.draws = {d.call: d for d in draws}
 
-    def micro_batch(self, seed: int, keys: Sequence[int], sizes: Sequence[Mapping[str, int]], widths: Mapping[str, int]) -> Draws:
-        """The numbers of a micro-batch, from its samples' keys and sizes; `widths` are those that it is padded to beyond its own."""
+    def micro_batch(self, seed: int, keys: Sequence[int], sizes: Sequence[Mapping[str, int]]) -> Draws:
+        """The numbers of a micro-batch, from its samples' keys and sizes, which have the widths that it is padded to beyond its own."""
         together = combine(sizes, self.symbols)
-        common = {s.name: together[s.name] for s in self.symbols if s.kind == "width"} | dict(widths)
+        common = {s.name: together[s.name] for s in self.symbols if s.kind == "width"}
         return Draws(self, seed, keys, [{**own, **common} for own in sizes])
 
 

@@ -34,6 +34,8 @@ def command(
 ) -> None:
     """Simulate a plan's step programs: how long a step takes, how far that is from the best there can be, and who waits."""
     from secc.runtime.plan import load
+    from secc.schedule.steady import steady_bound
+    from secc.schedule.work import Work
     from secc.simulate.measures import mean, measure
 
     loaded = load(plan)
@@ -43,14 +45,15 @@ def command(
         show("draw samples")
         simulated = _simulated(plan, loaded, steps, seed, shuffle, order)
         show("compare with the bounds")
-        measures = [measure(step) for step in simulated]
+        measures, batches = [measure(step) for step in simulated], [step.samples[: step.schedule.own] for step in simulated]
+        measured = mean(measures, steady_bound([Work(loaded, samples) for samples in batches]))
         _write(simulated, measures[0], trace, draw)
-        compared = _compared(plan, [step.samples for step in simulated], wanted, show)
+        compared = _compared(plan, batches, wanted, show)
     if json:
-        print_json(as_json(mean(measures), compared))
+        print_json(as_json(measured, compared))
     else:
-        _print(simulated[0], mean(measures), steps)
-        _print_baselines(mean(measures), compared)
+        _print(simulated[0], measured, steps)
+        _print_baselines(measured, compared)
 
 
 def as_json(measures: Measures, baselines: Mapping[str, Found]) -> dict[str, Any]:
@@ -90,18 +93,15 @@ def _check(draw: Path | None, order: str) -> None:
 
 def _simulated(directory: Path, plan: Plan, steps: int, seed: int, shuffle: bool, order: str) -> list[Simulated]:
     from secc.errors import UserError
-    from secc.runtime.wavefront import schedule
     from secc.simulate.batches import global_batches
     from secc.simulate.machine import simulate
+    from secc.simulate.steady import steady
 
-    found: list[Simulated] = []
-    for samples in global_batches(directory, plan, seed, shuffle, steps):
-        try:
-            programs = schedule(plan, samples, order=order)
-        except ValueError as error:
-            raise UserError(f"the plan cannot be simulated: {error}", str(directory), "compile with tp=1 and pp=1") from None
-        found.append(simulate(plan, samples, programs))
-    return found
+    batches = list(global_batches(directory, plan, seed, shuffle, steps))
+    try:
+        return [simulate(plan, samples, programs) for samples, programs in steady(plan, batches, order)]
+    except ValueError as error:
+        raise UserError(f"the plan cannot be simulated: {error}", str(directory), "compile with tp=1 and pp=1") from None
 
 
 def _write(simulated: list[Simulated], first: Measures, trace: Path | None, draw: Path | None) -> None:

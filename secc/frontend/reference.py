@@ -67,7 +67,7 @@ class Keyed:
             return None
         sizes = [sizes_of(user.collate([s]), self._symbols) for s in samples]
         metas = [SampleMeta(i, frozenset(), s) for i, s in enumerate(sizes)]
-        return self._randomness.micro_batch(SEED, sample_keys(SEED, metas), sizes, widths or {})
+        return self._randomness.micro_batch(SEED, sample_keys(SEED, metas), [{**own, **(widths or {})} for own in sizes])
 
 
 def gradients(model: nn.Module) -> Gradients:

@@ -57,15 +57,33 @@ class _Job:
 
 
 def schedule_bound(plan: Plan, samples: Sequence[SampleMeta]) -> Bound:
-    """The largest of the bounds above for one global batch. Raises ValueError for a plan with replicas of several ranks."""
+    """The largest of the bounds above for one global batch. Raises ValueError for a plan with replicas of several ranks.
+
+    Where sections run ahead it is that of a step among steps with the same batch (`secc/schedule/steady.py`).
+    """
     return work_bound(Work(plan, samples))
 
 
 def work_bound(work: Work) -> Bound:
     """`schedule_bound` of work that is at hand."""
+    return max([own_bound(work), *ahead_work(work)], key=lambda b: b.ns)
+
+
+def own_bound(work: Work) -> Bound:
+    """The bound on a step of the sections that do not run ahead."""
     found = until_optimizer(work)
     closing = max((work.traffic.optimizer_ns(r) for r in range(work.plan.world_size)), default=0)
     return Bound(found.ns + closing, found.reason)
+
+
+def ahead_work(work: Work) -> list[Bound]:
+    """For each set of ranks on which sections run ahead, the work of one global batch on each of them."""
+    ranks = {name: frozenset(work.ranks[name]) for name in work.ahead}
+    return [
+        Bound(-(-sum(u.forward_weight for n in names for u in work.units[n]) // len(pool)), f"the work of {', '.join(names)}, ahead or not")
+        for pool in sorted(set(ranks.values()), key=sorted)
+        if (names := sorted(n for n, where in ranks.items() if where <= pool))
+    ]
 
 
 def until_optimizer(work: Work) -> Bound:
@@ -95,19 +113,20 @@ def _all_bounds(work: Work) -> Iterator[Bound]:
 
 
 def _chains(work: Work) -> Iterator[int]:
-    for units in work.units.values():
-        for u in units:
+    for name, units in work.units.items():
+        for u in units if name not in work.ahead else ():
             yield u.forward_head + u.forward + u.forward_tail
 
 
 def _pools(work: Work) -> list[tuple[int, list[str]]]:
     """Numbers of ranks, and the sections whose work is done there and nowhere else."""
-    sets = {frozenset(ranks) for ranks in work.ranks.values()}
+    sets = {frozenset(ranks) for name, ranks in work.ranks.items() if name not in work.ahead}
     components = set(sets)
     while overlapping := next(((a, b) for a in components for b in components if a != b and a & b), None):
         components = components - set(overlapping) | {overlapping[0] | overlapping[1]}
+    names = [s.name for s in work.sections if s.name not in work.ahead]
     pools = sets | components | {frozenset().union(*sets)}
-    inside = {pool: [s.name for s in work.sections if pool.issuperset(work.ranks[s.name])] for pool in pools}
+    inside = {pool: [n for n in names if pool.issuperset(work.ranks[n])] for pool in pools}
     return sorted((len(pool), names) for pool, names in inside.items())
 
 

@@ -4,6 +4,8 @@ A sample passes through every section that is active for it: forward along the e
 its durations alone that gives, for each forward and backward, a *head*, the time that must pass before it can start, and a *tail*, the time
 that must pass after its end until the step ends: the longest ways through the sample's own work, plus the messages between ranks,
 plus what closes a section (the reduction of its gradients).
+
+A section that runs ahead can have done its work in the step before, so it delays nothing; what it owes is for `secc/schedule/steady.py`.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from secc.runtime.ahead import sections
 from secc.runtime.costs import Costs
 from secc.runtime.expr import evaluate
 from secc.runtime.graph import Graph
@@ -58,7 +61,9 @@ class Work:
 
     def __init__(self, plan: Plan, samples: Sequence[SampleMeta], traffic: Traffic | None = None) -> None:
         self.plan, self.samples, self.traffic = plan, samples, traffic or Traffic(plan)
-        self.sections = Graph(plan).order
+        graph = Graph(plan)
+        self.sections = graph.order
+        self.ahead = frozenset(s.name for s in sections(plan, graph)) if plan.run_ahead_gib > 0 else frozenset[str]()
         self.ranks = {s.name: replica_ranks(s) for s in plan.sections}
         self.active = {s.name: [p for p, x in enumerate(samples) if active(s.when, x.pattern)] for s in plan.sections}
         self.closing = {s.name: self.traffic.closing_ns(s.name) for s in plan.sections}
@@ -130,7 +135,7 @@ class Work:
         """The earliest start of each forward and backward if every sample had the ranks for itself."""
         heads: dict[tuple[str, str, int], int] = {}
         for s in self.sections:
-            into = [a for a in self.arcs if a.dst == s.name]
+            into = [a for a in self.arcs if a.dst == s.name and a.src not in self.ahead]
             for p in self.active[s.name]:
                 ends = (heads["F", a.src, p] + self._alone[a.src][p][0] + a.wait[p] for a in into if p in a.wait)
                 heads["F", s.name, p] = max(ends, default=0)

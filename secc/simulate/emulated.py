@@ -9,9 +9,9 @@ from pathlib import Path
 from secc.runtime.emulate import FILE, Table
 from secc.runtime.plan import Plan
 from secc.runtime.program import SampleMeta
-from secc.runtime.wavefront import schedule
 from secc.schedule.traffic import FREE, Traffic
 from secc.simulate.machine import simulate
+from secc.simulate.steady import consecutive
 
 MEBIBYTE = 1 << 20
 
@@ -31,5 +31,5 @@ def table(plan: Plan, scale: float = 1.0) -> Table:
 def compared(plan: Plan, log_dir: Path, batches: Sequence[Sequence[SampleMeta]], order: str) -> Iterator[tuple[int, float, float]]:
     """(step, emulated seconds of its program in modelled time, simulated seconds) of the last emulated run's steps."""
     lines = [json.loads(line) for line in (log_dir / FILE).read_text().splitlines()][-len(batches) :]
-    for told, samples in zip(lines, batches, strict=True):
-        yield told["step"], told["program_s"] / told["scale"], simulate(plan, samples, schedule(plan, samples, order=order)).end / 1e9
+    for told, (samples, programs) in zip(lines, consecutive(plan, batches, order), strict=True):
+        yield told["step"], told["program_s"] / told["scale"], simulate(plan, samples, programs).end / 1e9

@@ -25,7 +25,6 @@ from secc.runtime.gradients import Holders
 from secc.runtime.plan import Plan
 from secc.runtime.program import COMPUTE, Instruction, SampleMeta, Schedule, returns_gradient, weight_part
 from secc.runtime.routes import bounds, replicas, routes
-from secc.runtime.sizes import combine
 from secc.schedule.traffic import Traffic
 from secc.simulate.events import Compute, Reduction, Simulated, Transfer
 from secc.simulate.network import Network
@@ -72,7 +71,7 @@ class _Machine:
     def __init__(self, plan: Plan, samples: Sequence[SampleMeta], schedule: Schedule, traffic: Traffic) -> None:
         self.plan, self.samples, self.schedule, self.traffic = plan, tuple(samples), schedule, traffic
         self.network = Network(traffic)
-        costs = Costs(plan, samples)
+        costs = Costs(plan, samples, schedule.own)
         self.durations = {s.name: costs.of(s, [m.samples for m in schedule.micro_batches[s.name]]) for s in plan.sections}
         self.sections = {s.name: s for s in plan.sections}
         self.messages, self.needs = self._messages()
@@ -185,13 +184,11 @@ class _Machine:
 
     def _messages(self) -> tuple[dict[Key, _Message], dict[Job, list[Key]]]:
         """Every message between ranks, and which of them each computation consumes."""
-        total = combine([s.sizes for s in self.samples], self.plan.symbols)
-        widths = {s.name: total[s.name] for s in self.plan.symbols if s.kind == "width"} if self.plan.widths == "global" else {}
         place = {(n, m.index): replicas(self.sections[n])[m.replica] for n, micros in self.schedule.micro_batches.items() for m in micros}
         messages: dict[Key, _Message] = {}
         needs: dict[Job, list[Key]] = defaultdict(list)
         for e in self.plan.edges:
-            layout = EdgeLayout(e, self.plan, self.schedule, self.samples, widths)
+            layout = EdgeLayout(e, self.plan, self.schedule, self.samples)
             flag = {"fwd": 0, "bwd": 1}  # gradients are led by a flag
             for pair, shared in layout.pairs.items():
                 a, b, entries = place[e.src, pair[0]], place[e.dst, pair[1]], layout.numel(pair)

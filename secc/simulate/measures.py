@@ -53,7 +53,7 @@ class Measures:
 def measure(step: Simulated) -> Measures:
     """The measures of a simulated step, with the bounds of its plan and samples."""
     traffic = Traffic(step.plan)
-    work = Work(step.plan, step.samples, traffic)
+    work = Work(step.plan, step.samples[: step.schedule.own], traffic)
     bound: Bound = work_bound(work)
     exposed, waiting = _waits(step)
     ranks = max(1, step.plan.world_size)
@@ -74,15 +74,15 @@ def measure(step: Simulated) -> Measures:
     )
 
 
-def mean(steps: Sequence[Measures]) -> Measures:
-    """Measures over several steps: means of times, peaks of memory, the reason of the last bound."""
+def mean(steps: Sequence[Measures], bound: Bound) -> Measures:
+    """Measures over several steps: means of times, peaks of memory; `bound` is that on the mean step (`secc.schedule.steady`)."""
     n, last = len(steps), steps[-1]
     sections = {name: Share(sum(m.sections[name].busy for m in steps) / n, share.gpus) for name, share in last.sections.items()}
     mfus, peaks = [m.mfu for m in steps if m.mfu is not None], [m.peak_memory_gib for m in steps if m.peak_memory_gib is not None]
     return Measures(
         step_time_s=sum(m.step_time_s for m in steps) / n,
-        schedule_bound_s=sum(m.schedule_bound_s for m in steps) / n,
-        bound_reason=last.bound_reason,
+        schedule_bound_s=bound.ns / 1e9,
+        bound_reason=bound.reason,
         plan_bound_s=sum(m.plan_bound_s for m in steps) / n,
         gpus=last.gpus,
         mfu=sum(mfus) / n if len(mfus) == n else None,
@@ -121,10 +121,10 @@ def _mfu(step: Simulated, traffic: Traffic) -> float | None:
     costs = [s.cost for s in step.plan.sections]
     if traffic.cluster is None or step.end == 0 or not all(c.flops and c.dtype for c in costs):
         return None
-    peaks, sizes = dict(traffic.cluster.device.gflops), Costs(step.plan, step.samples)
+    peaks, sizes = dict(traffic.cluster.device.gflops), Costs(step.plan, step.samples, step.schedule.own)
     busy = 0.0  # ns of one rank at peak
     for s in step.plan.sections:
-        for m in step.schedule.micro_batches[s.name]:
+        for m in (m for m in step.schedule.micro_batches[s.name] if not step.schedule.is_later(m)):
             at = sizes.together(m.samples)
             flops = evaluate(s.cost.flops, at) + (evaluate(s.cost.backward_flops or "0", at) if s.mode != "forward" else 0)
             busy += flops / peaks.get(s.cost.dtype, peaks["f32"])
@@ -147,7 +147,7 @@ def memory_over_time(step: Simulated, rank: int) -> list[tuple[int, int]] | None
     held = [s for s in step.plan.sections if rank in s.mesh.ranks]
     if any(s.mode != "forward" and not s.cost.saved for s in held):
         return None
-    fixed, sizes = _fixed(step, rank), Costs(step.plan, step.samples)
+    fixed, sizes = _fixed(step, rank), Costs(step.plan, step.samples, step.schedule.own)
     saved = {s.name: s.cost.saved for s in held}
 
     def kept(section: str, micro: int) -> int:

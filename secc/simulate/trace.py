@@ -58,9 +58,10 @@ def _event(rank: int, track: int, name: str, start: int, end: int, args: Event) 
 
 
 def _computed(step: Simulated, c: Compute) -> Event:
-    samples = step.schedule.micro_batches[c.section][c.micro].samples
+    micro = step.schedule.micro_batches[c.section][c.micro]
     args = {"kind": c.kind, "section": step.plan.section(c.section).whole, "replica": c.replica, "stage": c.stage, "microbatch": c.micro}
-    return args | {"samples": [step.samples[p].id for p in samples]}
+    ahead = {"ahead": True} if step.schedule.is_later(micro) else {}
+    return args | {"samples": [step.samples[p].id for p in micro.samples]} | ahead
 
 
 def _sent(step: Simulated, t: Transfer) -> Event:

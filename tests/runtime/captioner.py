@@ -78,10 +78,17 @@ def capped(plan: Plan) -> Plan:
 
 
 def write_plan(
-    directory: Path, layout: Layout, widths: str = "own", micro_batch: int = 2, source: str | None = None, cap: bool = False
+    directory: Path,
+    layout: Layout,
+    widths: str = "own",
+    micro_batch: int = 2,
+    source: str | None = None,
+    cap: bool = False,
+    run_ahead: float = 0.0,
 ) -> Plan:
-    """A plan directory, as `secc compile` would write it. With `cap` the encoder holds one sample at a time."""
-    plan = make_plan(layout, widths, micro_batch, source)
+    """A plan directory, as `secc compile` would write it. With `cap` the encoder holds one sample at a time; the teacher has `run_ahead` GiB
+    to run ahead with."""
+    plan = dataclasses.replace(make_plan(layout, widths, micro_batch, source), run_ahead_gib=run_ahead)
     plan = capped(plan) if cap else plan
     shutil.copytree(FIXTURE, directory, ignore=shutil.ignore_patterns("__pycache__"))
     if source is not None:

@@ -46,7 +46,7 @@ def steps(draw: st.DrawFn, edge: Edge) -> tuple[Schedule, list[SampleMeta]]:
 def rows_of(edge: Edge, sample: SampleMeta) -> torch.Tensor:
     """The sample's own piece of the edge, its values naming the sample."""
     plan = Schedule({edge.src: (MicroBatch(0, edge.src, 0, (0,)),), edge.dst: (MicroBatch(0, edge.dst, 0, (0,)),)}, ())
-    shape = EdgeLayout(edge, PLAN, plan, [sample], {}).shape("src", 0)
+    shape = EdgeLayout(edge, PLAN, plan, [sample]).shape("src", 0)
     return 100.0 * (1 + sample.id) + torch.arange(float(torch.Size(shape).numel())).view(shape)
 
 
@@ -64,7 +64,7 @@ def whole(edge: Edge, plan: Plan, samples: list[SampleMeta], members: list[int])
 
 
 def carry(edge: Edge, schedule: Schedule, samples: list[SampleMeta]) -> None:
-    layout = EdgeLayout(edge, PLAN, schedule, samples, {})
+    layout = EdgeLayout(edge, PLAN, schedule, samples)
     sources = {m.index: whole(edge, PLAN, samples, list(m.samples)) for m in schedule.micro_batches[edge.src]}
     for micro, tensor in sources.items():
         assert layout.shape("src", micro) == tuple(tensor.shape)
@@ -96,7 +96,7 @@ def test_rows_arrive_in_the_consumers_order(data: st.DataObject) -> None:
 def test_a_gradient_takes_the_same_way_back(data: st.DataObject) -> None:
     edge = data.draw(st.sampled_from([FEATURES, PACKED, HIDDEN, LEFT]))
     schedule, samples = data.draw(steps(edge))
-    layout = EdgeLayout(edge, PLAN, schedule, samples, {})
+    layout = EdgeLayout(edge, PLAN, schedule, samples)
     for pair in layout.pairs:
         tensor = torch.randn(layout.shape("dst", pair[1]))
         back = torch.zeros(layout.shape("src", pair[0]))
@@ -108,7 +108,7 @@ def test_a_gradient_takes_the_same_way_back(data: st.DataObject) -> None:
 @given(st.data())
 def test_tags_tell_messages_apart(data: st.DataObject) -> None:
     schedule, samples = data.draw(steps(PACKED))
-    layout = EdgeLayout(PACKED, PLAN, schedule, samples, {})
+    layout = EdgeLayout(PACKED, PLAN, schedule, samples)
     tags = {layout.tag(pair) for pair in layout.pairs}
     assert len(tags) == len(layout.pairs) and all(0 <= t < 2**30 for t in tags)
 
@@ -116,6 +116,6 @@ def test_tags_tell_messages_apart(data: st.DataObject) -> None:
 def test_global_widths_need_no_cuts() -> None:
     samples = [SampleMeta(i, frozenset(), {"B": 1, "S": s, "n": 0}) for i, s in enumerate((2, 5))]
     micros = {name: tuple(MicroBatch(i, name, 0, (i,)) for i in range(2)) for name in ("teacher", "decoder")}
-    layout = EdgeLayout(HIDDEN, PLAN, Schedule(micros, ()), samples, {"S": 5})
+    layout = EdgeLayout(HIDDEN, dataclasses.replace(PLAN, widths="global"), Schedule(micros, ()), samples)
     assert layout.shape("src", 0) == layout.shape("dst", 0) == (1, 6, 2)
     assert layout.numel((0, 0)) == 12

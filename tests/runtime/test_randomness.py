@@ -48,7 +48,7 @@ class Drawing:
     def draws(self, sizes: Mapping[int, Mapping[str, int]], seed: int = SEED, total: int = 8) -> Draws:
         """The numbers of a micro-batch of the samples `sizes` names."""
         keys = sample_keys(seed, [SampleMeta(i, frozenset(), {}) for i in range(total)])
-        return self.randomness.micro_batch(seed, [keys[i] for i in sizes], list(sizes.values()), {})
+        return self.randomness.micro_batch(seed, [keys[i] for i in sizes], list(sizes.values()))
 
     def one(self, sizes: Mapping[int, Mapping[str, int]], function: Callable[..., Any], *args: Any, seed: int = SEED, **kwargs: Any) -> Any:
         """The result of one random op."""

@@ -40,6 +40,11 @@ def plan(sections, edges, world_size, widths="own"):
     return Plan(1, "", ModelRef("", ""), world_size, 0, widths, SYMBOLS, (), tuple(sections), tuple(edges), (), (), {}, {}, {})
 
 
+def with_room(p, samples):
+    """The plan with room on each rank for the results of so many samples to run ahead with, as `edge` makes them."""
+    return dataclasses.replace(p, run_ahead_gib=samples * 32 / 2**30)
+
+
 def sample(i, *keys, images=1, length=10):
     return SampleMeta(i, frozenset(keys), {"B": 1, "S": length, "I": images if "images" in keys else 0})
 

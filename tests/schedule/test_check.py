@@ -108,7 +108,8 @@ def explained(p, samples, step) -> bool:
     """Whether the checks that say what is wrong find nothing."""
     checker = Checker(p, samples, step)
     try:
-        for part in (checker.micro_batches, checker.instructions, checker.order, checker.channels, lambda: checker.deadlock(False)):
+        parts = (checker.micro_batches, checker.run_ahead, checker.instructions, checker.order, checker.channels)
+        for part in (*parts, lambda: checker.deadlock(False)):
             part()
     except ScheduleError:
         return False

@@ -1,0 +1,61 @@
+"""The steps of a run, planned in order: each with its global batch, its schedule, and the next batch where part of that is computed ahead.
+
+Every rank draws the same batches and plans the same schedules. A schedule is checked here, before any rank starts on it, and the
+micro-batches of this rank are announced to its loader in the order in which they will be asked for.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from secc.runtime.ahead import spliced
+from secc.runtime.check import check
+from secc.runtime.data import GlobalBatch
+from secc.runtime.program import SampleMeta, Schedule
+from secc.runtime.run import Run
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step. `then` is the next global batch, None where nothing of it is computed."""
+
+    batch: GlobalBatch
+    then: GlobalBatch | None
+    schedule: Schedule
+
+    @property
+    def samples(self) -> tuple[SampleMeta, ...]:
+        """The samples that the schedule speaks of."""
+        return self.batch.samples + (self.then.samples if self.then is not None else ())
+
+
+def steps(run: Run, first: int, ahead: int = 0) -> Iterator[Step]:
+    """The steps from number `first` (from 0) to the run's last one, each planned `ahead` steps before it is due."""
+    look = run.plan.run_ahead_gib > 0
+    drawn: deque[GlobalBatch] = deque()
+    planned: deque[Step] = deque()
+    number = first
+    for due in range(first, run.steps):
+        while number < min(run.steps, due + 1 + ahead + look):
+            drawn.append(run.data.next())
+            number += 1
+        while len(planned) < min(run.steps - due, 1 + ahead):
+            planned.append(_planned(run, drawn.popleft(), drawn[0] if look and drawn else None, first))
+        yield planned.popleft()
+
+
+def _planned(run: Run, batch: GlobalBatch, then: GlobalBatch | None, first: int) -> Step:
+    """The step of a batch. In the first one of the run nothing was computed ahead, after the last one nothing is needed."""
+    alone = run.order(batch.samples)
+    coming = run.order(then.samples) if then is not None else None
+    schedule = spliced(run.plan, alone, len(batch.samples), coming, warm=batch.step > first)
+    step = Step(batch, then if coming is not None and coming.early else None, schedule)
+    check(run.plan, step.samples, schedule)
+    micros = [schedule.micro_batches[i.section][i.micro] for i in schedule.programs[run.rank] if i.kind == "F"]
+    run.data.prepare([m.samples for m in micros if not schedule.is_later(m)], batch)
+    if step.then is not None:
+        own = len(batch.samples)
+        run.data.prepare([tuple(p - own for p in m.samples) for m in micros if schedule.is_later(m)], step.then)
+    return step

@@ -1,0 +1,34 @@
+"""Steps among others, for sections that run ahead (`runtime/ahead.py`): a step alone neither finds what was computed in the step before
+nor computes anything for the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from secc.runtime.ahead import spliced
+from secc.runtime.plan import Plan
+from secc.runtime.program import SampleMeta, Schedule
+from secc.runtime.wavefront import schedule
+
+Samples = Sequence[SampleMeta]
+Step = tuple[tuple[SampleMeta, ...], Schedule]  # the samples that the schedule speaks of
+
+
+def steady(plan: Plan, batches: Sequence[Samples], order: str = "wavefront") -> Iterator[Step]:
+    """A step for each batch, as if the batches came round and round: what a run does in the long run."""
+    return _steps(plan, batches, order, wraps=True)
+
+
+def consecutive(plan: Plan, batches: Sequence[Samples], order: str = "wavefront") -> Iterator[Step]:
+    """The steps of a run that has these batches and no others."""
+    return _steps(plan, batches, order, wraps=False)
+
+
+def _steps(plan: Plan, batches: Sequence[Samples], order: str, wraps: bool) -> Iterator[Step]:
+    alone = [schedule(plan, samples, order=order) for samples in batches]
+    for k, samples in enumerate(batches):
+        then = (k + 1) % len(batches)
+        coming = alone[then] if wraps or then else None
+        found = spliced(plan, alone[k], len(samples), coming, warm=wraps or k > 0)
+        yield (tuple(samples) if coming is None or not coming.early else (*samples, *batches[then])), found
