@@ -44,13 +44,14 @@ def accepts(plan: Plan, samples: Sequence[SampleMeta], schedule: Schedule) -> bo
 
 def _complete(plan: Plan, samples: Sequence[SampleMeta], schedule: Schedule) -> bool:
     """Whether every active sample is in one micro-batch of each section, no other sample is, and micro-batches are as they should be."""
-    patterns, able = {s.pattern for s in samples}, sections(plan, Graph(plan)) if schedule.own is not None else []
+    patterns, among_others = {s.pattern for s in samples}, schedule.own is not None or bool(schedule.computed)
+    able = sections(plan, Graph(plan)) if among_others else []
     for section in plan.sections:
         micros, on = schedule.micro_batches[section.name], {p: active(section.when, p) for p in patterns}
         held = sorted([p for m in micros if not schedule.is_later(m) for p in m.samples])
         if held != [p for p, s in enumerate(samples[: schedule.own]) if on[s.pattern]]:
             return False
-        if schedule.own is not None and not _may_cross(samples, schedule, section, able):
+        if among_others and not _may_cross(samples, schedule, section, able):
             return False
         for i, m in enumerate(micros):
             if m.index != i or m.section != section.name or not 0 <= m.replica < section.mesh.dp:

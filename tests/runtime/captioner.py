@@ -86,8 +86,8 @@ def write_plan(
     cap: bool = False,
     run_ahead: float = 0.0,
 ) -> Plan:
-    """A plan directory, as `secc compile` would write it. With `cap` the encoder holds one sample at a time; the teacher has `run_ahead` GiB
-    to run ahead with."""
+    """A plan directory, as `secc compile` would write it. With `cap` the encoder holds one sample at a time; the teacher
+    has `run_ahead` GiB to run ahead with."""
     plan = dataclasses.replace(make_plan(layout, widths, micro_batch, source), run_ahead_gib=run_ahead)
     plan = capped(plan) if cap else plan
     shutil.copytree(FIXTURE, directory, ignore=shutil.ignore_patterns("__pycache__"))
