@@ -22,6 +22,7 @@ from secc.alloc.infeasible import explain
 from secc.alloc.model import least_memory, solve
 from secc.alloc.pins import Pins
 from secc.alloc.problem import problem, usable_ranks
+from secc.alloc.reasons import reasons
 from secc.alloc.types import STRATEGIES, Candidate, Problem, Solution
 from secc.cluster import GIB, Cluster, parse
 from secc.errors import UserError
@@ -121,6 +122,7 @@ def _write(graph: GraphOp, work: Workload, asked: Problem, solution: Solution, p
         "world_size": integer(solution.ranks),
         "global_batch": integer(work.global_batch),
         "cluster": StringAttr(work.cluster.to_json()),
+        "reasons": StringAttr(json.dumps(reasons(work, asked, solution, pins.refused))),
         "solver": StringAttr(json.dumps({"status": solution.status, "gap": solution.gap, **_objective(asked)})),
         "prediction": StringAttr(json.dumps({"step_time_s": solution.time_ns / 10**9, "label": label, **_missing(work, value)})),
     }

@@ -272,6 +272,7 @@ class Plan:
     solver: dict[str, Any]
     prediction: dict[str, Any]
     checks: dict[str, Any] = field(default_factory=dict)
+    reasons: dict[str, Any] = field(default_factory=dict)  # by section: what else it could be, what its time and memory consist of
     draws: tuple[Draw, ...] = ()
     fusions: tuple[Fusion, ...] = ()
     rewrites: tuple[Rewrite, ...] = ()

@@ -85,4 +85,6 @@ def _value(change: str, value: str, kind: type) -> Any:
     try:
         return kind(value)
     except ValueError:
-        raise UserError(f"{change}: {value!r} is not a number of that kind", remedy="correct the number") from None
+        raise UserError(
+            f"{change}: {value!r} is not a {'whole number' if kind is int else 'number'}", remedy="correct the number"
+        ) from None

@@ -182,7 +182,7 @@ def candidate(work: Workload, load: Load, dp: int, size: int, sharding: str = "n
     return Candidate(
         dp=dp,
         micro_batch=size,
-        time_ns=ceil(total) + _update_ns(work, load, dp, sharding),
+        time_ns=ceil(total) + update_ns(work, load, dp, sharding),
         fill_ns=load.pp * fill,
         drain_ns=load.pp * drain,
         micro_batches=micro_batches,
@@ -216,7 +216,7 @@ def held(work: Workload, load: Load, c: Candidate) -> list[Candidate]:
     return list(found.values())
 
 
-def _update_ns(work: Workload, load: Load, dp: int, sharding: str) -> int:
+def update_ns(work: Workload, load: Load, dp: int, sharding: str) -> int:
     """From the last backward to the end of the step: gradients summed, the optimizer's step."""
     cost, cluster = load.cost, work.cluster
     if load.mode != "train":

@@ -31,8 +31,12 @@ def problem(work: Workload, ranks: int, strategy: str, pins: Pins, free: bool = 
     sections: dict[str, tuple[Candidate, ...]] = {}
     for name, load in work.loads.items():
         sections[name] = layouts.unbeaten(_candidates(work, load, ranks, pins, free), capacity, alike)
-    edges = tuple(_edge(work, c, sections) for c in work.crossings)
-    return Problem(sections, edges, ranks, capacity, strategy, pins.together, work.cluster.per_node)
+    return Problem(sections, edges(work, sections), ranks, capacity, strategy, pins.together, work.cluster.per_node)
+
+
+def edges(work: Workload, sections: Mapping[str, tuple[Candidate, ...]]) -> tuple[Edge, ...]:
+    """What edges cost under each of the sections' candidates."""
+    return tuple(_edge(work, c, sections) for c in work.crossings)
 
 
 def usable_ranks(work: Workload, strategy: str, pins: Pins, ranks: int) -> int:
@@ -70,7 +74,7 @@ def _tps(graph: GraphOp, section: SectionOp) -> list[int]:
     return sorted(set.intersection(*listed)) if listed else []
 
 
-def _edge(work: Workload, crossing: Crossing, sections: dict[str, tuple[Candidate, ...]]) -> Edge:
+def _edge(work: Workload, crossing: Crossing, sections: Mapping[str, tuple[Candidate, ...]]) -> Edge:
     src, dst = work.loads[crossing.src], work.loads[crossing.dst]
     gradient = crossing.grad and src.mode != "forward" and dst.mode != "forward"
     directions = 2 if gradient else 1

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table as RichTable
 
-from secc.report.facts import Table
+from secc.report.table import Table
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
@@ -39,7 +40,7 @@ def print_table(table: Table) -> None:
     for column in table.columns:
         shown.add_column(column, overflow="fold")
     for row in table.rows:
-        shown.add_row(*row)
+        shown.add_row(*map(escape, row))  # dims of tensors are no markup
     out.print(shown)
 
 

@@ -27,7 +27,7 @@ def command(
     from secc.frontend import statistics
     from secc.frontend.inputs import describe
     from secc.frontend.sampling import survey
-    from secc.report.facts import Table
+    from secc.report.table import Table
     from secc.runtime.user_model import load
 
     user = load(model)

@@ -69,6 +69,7 @@ def build(module: ModuleOp, model: plan.ModelRef, versions: Mapping[str, str]) -
         solver=json.loads(attribute(graph, "solver", "{}")),
         prediction=json.loads(attribute(graph, "prediction", "{}")),
         checks=_notes(graph),
+        reasons=_reasons(graph),
         dtype=attribute(graph, "dtype", ""),
         labels_key=graph.labels.data if graph.labels else "",
         recorded=_recorded(graph),
@@ -85,6 +86,15 @@ def _notes(graph: GraphOp) -> dict[str, Any]:
     said = {name: list(found) for name in (ACCEPTED, LOGGED) if (found := attribute(graph, name, ()))}
     whole = {s.sym.data: list(found) for s in graph.sections if (found := attribute(s, "whole", ()))}
     return said | ({"whole": whole} if whole else {})
+
+
+def _reasons(graph: GraphOp) -> dict[str, Any]:
+    """What `allocate` says of each section, and how the section was formed."""
+    found: dict[str, Any] = json.loads(attribute(graph, "reasons", "{}"))
+    for s in graph.sections:
+        if notes := attribute(s, "notes", ()):
+            found.setdefault(attribute(s, "pipeline", s.sym.data), {})["formed"] = list(notes)
+    return found
 
 
 def _recorded(graph: GraphOp) -> tuple[plan.Recorded, ...]:

@@ -167,6 +167,18 @@ def call_cost(graph: GraphOp, call: CallOp) -> CallCost:
     return CallCost(flops, work, saved, ops, _label(call), units, kept, narrow=number(call, "narrow", 0), **rest)
 
 
+def origins(graph: GraphOp, section: SectionOp) -> dict[str, int]:
+    """How many of a section's blocks have costs of which kind: measured, counted, sampled or default."""
+    called = {op.target.data: op for case in graph.cases for op in ops_in(case, section.sym.data) if isinstance(op, CallOp)}
+    return dict(Counter(map(_origin, called.values())))
+
+
+def _origin(call: CallOp) -> str:
+    if "forward_ns" in call.attributes:
+        return "measured"
+    return _label(call) if "flops" in call.attributes else "default"
+
+
 def _text(op: Operation, key: str, default: Expr) -> Expr:
     found = op.attributes.get(key)
     return expr.parse(found.data) if isinstance(found, StringAttr) else default

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from secc.cluster import GIB, Cluster, Group, Link
 from secc.cluster.presets import DEVICES, LINKS, SOURCES
-from secc.report.facts import Table
+from secc.report.table import Table
 
 
 def tables(cluster: Cluster) -> list[Table]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from secc.report.facts import Table, bytes_text, ranks_text
+from secc.report.table import Table, bytes_text, ranks_text
 from secc.runtime.plan import Edge, Plan, Section, Term
 
 T = TypeVar("T")

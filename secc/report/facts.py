@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from secc.report import cuts
+from secc.report import cuts, reasons
+from secc.report.table import Table, bytes_text, ranks_text, seconds_text
 from secc.runtime.plan import Edge, Plan, Recorded, Section
 
 WHAT_MODES_OWE = {
@@ -16,22 +16,13 @@ WHAT_MODES_OWE = {
 }
 
 
-@dataclass(frozen=True)
-class Table:
-    """A titled table; `note` says what its columns rest on."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    note: str = ""
-
-
 def tables(plan: Plan) -> list[Table]:
     """All that a plan decides and predicts, with the reason where there is one."""
     found = [
         _sections(plan),
         _stages(plan),
         _work(plan),
+        *reasons.tables(plan),
         _placement(plan),
         _edges(plan),
         _cuts(plan),
@@ -186,34 +177,6 @@ def _cuts(plan: Plan) -> Table:
 def _notes(plan: Plan) -> Table:
     notes: Sequence[str] = (*plan.checks.get("accepted", ()), *plan.checks.get("logged", ()), *plan.checks.get("notes", ()))
     return Table("Notes", ("why",), tuple((n,) for n in notes))
-
-
-def seconds_text(seconds: float) -> str:
-    """`3.5 ms` for a time in seconds."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= size:
-            return f"{seconds / size:.4g} {unit}"
-    return f"{seconds / 1e-9:.4g} ns"
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """`0-2, 5` for (0, 1, 2, 5)."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and spans[-1][1] == rank - 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
-
-
-def bytes_text(count: float) -> str:
-    """`3.5 MiB` for a number of bytes."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            return f"{count:.3g} {unit}"
-        count /= 1024
-    raise AssertionError
 
 
 PLACED = (
