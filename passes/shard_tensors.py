@@ -1,21 +1,27 @@
 """`shard-tensors`: takes the cuts of a section's blocks for the section's tp, and says what stays whole.
 
-`secc.frontend.cuts` has found and shown them; here they are put together. A parameter that glue reads or that several sections have
-stays whole, and with it the module that it is in; one under several names is cut if it is cut alike under each of them. A tp that does not
-divide heads, or under which nothing could be cut, is refused.
+`secc.frontend.cuts` has found and shown them; here they are put together. A parameter that several sections have or that glue reads
+stays whole, and with it the module that it is in, unless all glue that reads it can do with some of its tokens each (`secc.ir.vocabulary`);
+one under several names is cut if it is cut alike under each of them. A tp that does not divide heads, or under which nothing could be cut,
+is refused.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from xdsl.context import Context
 from xdsl.dialects.builtin import IntegerAttr, ModuleOp
+from xdsl.ir import SSAValue
 from xdsl.passes import ModulePass
 
 from secc.errors import Impossible, UserError
-from secc.ir.dialect import CutOp, GraphOp, ParamOp, SectionOp, TieOp, graph_of, section_of, strings, texts
+from secc.ir.cuts import cut_op
+from secc.ir.dialect import CaseOp, CutOp, GraphOp, ParamOp, SectionOp, TieOp, graph_of, section_of, strings, texts
 from secc.ir.types import tensor
+from secc.ir.vocabulary import Part, Spread, wide
+from secc.runtime.plan import Shard
 
 HEADS = "heads"  # ends the reason of a tp that does not divide them
 UNEVEN = "does not divide"  # is in the reason of any size that tp does not divide
@@ -40,13 +46,16 @@ def _shard(graph: GraphOp, section: SectionOp, tp: int) -> None:
     blocks = strings(section.blocks)
     # A block may lie in another one (an embedding that is also called by itself), and is cut once.
     cuts = list({c.path.data: c for c in graph.cuts if c.tp.data == tp and c.block.data in blocks}.values())
+    by_tokens = _by_tokens(graph, section, tp)
+    cuts += _heads(graph, cuts, by_tokens, tp)
     name = f"{section.sym.data}.tp={tp}"
     heads = next((w for c in cuts for w in strings(c.whole) if w.endswith(HEADS)), None)
     if heads is not None:
         error = UserError(f"{name} is impossible: {heads}", remedy=f"set {section.sym.data}.tp to a number that divides its heads")
         raise Impossible(error, [name])
-    kept, why = _usable(graph, section, cuts)
-    why += [f"{name}: it is read outside of its module" for name in _read(graph, section)]
+    kept, why = _usable(graph, section, cuts, set(by_tokens))
+    cut = {name for c in kept for name, _ in map(_parts, strings(c.shards))}
+    why += [f"{name}: it is read outside of its module" for name in _read(graph, section) if name not in cut]
     uneven = not any(s.endswith("colwise") for c in kept for s in strings(c.styles)) and any(
         UNEVEN in w for c in cuts for w in strings(c.whole)
     )
@@ -69,9 +78,43 @@ def _read(graph: GraphOp, section: SectionOp) -> list[str]:
     return list(dict.fromkeys(o.path.data for o in ops if isinstance(o, ParamOp) and len(tensor(o.result).dims) > 1))
 
 
-def _usable(graph: GraphOp, section: SectionOp, cuts: list[CutOp]) -> tuple[list[CutOp], list[str]]:
+def _by_tokens(graph: GraphOp, section: SectionOp, tp: int) -> dict[str, tuple[int, int]]:
+    """The matrices that glue of this section alone reads and that may be cut by tokens for all of it, with their sizes."""
+    name, found = section.sym.data, dict[str, tuple[int, int]]()
+    for case in graph.cases:
+        params = {op.result: op for op in case.ops if isinstance(op, ParamOp) and len(tensor(op.result).dims) == 2}
+        found |= {op.path.data: (int(tensor(v).shape[0]), int(tensor(v).shape[1])) for v, op in params.items()}
+    found = {path: sizes for path, sizes in found.items() if sizes[0] >= tp}
+    while True:
+        bad = {path for case in graph.cases for path in _needed_whole(case, name, found)}
+        if not bad:
+            return found
+        found = {path: sizes for path, sizes in found.items() if path not in bad}
+
+
+def _needed_whole(case: CaseOp, section: str, found: Mapping[str, tuple[int, int]]) -> set[str]:
+    """Those of some matrices that an op needs whole, cut by tokens as they are."""
+    # What is a matrix still: parameters, then views and casts of them.
+    made: dict[SSAValue, str] = {op.result: op.path.data for op in case.ops if isinstance(op, ParamOp) and op.path.data in found}
+    spread = Spread([op for op in case.ops if section_of(op) == section], {v: Part(0, found[path][0]) for v, path in made.items()})
+    for op in spread.steps:
+        if all(o in made for o in op.operands):
+            made |= {r: made[op.operands[0]] for r in op.results}
+    return {made[v] for v in made if any(use.operation not in spread.steps for use in v.uses)}
+
+
+def _heads(graph: GraphOp, cuts: list[CutOp], by_tokens: Mapping[str, tuple[int, int]], tp: int) -> list[CutOp]:
+    """Cuts for heads and embeddings of which glue reads the weight and that no block's cut has."""
+    known = {name for c in cuts for name, _ in map(_parts, strings(c.shards))}
+    tied = {n for op in graph.body.block.ops if isinstance(op, TieOp) for n in strings(op.names)}
+    found = {path: sizes for path, sizes in by_tokens.items() if path not in known and (path in tied or wide(*sizes))}
+    return [cut_op(path.rpartition(".")[0], "", tp, [Shard(path, 0, (tokens,))]) for path, (tokens, _) in found.items()]
+
+
+def _usable(graph: GraphOp, section: SectionOp, cuts: list[CutOp], by_tokens: set[str]) -> tuple[list[CutOp], list[str]]:
     """The cuts whose parameters this section has for itself, and why others are left out."""
     read = {op.path.data for case in graph.cases for op in case.ops if isinstance(op, ParamOp)}
+    read -= {name for name in by_tokens if any(_cuts_tokens(c, name) for c in cuts)}
     elsewhere = [b for s in graph.sections if s is not section for b in strings(s.blocks)]
     ties = [strings(op.names) for op in graph.body.block.ops if isinstance(op, TieOp)]
     kept, why = cuts, list[str]()
@@ -96,6 +139,11 @@ def _conflict(cut: CutOp, how: dict[str, str], read: set[str], elsewhere: list[s
         if len({how.get(n) for n in names}) > 1:
             return "a parameter of it is tied to one that is not cut alike"
     return ""
+
+
+def _cuts_tokens(cut: CutOp, name: str) -> bool:
+    """Whether a cut leaves each rank some rows of a parameter."""
+    return any(n == name and how.startswith("0 ") and "," not in how for n, how in map(_parts, strings(cut.shards)))
 
 
 def _parts(text: str) -> tuple[str, str]:

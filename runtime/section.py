@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,6 +20,10 @@ from secc.runtime import plan
 from secc.runtime.errors import UserError
 from secc.runtime.functions import Applied, Function
 from secc.runtime.randomness.draws import Draws
+from secc.runtime.tensor_parallel.group import ProcessGroup
+
+if TYPE_CHECKING:
+    from secc.runtime.tensor_parallel.parts import Parts
 
 Batch = Mapping[str, Any]
 RECORDED = "secc.recorded"  # the key under which a batch has its recording
@@ -71,6 +75,7 @@ class Section(nn.Module):
         self._model = [model]
         self.constants = Constants(Path(inspect.getfile(type(self))).parent)
         self.draws: Draws | None = None  # of the micro-batch that runs
+        self.group: ProcessGroup | None = None  # the ranks of this replica, where it has several
 
     @property
     def whole_model(self) -> nn.Module:
@@ -85,6 +90,12 @@ class Section(nn.Module):
     def value(self, path: str) -> torch.Tensor:
         """The parameter or buffer of the user's model by its name; read at each use, since weights may be replaced."""
         return operator.attrgetter(path)(self._model[0])
+
+    def parts(self, size: int) -> Parts:
+        """The parts that the replica's ranks have of a vocabulary of `size` tokens."""
+        from secc.runtime.tensor_parallel.parts import Parts  # brings the kernels, which few sections need
+
+        return Parts(size, self.group)
 
     def function(self, name: str) -> Applied:
         """A `torch.autograd.Function` of the user's that the glue applies."""

@@ -57,6 +57,8 @@ class Trainer:
         compute_in(model, self.plan.dtype, but=params.keys() - used)
         transport = Transport(self.plan, run.rank, run.device, self.options.debug_comm)
         held_sections = {s.name: s for s in sections}
+        for section in sections:
+            section.group = groups.get(section.name)
         self.engine = Engine(self.plan, held_sections, transport, self.reducer.start, run.trace, self.reducer.expect, groups)
         self._owned = self._owned_names(model)
         self._trained = {n for h in held if run.rank in h.ranks for n in h.names}

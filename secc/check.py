@@ -128,8 +128,10 @@ def _reference(compiled: Compiled, batch: Mapping[str, Any], draws: Draws | None
     assert compiled.model is not None
     try:
         return eager(compiled.model, batch, draws)
-    except RuntimeError as error:
-        message = f"plain PyTorch cannot train the model: {str(error).strip().splitlines()[0]}"
+    except UserError:
+        raise
+    except Exception as error:  # whatever the user's code raises
+        message = f"plain PyTorch cannot train the model: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
         raise UserError(message, compiled.user.forward_place or str(compiled.user.path), "correct the model") from error
 
 

@@ -55,7 +55,8 @@ Step = Callable[[str], contextlib.AbstractContextManager[None]]
 FITS_BYTES = 2 << 30  # a model up to this size is built here to show its plan exact
 PASSES = (
     "canonicalize,dce,normalize-loss,dce,fuse-linear-loss{fuse-linear-loss},annotate-patterns,infer-modes,coarsen{coarsen},"
-    "fuse-blocks{fuse-blocks},annotate-costs,sink-boundaries,allocate{allocate},place,split-stages,shard-tensors,insert-transfers,lower"
+    "fuse-blocks{fuse-blocks},annotate-costs,sink-boundaries,allocate{allocate},place,split-stages,shard-tensors,shard-logits,"
+    "insert-transfers,lower"
 )
 
 

@@ -35,6 +35,7 @@ PASSES = {
     "place": "place.Place",
     "split-stages": "split_stages.SplitStages",
     "shard-tensors": "shard_tensors.ShardTensors",
+    "shard-logits": "shard_logits.ShardLogits",
     "insert-transfers": "insert_transfers.InsertTransfers",
     "lower": "lower.Lower",
 }

@@ -76,10 +76,7 @@ def carry_grad(type: TensorType, operands: list[SSAValue], no_grad: bool) -> Ten
 
 def argument(op: Computation, position: int, name: str, default: Any = None) -> Any:
     """An argument of the recorded call, by position or name; trailing defaults are not recorded."""
-    arguments = op.arguments
-    if position < len(arguments.args):
-        return arguments.args[position]
-    return arguments.kwargs.get(name, default)
+    return op.arguments.get(position, name, default)
 
 
 def with_argument(op: Computation, position: int, name: str, value: Any) -> str:

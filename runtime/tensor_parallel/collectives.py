@@ -49,6 +49,16 @@ class _Gather(torch.autograd.Function):
         return gradient.narrow(-1, ctx.start, ctx.length), None, None
 
 
+def enter(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """`x`, whose gradient will be the sum of all ranks' gradients."""
+    return _Enter.apply(x, group)  # pyright: ignore[reportUnknownMemberType,reportReturnType]
+
+
+def leave(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """The sum of all ranks' `x`."""
+    return _Leave.apply(x, group)  # pyright: ignore[reportUnknownMemberType,reportReturnType]
+
+
 class Entrance:
     """Where whole activations go into parts. Modules that take the same tensor one after the other share one sum of its gradients."""
 
@@ -63,14 +73,14 @@ class Entrance:
             return x
         if self._last is not None and self._last[0]() is x and self._last[1] == grad:
             return self._last[2]
-        entered: torch.Tensor = _Enter.apply(x, self.group)  # pyright: ignore[reportUnknownMemberType,reportAssignmentType]
+        entered = enter(x, self.group)
         self._last = weakref.ref(x), grad, entered
         return entered
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' `x`."""
         self._last = None
-        return _Leave.apply(x, self.group)  # pyright: ignore[reportUnknownMemberType,reportReturnType]
+        return leave(x, self.group)
 
 
 def gather_last(x: torch.Tensor, group: Group, sizes: list[int]) -> torch.Tensor:

@@ -35,20 +35,20 @@ class Group(Protocol):
 
 
 class ProcessGroup:
-    """A `Group` of processes."""
+    """A `Group` of processes; `handle` is torch's."""
 
     def __init__(self, ranks: Ranks, rank: int, group: Any) -> None:
-        self.ranks, self.index, self.size, self._group = ranks, ranks.index(rank), len(ranks), group
+        self.ranks, self.index, self.size, self.handle = ranks, ranks.index(rank), len(ranks), group
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(tensor, group=self._group)
+        dist.all_reduce(tensor, group=self.handle)
         return tensor
 
     def gather(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         most = max(lengths)
         own = tensor if tensor.numel() == most else torch.cat([tensor, tensor.new_zeros(most - tensor.numel())])
         parts = [torch.empty_like(own) for _ in lengths]
-        dist.all_gather(parts, own, group=self._group)
+        dist.all_gather(parts, own, group=self.handle)
         return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
 
 

@@ -2,7 +2,7 @@
 
     colwise      every rank has some outputs of a linear map; what goes in is whole, what comes out is a part
     rowwise      every rank has some inputs; what comes out is summed, then the bias is added once
-    gather       colwise, and the outputs are gathered, for a head by vocabulary whose logits the user's code wants whole
+    gather       colwise, and the outputs are gathered, for a head by vocabulary inside a module whose code wants whole logits
     vocab        every rank has some rows of an embedding; a row that others have counts as zero, and all ranks' rows are summed
     shapes       the module's code sees whole sizes on parts (`secc.runtime.tensor_parallel.marks`)
 

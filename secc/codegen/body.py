@@ -11,11 +11,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from xdsl.dialects.builtin import StringAttr
+from xdsl.dialects.builtin import IntegerAttr, StringAttr
 from xdsl.ir import Operation, SSAValue
 
 from secc.codegen.names import Scope, identifier
-from secc.ir import draws, expr, recorded, template
+from secc.ir import draws, expr, recorded, template, vocabulary
 from secc.ir.dialect import (
     CallOp,
     Computation,
@@ -62,12 +62,14 @@ class BodyPrinter:
     names: dict[SSAValue, str] = field(default_factory=dict[SSAValue, str])
     terms: bool = False
     whole_batch: bool = False
+    parts: dict[int, str] = field(default_factory=dict[int, str])  # names of vocabularies that ranks have parts of, by their sizes
 
     def lines(self, ops: Sequence[Operation]) -> list[str]:
         """The method's lines, indented from column 0, without its return."""
         code = [line for op in ops for line in self._op(op)]
         symbols = self._symbols(ops)
-        return [f"{name} = {self._symbol(name)}" for name in symbols] + _layout(code)
+        sizes = [f"{name} = self.parts({size})" for size, name in self.parts.items()]
+        return [f"{name} = {self._symbol(name)}" for name in symbols] + sizes + _layout(code)
 
     def value(self, value: SSAValue) -> str:
         return self.names[value]
@@ -120,9 +122,19 @@ class BodyPrinter:
         def name(ref: Ref) -> str:
             return self.names[op.operands[ref.index]]
 
-        device = template.Name("device" if self.terms else "self.device")
-        arguments = op.arguments.map(lambda leaf: device if leaf == template.Name("device") else leaf)
-        return template.format(arguments, name)
+        known = {template.Name("device"): template.Name("device" if self.terms else "self.device")}
+        if (parts := self._parts(op)) is not None:
+            known[vocabulary.LENGTH] = template.Name(f"{parts}.length")
+        return template.format(op.arguments.map(lambda leaf: known.get(leaf, leaf) if isinstance(leaf, template.Name) else leaf), name)
+
+    def _parts(self, op: Computation) -> str | None:
+        """The name of the vocabulary that an op works on parts of."""
+        size = op.attributes.get(vocabulary.SIZE)
+        if not isinstance(size, IntegerAttr):
+            return None
+        if size.value.data not in self.parts:
+            self.parts[size.value.data] = self.scope.name("vocabulary")
+        return self.parts[size.value.data]
 
     def _call(self, op: CallOp) -> list[Line]:
         place, context = where(op), ", ".join(filter(None, (_context(op), self._site(op))))
@@ -146,7 +158,7 @@ class BodyPrinter:
             operands = "".join(f", {self.names[o]}" for o in op.operands)
             return Line(f"{name} = self.recorded(batch, {json.dumps(made)}{operands})", _context(op), where(op))
         namespace, _, rest = op.target.data.partition(".")
-        function = f"{_NAMESPACES.get(namespace, f'torch.ops.{namespace}')}.{rest}"
+        function = f"{self._namespace(op, namespace)}.{rest}"
         wish = rest.split(".")[0].strip("_")
         if op.target.data.startswith(functions.PREFIX):
             function, wish = f"self.function({json.dumps(rest)})", identifier(rest.replace(":", ".").rpartition(".")[2])
@@ -155,6 +167,9 @@ class BodyPrinter:
         if (name := op.attributes.get(draws.NAME)) is not None:
             called = f"self.draw({json.dumps(name.data)}, {function}, {self._arguments(op)})"  # pyright: ignore[reportAttributeAccessIssue]
         return Line(f"{', '.join(names)} = {called}", _context(op), where(op))
+
+    def _namespace(self, op: GlueOp, name: str) -> str:
+        return self._parts(op) or "" if f"{name}." == vocabulary.PREFIX else _NAMESPACES.get(name, f"torch.ops.{name}")
 
 
 def _argument(label: str) -> str:

@@ -1,9 +1,10 @@
 """What tensor parallelism (tp) and pipeline stages (pp) leave of a section's cost on one rank, and what their messages cost.
 
-Under tp the blocks' weights and products are cut evenly, while norms, residuals and glue stay whole on every rank. Of the bytes that a
-transformer layer keeps for backward, about 24 parts in 34 lie between the cut products (Korthikanti et al., "Reducing Activation
-Recomputation in Large Transformer Models", 2022, equation 2). Each layer sums its two outputs over tp in forward, and its two inputs'
-gradients in backward. Stages hold whole layers, so the largest of pp stages has `ceil(layers / pp)` of them.
+Under tp the blocks' weights and products are cut evenly, and logits and what losses make of them by tokens (`secc.ir.vocabulary`), while
+norms, residuals and other glue stay whole on every rank. Of the bytes that a transformer layer keeps for backward, about 24 parts in 34 lie
+between the cut products (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, equation 2). Each
+layer sums its two outputs over tp in forward, and its two inputs' gradients in backward; a vocabulary that is cut adds the embedding's rows
+and the gradient of what enters the head. Stages hold whole layers, so the largest of pp stages has `ceil(layers / pp)` of them.
 
 A sum is priced as `secc.cost.time` prices those of gradients: a ring over n ranks sends 2(n - 1) messages of an n-th of its bytes.
 """
@@ -26,9 +27,11 @@ def sums_ns(cost: SectionCost, tp: int, cluster: Cluster) -> str:
     """Nanoseconds of a micro-batch's sums over tp in one direction, as a text over its symbols: "0" without tp."""
     if tp == 1 or cost.layers == 0:
         return "0"
-    link, messages = cluster.link(tp), 2 * (tp - 1) * SUMS_PER_LAYER
-    latency = messages * cost.layers * link.latency_ns
-    return f"{latency} + {messages}*1000*({cost.summed})//({tp * link.bytes_per_s // 10**6})"
+    link, messages = cluster.link(tp), 2 * (tp - 1)
+    sums = SUMS_PER_LAYER * cost.layers + (cost.logits_moved != "0")
+    per_layer = Fraction(sums, cost.layers)
+    bandwidth = per_layer.denominator * (tp * link.bytes_per_s // 10**6)
+    return f"{messages * sums * link.latency_ns} + {messages * per_layer.numerator}*1000*({cost.summed})//({bandwidth})"
 
 
 def on_rank(cost: SectionCost, tp: int, pp: int) -> SectionCost:
@@ -38,7 +41,7 @@ def on_rank(cost: SectionCost, tp: int, pp: int) -> SectionCost:
     stage = largest_stage(cost, pp)
     cut, kept = stage / tp, stage * (KEPT_PARTS - CUT_PARTS + Fraction(CUT_PARTS, tp)) / KEPT_PARTS
     slower = _slower(cost.narrow, tp)
-    again = {way: _again(a, stage, cut * slower, kept) for way, a in cost.again.items()}
+    again = {way: _again(a, stage, cut * slower, kept, cost.logits_saved, cut) for way, a in cost.again.items()}
     counts = {key: _part(getattr(cost, key), cut) for key in ("params", "trainable", "param_bytes", "trainable_bytes", "master_bytes")}
     return replace(
         cost,
@@ -46,8 +49,10 @@ def on_rank(cost: SectionCost, tp: int, pp: int) -> SectionCost:
         backward_flops=_times(cost.backward_flops, cut),
         work=_times(cost.work, cut * slower),
         backward_work=_times(cost.backward_work, cut * slower),
-        saved=_times(cost.saved, kept),
-        glue_bytes=_times(cost.glue_bytes, kept),
+        saved=_split(cost.saved, kept, cost.logits_saved, cut),
+        glue_bytes=_split(cost.glue_bytes, kept, cost.logits_moved, cut),
+        logits_saved=_times(cost.logits_saved, cut),
+        logits_moved=_times(cost.logits_moved, cut),
         narrow=cost.narrow // tp,
         forward_ns=_times(cost.forward_ns, cut),
         backward_ns=_times(cost.backward_ns, cut),
@@ -59,11 +64,17 @@ def on_rank(cost: SectionCost, tp: int, pp: int) -> SectionCost:
     )
 
 
-def _again(way: Again, stage: Fraction, cut: Fraction, kept: Fraction) -> Again:
-    """What runs again: the layers' inputs, which are kept, are whole on every rank of tp."""
-    return Again(
-        _times(way.saved, stage), _times(way.working, kept / stage), _times(way.work, cut), _part(way.ops, stage), _times(way.moved, kept)
-    )
+def _again(way: Again, stage: Fraction, slowed: Fraction, kept: Fraction, logits: str, cut: Fraction) -> Again:
+    """What runs again: the layers' inputs, which are kept, are whole on every rank of tp, logits are not."""
+    saved = _split(way.saved, stage, logits, cut)
+    return Again(saved, _times(way.working, kept / stage), _times(way.work, slowed), _part(way.ops, stage), _times(way.moved, kept))
+
+
+def _split(text: str, share: Fraction, part: str, cut: Fraction) -> str:
+    """`share` of what a text gives but for a part of it, of which `cut` is left."""
+    if part == "0" or share == cut:
+        return _times(text, share)
+    return f"{_times(f'{text} - ({part})', share)} + {_times(part, cut)}"
 
 
 def _slower(narrow: int, tp: int) -> Fraction:

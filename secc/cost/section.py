@@ -26,6 +26,7 @@ from secc.ir.analysis import abouts
 from secc.ir.dialect import BlockOp, CallOp, CaseOp, GlueOp, GraphOp, ParamOp, SectionOp, TieOp, section_of, strings
 from secc.ir.expr import Expr
 from secc.ir.types import tensor
+from secc.ir.vocabulary import Spread, heads
 
 FLOAT_BYTES = 4  # of a parameter whose dtype nobody noted
 # Views move no data.
@@ -35,6 +36,7 @@ VIEWS = frozenset({
 })  # fmt: skip
 ATTENTION_BACKWARD = 2  # FLOPs over those of forward: gradients of queries, keys, values and scores, whatever trains
 ATTENTION_AGAIN = sympy.Rational(5, 2)  # time over forward's: a kernel that keeps no scores computes them again
+_TEXTS = ("flops", "backward_flops", "saved", "glue_bytes", "summed", "logits_saved", "logits_moved")
 MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 
 
@@ -49,6 +51,7 @@ class SectionCost:
     but "none". layers: how many layers of stacks the calls run, summed: bytes of what enters them. narrow: the smallest dim of the
     weights that take longest. forward_ns, backward_ns: what was measured of calls, whose work and bytes are then not in the sums above.
     master_bytes: of the float32 weights that the optimizer updates where modules compute in fewer bits, 0 where they do not.
+    logits_saved, logits_moved: the parts of `saved` and `glue_bytes` that run along a vocabulary, of which each rank of tp has its tokens'.
     """
 
     flops: str
@@ -71,6 +74,8 @@ class SectionCost:
     forward_ns: str = "0"
     backward_ns: str = "0"
     master_bytes: int = 0
+    logits_saved: str = "0"
+    logits_moved: str = "0"
 
     @property
     def summed_bytes(self) -> int:
@@ -90,6 +95,8 @@ class _Sum:
     glue: Counter[str] = field(default_factory=Counter[str])
     forward_ns: Counter[str] = field(default_factory=Counter[str])
     backward_ns: Counter[str] = field(default_factory=Counter[str])
+    logits_saved: Counter[str] = field(default_factory=Counter[str])
+    logits_moved: Counter[str] = field(default_factory=Counter[str])
     ops: int = 0
     layers: int = 0
     summed: Counter[str] = field(default_factory=Counter[str])
@@ -113,7 +120,7 @@ def _without(cost: SectionCost, known: Mapping[str, Expr]) -> SectionCost:
 
     again = {way: replace(a, **texts(a, "saved", "working", "work", "moved")) for way, a in cost.again.items()}
     times = texts(cost, "work", "backward_work", "forward_ns", "backward_ns")
-    return replace(cost, again=again, **times, **texts(cost, "flops", "backward_flops", "saved", "glue_bytes", "summed"))
+    return replace(cost, again=again, **times, **texts(cost, *_TEXTS))
 
 
 def _section_cost(graph: GraphOp, section: SectionOp) -> SectionCost:
@@ -146,6 +153,8 @@ def _section_cost(graph: GraphOp, section: SectionOp) -> SectionCost:
         _timed(s.forward_ns for s in sums),
         _timed(s.backward_ns for s in sums) if _mode(section) != "forward" else "0",
         FLOAT_BYTES * trainable if "dtype" in graph.attributes else 0,
+        largest(total(s.logits_saved) for s in sums) if _mode(section) != "forward" else "0",
+        largest(total(s.logits_moved) for s in sums),
     )
 
 
@@ -185,13 +194,24 @@ def _text(op: Operation, key: str, default: Expr) -> Expr:
 
 
 def _case_sum(graph: GraphOp, ops: list[Operation], picked: Collection[str]) -> _Sum:
-    total = _Sum()
+    total, spread = _Sum(), Spread(ops, heads(graph, ops))
     for op in ops:
         if isinstance(op, CallOp):
             _add_call(graph, op, total, picked)
         elif isinstance(op, GlueOp):
             _add_glue(op, total)
+            _add_logits(op, total, spread)
     return total
+
+
+def _add_logits(op: GlueOp, total: _Sum, spread: Spread) -> None:
+    """What of a glue's bytes tp cuts by tokens."""
+    if op not in spread.steps or op.base in VIEWS:
+        return
+    written = sum((_bytes(r) for r in op.results if r in spread.parts), ZERO)
+    total.logits_moved[expr.text(written + sum((_bytes(o) for o in op.operands if o in spread.parts), ZERO))] += 1
+    if _owes_backward(op):
+        total.logits_saved[expr.text(written)] += 1
 
 
 def _add_call(graph: GraphOp, call: CallOp, total: _Sum, picked: Collection[str]) -> None:
@@ -243,7 +263,7 @@ def _add_glue(op: GlueOp, total: _Sum) -> None:
         _add_fused(op, fused, total)
         return
     total.ops += 1
-    kind = op.target.data.split(".")[1] if "." in op.target.data else op.target.data
+    kind = op.base
     if kind in VIEWS:
         return
     written = sum((_bytes(r) for r in op.results), expr.parse("0"))

@@ -46,6 +46,10 @@ class Arguments:
         """The same structure with `function` applied to every leaf."""
         return Arguments([_map(a, function) for a in self.args], {k: _map(v, function) for k, v in self.kwargs.items()})
 
+    def get(self, position: int, name: str, default: Any = None) -> Any:
+        """An argument by position or name; trailing defaults are not recorded."""
+        return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
+
     def leaves(self) -> list[Any]:
         """All leaves in order."""
         found: list[Any] = []

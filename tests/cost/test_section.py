@@ -12,6 +12,7 @@ from secc.cost import time
 from secc.cost.again import Again
 from secc.cost.load import crossings, patterns
 from secc.cost.memory import memory
+from secc.cost.parallel import on_rank, sums_ns
 from secc.cost.section import SectionCost, section_cost
 from secc.cost.texts import largest
 from secc.ir import text
@@ -117,6 +118,24 @@ def test_matrix_products_in_glue_count() -> None:
     inputs = '    %a = sec.input "x" : !sec.tensor<[B, 8], f32>\n    %b = sec.param "w" : !sec.tensor<[8, 32], f32, grad>\n'
     found = cost(graph(X + F + inputs + product))
     assert found.flops == "10*B*S + 512*B" and found.backward_flops == "20*B*S + 512*B"
+
+
+def test_ranks_of_tp_hold_the_logits_of_their_tokens() -> None:
+    """Four ranks keep a quarter of each [B, S, 64] that a loss makes of logits; a sum over the tokens is whole on all of them."""
+    loss = (
+        '    %w = sec.param "w" : !sec.tensor<[64, 8], bf16, grad>\n'
+        '    %z = sec.glue "aten.linear.default" (%f, %w) args "$0, $1" in @lm : !sec.tensor<[B, S, 64], bf16, grad>\n'
+        '    %l = sec.glue "aten._log_softmax.default" (%z) args "$0, -1, False" in @lm : !sec.tensor<[B, S, 64], bf16, grad>\n'
+        '    %s = sec.glue "aten.sum.dim_IntList" (%l) args "$0, [-1]" in @lm : !sec.tensor<[B, S], bf16, grad>\n'
+    )
+    whole = cost(graph(X + F + loss))
+    assert (whole.saved, whole.logits_saved) == ("262*B*S", "256*B*S")  # 4 of the call, 2 of the sums, and logits twice
+    rank = on_rank(whole, 4, 1)
+    kept = 6 * 16 // 34  # of what tp does not cut by tokens (10 + 24/4) parts in 34
+    assert evaluate(rank.saved, {"B": 1, "S": 1}) == kept + 64
+    assert sums_ns(replace(whole, layers=1, summed="8*B*S"), 4, parse("1x4xH100")) != sums_ns(
+        replace(whole, layers=1, summed="8*B*S", logits_moved="0"), 4, parse("1x4xH100")
+    )
 
 
 def test_the_largest_case_counts() -> None:

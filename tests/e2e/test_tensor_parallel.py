@@ -17,6 +17,7 @@ CASES = [
     ("nano", 2, "auto", "model.tp=2 model.micro_batch=3"),
     ("qwen_distil", 3, "apart", "teacher.tp=2 student.tp=1"),
     ("llava_tiny", 3, "apart", "language_model.tp=2"),
+    ("vocabulary", 2, "colocate", "model.tp=2 model_train.tp=2 model_train.micro_batch=3"),
 ]
 SLOW = [
     ("nano", 4, "auto", "model.tp=4"),
@@ -31,6 +32,11 @@ SLOW = [
     ("nano_pair", 4, "colocate", "encoder.tp=2 decoder.dp=4 encoder.micro_batch=2 decoder.micro_batch=3"),
     ("qwen_distil", 4, "apart", "teacher.tp=2 student.tp=2 student.sharding=zero1"),
     ("two_modalities", 4, "apart", "decoder.tp=2"),
+    ("vocabulary", 4, "colocate", "model.tp=4 model_train.tp=4 model_train.micro_batch=5"),
+    ("vocabulary", 4, "apart", "model.tp=2 model_train.tp=2 model_train.micro_batch=2"),
+    ("qwen_distil", 2, "colocate", "student.tp=2 student.micro_batch=3 --fuse"),
+    ("llava_tiny", 2, "colocate", "language_model.tp=2 language_model.micro_batch=3 --fuse"),
+    ("nano", 4, "auto", "model.tp=4 model.micro_batch=3 --fuse"),
 ]
 
 
@@ -44,9 +50,11 @@ def test_plan_trains_as_plain_pytorch(name: str, ranks: int, strategy: str, choi
     model = recording_model(name, tmp_path, MODELS)
     reference = plain(model, GLOBAL_BATCH, STEPS, tmp_path / "plain")
     pins = tuple(c for c in choices.split() if not c.startswith("--"))
-    made = compile_to(model, tmp_path / "plan", cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, strategy=strategy, set=pins)
+    options = {"cluster": f"local:{ranks}", "global_batch": GLOBAL_BATCH, "strategy": strategy, "set": pins}
+    made = compile_to(model, tmp_path / "plan", fuse="--fuse" in choices, **options)
     assert all(s.shards and s.styles for s in made.plan.sections if s.mesh.tp > 1)
-    found = distributed(tmp_path / "plan", ranks, STEPS, tmp_path / "run", *(c for c in choices.split() if c.startswith("--")))
+    flags = [c for c in choices.split() if c.startswith("--") and c != "--fuse"]
+    found = distributed(tmp_path / "plan", ranks, STEPS, tmp_path / "run", *flags)
     assert list(differences(found, reference)) == []
     assert metrics(tmp_path / "run")[0]["grad_norm"] == pytest.approx(norm(reference), rel=1e-5)
 

@@ -1,7 +1,7 @@
 // RUN: secc opt %s -p 'shard-tensors' | filecheck %s
 
 // A section takes the cuts of its blocks for its tp. A parameter that glue reads stays whole with the module it is in, and so does one that is
-// tied to it; a head and an embedding that are cut alike stay tied; what was cut for another tp is left out.
+// tied to it, where an op needs it whole; a head and an embedding that are cut alike stay tied; what was cut for another tp is left out.
 
 sec.graph "lm" optional [] {
   sec.symbol "B" kind "rows" key "ids" dim 0
@@ -27,7 +27,8 @@ sec.graph "lm" optional [] {
     %e = sec.call "embed" (%ids) args "$0" outs [""] in @lm : !sec.tensor<[B, 4, 8], f32, grad>
     %h = sec.call "tower" (%e) args "$0" outs [""] in @lm : !sec.tensor<[B, 4, 8], f32, grad>
     %w = sec.param "extra.weight" : !sec.tensor<[32, 8], f32, grad>
-    %l = sec.glue "aten.linear.default" (%h, %w) args "$0, $1" in @lm : !sec.tensor<[B, 4, 32], f32, grad>
+    %c = sec.glue "aten.cumsum.default" (%w) args "$0, 0" in @lm : !sec.tensor<[32, 8], f32, grad>
+    %l = sec.glue "aten.linear.default" (%h, %c) args "$0, $1" in @lm : !sec.tensor<[B, 4, 32], f32, grad>
     %s = sec.glue "aten.sum.default" (%l) args "$0" in @lm : !sec.tensor<[], f32, grad>
     sec.term "loss" (%s) in @lm
     sec.return constant "0.0"

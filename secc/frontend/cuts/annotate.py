@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
-from xdsl.dialects.builtin import IntAttr, ModuleOp, StringAttr
+from xdsl.dialects.builtin import ModuleOp
 
 from secc.cost.examples import Samples
 from secc.frontend.cuts.find import Call, Found, find, shards
@@ -24,17 +24,18 @@ from secc.frontend.cuts.small import SmallModel
 from secc.frontend.cuts.verify import Verdict, verify
 from secc.frontend.survey import Survey
 from secc.ir.analysis import number_of
-from secc.ir.dialect import CutOp, GraphOp, TieOp, graph_of, strings, texts
+from secc.ir.cuts import cut_op
+from secc.ir.dialect import GraphOp, TieOp, graph_of, strings
+from secc.ir.vocabulary import wide
 from secc.runtime.fusion.install import install
 from secc.runtime.plan import Rewrite, Shard, Style
 from secc.runtime.recompute import units
-from secc.runtime.tensor_parallel.linears import embedding, linear
+from secc.runtime.tensor_parallel.linears import Linear, embedding, linear
 from secc.runtime.user_model import UserModel
 
 LARGEST = 1 << 29  # entries of a module that is run here
 LARGE = 1 << 26  # entries of one in whose place one of the user's small model is run, if there is one
-HEAD = 2  # a linear map with more outputs than so many times its inputs is a head ...
-SHARE = 8  # ... if it has at least one in so many of its block's parameters
+SHARE = 8  # a wide linear map is a head if it has at least one in so many of its block's parameters
 
 
 Fused = tuple[Sequence[Rewrite], str]
@@ -73,7 +74,7 @@ def annotate(
     for block, count in wanted:
         for path, _ in layers_of(meta, block):
             _add(graph, block, path, count, seeker.layer(path, count))
-        for path, cutting in _alone(meta, block, ties):
+        for path, cutting in _alone(meta, block, ties, count):
             _add(graph, block, path, count, cutting)
     return True
 
@@ -162,7 +163,7 @@ class _Seeker:
         return Cutting(whole=dict(mapping.whole) | dict.fromkeys([*mapping.columns, *mapping.rows], verdict.reason))
 
 
-def _alone(model: nn.Module, block: str, ties: list[tuple[str, ...]]) -> Iterator[tuple[str, Cutting]]:
+def _alone(model: nn.Module, block: str, ties: list[tuple[str, ...]], count: int) -> Iterator[tuple[str, Cutting]]:
     """Embeddings and linear maps of a block that are in none of its layers."""
     inside = tuple(f"{path}." for path, _ in layers_of(model, block))
     root = model.get_submodule(block)
@@ -173,33 +174,35 @@ def _alone(model: nn.Module, block: str, ties: list[tuple[str, ...]]) -> Iterato
             continue
         tied = any(f"{path}.weight" in names for names in ties)
         table, head = embedding(module), linear(module)
-        if (
-            table is not None
-            and type(module).forward is nn.Embedding.forward
-            and (tied or table.num_embeddings > HEAD * table.embedding_dim)
-        ):
+        tokens, width = _sizes(table, head)
+        large = tokens >= count and (tied or wide(tokens, width))
+        if table is not None and type(module).forward is nn.Embedding.forward and large:
             yield path, Cutting([Style("", "vocab")], [Shard("weight", 0, (table.num_embeddings,))])
-        elif head is not None and (tied or (head.outputs > HEAD * head.inputs and SHARE * head.weight.numel() >= size)):
+        elif head is not None and large and (tied or SHARE * head.weight.numel() >= size):
             cut = [Shard("weight", head.out_dim, (head.outputs,))] + ([Shard("bias", 0, (head.outputs,))] if head.bias is not None else [])
             yield path, Cutting([Style("", "gather")], cut)
         elif table is not None or head is not None:
             yield path, Cutting(whole={"": "it is small"})
 
 
+def _sizes(table: nn.Embedding | None, head: Linear | None) -> tuple[int, int]:
+    """Tokens, and numbers for each."""
+    if table is not None:
+        return table.num_embeddings, table.embedding_dim
+    return (0, 0) if head is None else (head.outputs, head.inputs)
+
+
 def _add(graph: GraphOp, block: str, path: str, count: int, cutting: Cutting) -> None:
     def at(name: str) -> str:
         return ".".join(n for n in (path, name) if n)
 
-    op = CutOp.create(
-        properties={
-            "path": StringAttr(path),
-            "block": StringAttr(block),
-            "tp": IntAttr(count),
-            "styles": texts(f"{at(s.module)} {s.kind}" for s in cutting.styles),
-            "shards": texts(f"{at(s.name)} {s.dim} {','.join(map(str, s.parts))}" for s in cutting.shards),
-            "partial": texts(at(n) for n in cutting.partial),
-            "whole": texts(f"{at(p)}: {why}" for p, why in cutting.whole.items()),
-        }
+    op = cut_op(
+        path,
+        block,
+        count,
+        [replace(s, name=at(s.name)) for s in cutting.shards],
+        [f"{at(s.module)} {s.kind}" for s in cutting.styles],
+        [at(n) for n in cutting.partial],
+        [f"{at(p)}: {why}" for p, why in cutting.whole.items()],
     )
-    first = graph.cases[0]
-    graph.body.block.insert_op_before(op, first)
+    graph.body.block.insert_op_before(op, graph.cases[0])
