@@ -74,9 +74,20 @@ class Pins:
         return WORDS[key] if pinned is None else (pinned,)
 
     @property
+    def listed(self) -> list[tuple[str, str, int | str]]:
+        """The pinned numbers and words: (section, key, value)."""
+        return [(s, k, v) for table in (self.values, self.words) for s, found in table.items() for k, v in found.items()]
+
+    def without(self, section: str, key: str) -> Pins:
+        """The pins but one."""
+        values = {s: {k: v for k, v in found.items() if (s, k) != (section, key)} for s, found in self.values.items()}
+        words = {s: {k: v for k, v in found.items() if (s, k) != (section, key)} for s, found in self.words.items()}
+        return Pins(values, words, self.together, self.refused)
+
+    @property
     def text(self) -> str:
         """The pins as they are written, "" for none."""
-        pins = [f"{s}.{k}={v}" for table in (self.values, self.words) for s, found in table.items() for k, v in found.items()]
+        pins = [f"{s}.{k}={v}" for s, k, v in self.listed]
         return ", ".join(pins + [f"{a}.with={b}" for a, b in self.together])
 
 

@@ -47,10 +47,13 @@ def usable_ranks(work: Workload, strategy: str, pins: Pins, ranks: int) -> int:
 
 
 def _candidates(work: Workload, load: Load, ranks: int, pins: Pins, free: bool) -> Iterator[Candidate]:
-    ways = ways_to_run(work, load, pins)
-    for tp, pp in shapes(work, load, pins, ranks, free):
+    ways, found = ways_to_run(work, load, pins), shapes(work, load, pins, ranks, free)
+    least = min(tp * pp for tp, pp in found)
+    for tp, pp in found:
         replica = replica_of(work, load, tp, pp, ranks)
         most = min(ranks // (tp * pp), work.global_batch)
+        if tp * pp > least and (pins.fixed(load.name, "dp") or 1) > most:
+            continue  # so many replicas are for the smaller ones
         for dp in pins.dp(load.name, most, layouts.replicas(tp * pp, ranks, work.cluster.per_node, most)):
             for size in pins.micro_batch(load.name, -(-work.samples(load) // dp)):
                 for way in ways:

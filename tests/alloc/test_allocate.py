@@ -256,7 +256,40 @@ def test_too_large_because_of_a_choice() -> None:
     source = VLM.read_text().replace('outs [""] in @lm', 'outs [""] in @lm {flops = "2400000*B*S", saved = "60000000*B*S", ops = 20}')
     with pytest.raises(UserError) as error:
         allocated(source, set=("lm.micro_batch=8",))
-    assert error.value.remedy == "drop the choice lm.micro_batch=8"
+    assert error.value.remedy == "set lm.micro_batch=1 in place of 8"
+    allocated(source, set=("lm.micro_batch=1",))
+
+
+def test_too_large_says_what_takes_the_memory() -> None:
+    with pytest.raises(UserError) as error:
+        allocated(large(10_000_000_000, 10_000_000_000), cluster="1x1xH100")
+    assert "149.02 GiB (weights 37.25, gradients 37.25, optimizer states 74.51, other sections 0.01)" in error.value.message
+
+
+@pytest.mark.parametrize(
+    ("params", "trainable", "options", "remedy"),
+    [
+        # 40 to 48 GB of weights and 120 GB of gradients and states
+        (10, 10, {"set": ("lm.tp=1", "lm.pp=1"), "cluster": "1x4xH100"}, "set lm.tp=4 in place of 1"),
+        (12, 10, {"cluster": "1x1xH100"}, "give 4 devices (1x4xH100), or use B200 devices (168 GiB)"),
+        (10, 10, {"cluster": "1x1xB200", "set": ("lm.tp=1",), "global_batch": 1}, ""),
+        # 140 GB of weights alone
+        (35, 0, {"cluster": "1x1xH100"}, "give 2 devices (1x2xH100), or use B200 devices (168 GiB)"),
+        # 4 GB of weights and 28 GB of states that replicas may share
+        (4, 3, {"cluster": "1x8xL40S", "set": ("lm.sharding=none", "lm.dp=8")}, "set lm.sharding=zero1 in place of none"),
+        # 160 GB of weights and 480 GB of gradients and states: tp=4 on one node is not enough
+        (40, 40, {"cluster": "1x8xH100", "set": ("lm.recompute=none",), "refused": ("lm.pp",)}, "B200 devices"),
+    ],
+)
+def test_the_smallest_change_that_fits(params: int, trainable: int, options: dict[str, Any], remedy: str) -> None:
+    """Each remedy was tried by the solver: taking it gives a plan."""
+    source = cuttable(large(params * 10**9, trainable * 10**9))
+    if not remedy:
+        allocated(source, **options)
+        return
+    with pytest.raises(UserError) as error:
+        allocated(source, **options)
+    assert remedy in error.value.remedy
 
 
 def test_what_does_not_fit_can_be_planned_all_the_same() -> None:

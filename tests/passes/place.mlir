@@ -1,6 +1,6 @@
-// RUN: secc opt %s -p 'allocate{cluster="2x4xH100" global-batch=64 strategy=apart set="teacher.dp=4","teacher.pp=1","student.dp=4","student.pp=1"},place' | filecheck %s
+// RUN: secc opt %s -p 'allocate{cluster="2x4xH100" global-batch=64 strategy=apart set="teacher.dp=4","student.dp=4"},place' | filecheck %s
 // RUN: secc opt %s -p 'allocate{cluster="2x4xH100" global-batch=64 strategy=apart set="teacher.dp=2","teacher.pp=1","student.dp=3","student.pp=2","student.tp=1"},place' | filecheck %s --check-prefix PP
-// RUN: secc opt %s -p 'allocate{cluster="1x8xH100" global-batch=64 strategy=apart set="teacher.dp=4","teacher.pp=1","student.dp=4","student.pp=1"},place' | filecheck %s --check-prefix ONE
+// RUN: secc opt %s -p 'allocate{cluster="1x8xH100" global-batch=64 strategy=apart set="teacher.dp=4","student.dp=4"},place' | filecheck %s --check-prefix ONE
 
 // Hidden states of a teacher go to any rank of the student: with half of each on a node, half of the bytes stay there. The gradients of the
 // student would then be summed over both nodes, which is worth it only where they are small beside the hidden states.
