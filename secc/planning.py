@@ -115,7 +115,7 @@ class Planner:
         """The capture with towers opened down to their layers. Raises Impossible where they have to stay whole."""
         source = self.source
         try:
-            captured = capture(source.user, source.meta, source.drawn, source.inputs, staged.cut)
+            captured = capture(source.user, source.meta, source.drawn, source.inputs, staged.cut, recorder=source.captured.recorder)
             staging.check(staged, captured)
         except UserError as error:
             raise Impossible(error, staged.choices) from error

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextvars
 import copy
+import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,18 +17,39 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from secc.runtime.errors import UserError
 from secc.runtime.recorder import structure
 from secc.runtime.recorder.places import class_place
 from secc.runtime.recorder.recording import Drawn, Hazard
 
+LARGE = 1 << 20  # entries of floating-point inputs (pictures, sounds) whose values hardly any forward reads and that cost time and memory
 Run = tuple[Any, bool, tuple[Hazard, ...], tuple[Drawn, ...]]  # a result, whether values of real tensors were read, hazards, random ops
 
 
 def is_fake(tensor: object) -> bool:
     """Whether a tensor has no values: it depends on a parameter or on a block's result."""
     return isinstance(tensor, FakeTensor)
+
+
+def autocast() -> str:
+    """The autocast state: "cuda bfloat16", "cpu bfloat16", or "" if it is off."""
+    for device in ("cuda", "cpu"):
+        if torch.is_autocast_enabled(device):
+            return f"{device} {str(torch.get_autocast_dtype(device)).removeprefix('torch.')}"
+    return ""
+
+
+def is_large(tensor: torch.Tensor) -> bool:
+    """Whether an input is recorded without its values as long as that will do."""
+    return tensor.is_floating_point() and tensor.numel() > LARGE
+
+
+def valueless(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    """A copy without values, laid out as `clone` lays it out."""
+    with mode:
+        return mode.from_tensor(tensor.detach()).clone()
 
 
 def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
@@ -110,12 +132,14 @@ class Shapes:
         self._results: dict[Any, Result] = {}
         self._reading: set[Any] = set()
         self._signatures: dict[str, Any] = {}
+        self._digests: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of real tensors, with the version that they are of
 
     def result(self, path: str, module: nn.Module, arguments: Any, run: Callable[[], Run]) -> Result:
         """The result of `module(*arguments)`; `run` calls it."""
         inputs = [t for _, t in structure.tensors(arguments)]
-        key = (self._signature(path, module), torch.is_grad_enabled(), torch.is_inference_mode_enabled(), _shape_key(arguments))
-        known = (key, _values(inputs)) if key in self._reading else key
+        moment = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast()
+        key = (self._signature(path, module), moment, _shape_key(arguments))
+        known = (key, self._values(inputs)) if key in self._reading else key
         if known in self._results:
             return self._results[known]
         # An empty context: Hugging Face's output recorders gather what runs in the caller's context, and this run is not the user's.
@@ -123,8 +147,21 @@ class Shapes:
         found = Result(_skeleton(out, inputs), reads, hazards, tuple(d.inside(path) for d in draws))
         if reads:
             self._reading.add(key)
-        self._results[(key, _values(inputs)) if reads else key] = found
+        self._results[(key, self._values(inputs)) if reads else key] = found
         return found
+
+    def _values(self, inputs: list[torch.Tensor]) -> tuple[bytes, ...]:
+        return tuple(self._digest(t) for t in inputs if not is_fake(t))
+
+    def _digest(self, tensor: torch.Tensor) -> bytes:
+        """Of the values; all layers of a tower are called with the same tensors."""
+        if torch.is_inference(tensor):
+            return _digest(tensor)
+        version, known = self._digests.get(tensor, (-1, b""))
+        if version != tensor._version:
+            known = _digest(tensor)
+            self._digests[tensor] = tensor._version, known
+        return known
 
     def _signature(self, path: str, module: nn.Module) -> Any:
         if path not in self._signatures:
@@ -150,8 +187,8 @@ def _shape_key(arguments: Any) -> str:
     return repr(structure.arguments(arguments, describe))
 
 
-def _values(inputs: list[torch.Tensor]) -> tuple[bytes, ...]:
-    return tuple(t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for t in inputs if not is_fake(t))
+def _digest(tensor: torch.Tensor) -> bytes:
+    return hashlib.sha256(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data).digest()
 
 
 def _skeleton(out: Any, inputs: list[torch.Tensor]) -> Any:

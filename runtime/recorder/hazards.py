@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from secc.runtime.recorder.fakes import is_fake
 from secc.runtime.recorder.places import Lines, place
@@ -37,10 +38,14 @@ class Watch:
 
     def see(self, func: Any, args: Any, kwargs: Any) -> None:
         """An op is about to run."""
-        if any(tag in func.tags for tag in _DYNAMIC) and not any(is_fake(a) for a in args):
+        if any(tag in func.tags for tag in _DYNAMIC) and (not any(is_fake(a) for a in args) or any(map(_is_mask, tree_leaves(args)))):
             self.reads = True
         if _couples(func, args, kwargs):
             self.hazards[Hazard(self._path, "batch_norm", str(func), place())] = None
+
+
+def _is_mask(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.bool, torch.uint8) and not is_fake(value)
 
 
 def _couples(func: Any, args: Any, kwargs: Any) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.cuda.amp import common
+from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -45,6 +46,9 @@ class Listener(Protocol):
 
     def watch(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An ATen op inside a block."""
+
+    def attend(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Attention inside a block."""
 
     def read(self, kind: str, tensor: torch.Tensor) -> None:
         """Python looks at the values of a tensor."""
@@ -81,7 +85,8 @@ class Calls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._listener.paused:
-            return func(*args, **kwargs)
+            attends = func is scaled_dot_product_attention
+            return self._listener.attend(func, args, kwargs) if attends else func(*args, **kwargs)
         if func in _REFUSED:
             remedy = "move it into one of the model's modules, which is called as it is"
             raise UserError(f"forward uses {_REFUSED[func]} between its modules, which cannot be recorded", place(), remedy)

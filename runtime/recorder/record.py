@@ -22,7 +22,8 @@ from secc.runtime.errors import UserError
 from secc.runtime.randomness.ops import is_random, supported
 from secc.runtime.recorder import structure
 from secc.runtime.recorder.applying import record_apply
-from secc.runtime.recorder.fakes import Run, Shapes, fake_copy
+from secc.runtime.recorder.attention import Attention
+from secc.runtime.recorder.fakes import Run, Shapes, fake_copy, is_large, valueless
 from secc.runtime.recorder.finish import finish
 from secc.runtime.recorder.functional import functionalise, mutates
 from secc.runtime.recorder.glue import Executor, Glue
@@ -60,7 +61,8 @@ class Recorder:
         self._tensors = {n: t for n, t in (*self._model.named_parameters(), *self._model.named_buffers())}
         self._state = {id(t): n for n, t in self._tensors.items()}
         self._paths = paths_of(self._model)
-        self._shapes, self._layers = Shapes(), _layers(self._model)
+        self._shapes, self._layers, self.attend = Shapes(), _layers(self._model), Attention(self._mode)
+        self._valueless = True  # large inputs have no values, until forward has asked for one
         self._observer = Observer()
         intercept(self._model, self._call)
         self.logs, self.logged = False, False
@@ -85,12 +87,20 @@ class Recorder:
 
     def record(self, batch: Mapping[str, Any]) -> Recording:
         """Record `model(**batch)`. Raises UserError for what cannot be recorded, BlockError where other blocks may help."""
+        if self._valueless and any(is_large(t) for _, t in _named(batch)):
+            try:
+                return self._record(batch)
+            except UserError:
+                self._valueless = False
+        return self._record(batch)
+
+    def _record(self, batch: Mapping[str, Any]) -> Recording:
         self.paused, self._open, self._hazards, self._watch = False, [""], dict[Hazard, None](), Watch("")
         self._tape = Tape(self._state, lambda: here(self._open[-1]), {}, self._stray)
         self._draws, self._met = list[Drawn](), Counter[str]()
         self._executor = Executor(self._mode, self._fail)
         self._glue = Glue(self._tape, self._executor, self._fail)
-        inputs = _copies(batch)
+        inputs = self._copies(batch)
         for name, tensor in _named(inputs):
             self._tape.bind(tensor, self._tape.head("placeholder", name, tensor))
         with Calls(self), Ops(self), autograd_functions(self), idle_autocast(self):
@@ -125,7 +135,7 @@ class Recorder:
         return loss, scalars_of(output)
 
     def _functional(self, batch: Mapping[str, Any]) -> Tape:
-        inputs = dict(_named(_copies(batch)))
+        inputs = dict(_named(self._copies(batch)))
 
         def value(node: fx.Node) -> torch.Tensor:
             name = str(node.target)
@@ -134,6 +144,16 @@ class Recorder:
             return self._tape.constants[name].clone() if name in self._tape.constants else self._tensors[name]
 
         return functionalise(self._tape, value, self._mode, self._fail)
+
+    def _copies(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The batch with tensors of its own, so that forward may write into them and one tensor may be passed twice."""
+
+        def own(_: str, leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return copy.copy(leaf)
+            return valueless(self._mode, leaf) if self._valueless and is_large(leaf) else leaf.detach().clone()
+
+        return structure.replace(dict(batch), own)
 
     # -- what the modes tell ------------------------------------------------------------------------------------------------------
 
@@ -315,11 +335,6 @@ def _layers(model: nn.Module) -> frozenset[str]:
     lists = ((path, m) for path, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) > 1)
     alike = ((f"{path}.{name}", child) for path, m in lists for name, child in m.named_children() if type(child) is type(m[0]))
     return frozenset(path for path, child in alike if next(child.parameters(), None) is not None)
-
-
-def _copies(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The batch with tensors of its own, so that forward may write into them and one tensor may be passed twice."""
-    return structure.replace(dict(batch), lambda _, leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else copy.copy(leaf))
 
 
 def _named(inputs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
-from secc.runtime.recorder.fakes import is_fake
+from secc.runtime.recorder.fakes import autocast, is_fake
 from secc.runtime.recorder.places import place
 from secc.runtime.recorder.recording import read_value
 from secc.runtime.recorder.structure import take
@@ -26,14 +26,6 @@ MOMENT = ("where", "module", "grad", "autocast")
 def here(module: str) -> Meta:
     """What the meta of a node says about the moment it is recorded, while `module` (a path) runs."""
     return dict(zip(MOMENT, (place(), module, torch.is_grad_enabled(), autocast()), strict=True))
-
-
-def autocast() -> str:
-    """The autocast state: "cuda bfloat16", "cpu bfloat16", or "" if it is off."""
-    for device in ("cuda", "cpu"):
-        if torch.is_autocast_enabled(device):
-            return f"{device} {str(torch.get_autocast_dtype(device)).removeprefix('torch.')}"
-    return ""
 
 
 class Tape:

@@ -10,7 +10,7 @@ import torch
 
 from secc.errors import UserError
 from secc.frontend.inputs import IGNORED, Inputs
-from secc.frontend.survey import Pattern, Sample, Survey
+from secc.frontend.survey import Pattern, Sample, Survey, by_volume
 from secc.frontend.ways import Observed, Shapes, way
 from secc.runtime.recorder import Recorder
 from secc.runtime.recorder.fold import fold
@@ -67,9 +67,9 @@ class Batches:
         """Samples that alone meet conditions which `found` never met, where there are conditions that were the same in all of it."""
         known = {condition for o in found for condition in _conditions(o)}
         others: list[Sample] = []
-        if len(known) == 2 * len({where for where, _ in known}):
-            return others
-        for sample in self._survey.kept(self._pattern):
+        for sample in by_volume(self._survey.kept(self._pattern)):
+            if len(known) == 2 * len({where for where, _ in known}):
+                break
             batch = self._user.collate([sample])
             if batch.keys() != self.ragged[0].batch.keys():
                 continue  # only several samples together have this pattern

@@ -74,7 +74,7 @@ class Capture:
     """Everything the compiler knows of the user's forward.
 
     `hazards` are ops in blocks that couple the samples of a batch, `draws` the random ops, `buffers` those outside of blocks that glue
-    reads and whose values are known here.
+    reads and whose values are known here. `recorder` is what it was recorded with, and knows what blocks return.
     """
 
     inputs: Inputs
@@ -87,6 +87,7 @@ class Capture:
     draws: list[Draw]
     notes: list[Note]
     buffers: dict[str, torch.Tensor]
+    recorder: Recorder
 
     @property
     def spare(self) -> bool:
@@ -105,14 +106,15 @@ class Capture:
 
 
 def capture(
-    user: UserModel, model: nn.Module, survey: Survey, inputs: Inputs, cut: Collection[str] = (), blocks: Sequence[str] = ()
-) -> Capture:
+    user: UserModel, model: nn.Module, survey: Survey, inputs: Inputs, cut: Collection[str] = (), blocks: Sequence[str] = (),
+    recorder: Recorder | None = None,
+) -> Capture:  # fmt: skip
     """Capture `model` (meta or real) for every pattern that the survey's samples can form.
 
-    `cut` names components whose layers are to be blocks, `blocks` modules that the user wants as blocks. Raises UserError, with file:line
-    and remedy, for what cannot be captured.
+    `cut` names components whose layers are to be blocks, `blocks` modules that the user wants as blocks. `recorder` is that of an earlier
+    capture of the model. Raises UserError, with file:line and remedy, for what cannot be captured.
     """
-    recorder = Recorder(model, ())
+    recorder = recorder or Recorder(model, ())
     recorder.logs = True
     batches = {p: Batches(user, survey, inputs, p, recorder) for p in survey.unions()}
     frontier = choose(model, [b.ragged[0].batch for b in batches.values()], cut, blocks, recorder)
@@ -125,7 +127,10 @@ def capture(
     called = {str(n.target): n for case in reversed(cases) for n in case.generic.graph.nodes if n.op == "call_module"}
     blocks_called = {path: _block(model, path, call) for path, call in called.items()}
     buffers = _buffers(model, cases, blocks_called)
-    return Capture(inputs, survey.optional, cases, blocks_called, _parameters(model), ties(model), hazards, draws, frontier.notes, buffers)
+    parameters, tied = _parameters(model), ties(model)
+    return Capture(
+        inputs, survey.optional, cases, blocks_called, parameters, tied, hazards, draws, frontier.notes, buffers, recorder
+    )  # fmt: skip
 
 
 class _Cases:

@@ -100,7 +100,7 @@ class Survey:
             few = max(0, min(LACKING[k], count - len(cover))) if lacking else 0
             place = PLACES[(k + turn) % len(PLACES)]
             small = place == max(PLACES)
-            groups = [_by_volume(g) if small else g for g in cover]
+            groups = [by_volume(g) if small else g for g in cover]
             samples = _pick(groups, max(count - few, len(cover)), 0 if small else place) + _pick([lacking], few, place)
             if cut:
                 samples = [_cropped(s, place, n) for n, s in enumerate(samples)]
@@ -208,8 +208,8 @@ def _first_label(sample: Sample) -> int:
 
 def _window(sample: Sample, start: int, size: int) -> Sample:
     """`size` entries of the token sequence and of what runs beside it, from `start` on, over again where it ends."""
-    keys = _sequences(sample)
-    index = [(start + i) % length(sample) for i in range(size)]
+    keys, whole = _sequences(sample), length(sample)
+    index = [(start + i) % whole for i in range(size)]
     cut = {key: [sample[key][i] for i in index] if isinstance(sample[key], (list, tuple)) else sample[key][index] for key in keys}
     return {key: cut.get(key, value) for key, value in sample.items()}
 
@@ -250,6 +250,6 @@ def _by_length(samples: Sequence[Sample]) -> list[Sample]:
     return sorted(samples, key=length, reverse=True)
 
 
-def _by_volume(samples: Sequence[Sample]) -> list[Sample]:
+def by_volume(samples: Sequence[Sample]) -> list[Sample]:
     """Those with the fewest entries beside the token sequence first: in one micro-batch every clip and image is a small one."""
     return sorted(samples, key=lambda s: sum(v.numel() for v in s.values() if isinstance(v, torch.Tensor) and v.ndim > 1))

@@ -328,6 +328,85 @@ def test_equal_layers_are_looked_into_once() -> None:
     assert len(runs) == 2  # the first layer's argument carries no gradient, the others' do
 
 
+class Windowed(nn.Module):
+    """A block that attends to pairs of rows one by one; `glue` is asked with the input first."""
+
+    def __init__(self, glue: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.tower = _Windows()
+        self.glue = glue
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.glue(x)
+        return self.tower(x).mean()
+
+
+class _Windows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        windows = self.project(x).split(2)
+        return torch.cat([F.scaled_dot_product_attention(w[None], w[None], w[None])[0].mul_(2) for w in windows])
+
+
+def test_attention_inside_blocks_is_learnt_once_for_each_layout() -> None:
+    recorder, ops = Recorder(Windowed(lambda x: None), ["tower"]), list[str]()
+    see = recorder.watch
+    recorder.watch = lambda func, args, kwargs: (ops.append(str(func)), see(func, args, kwargs))[1]  # type: ignore[method-assign]
+    recorder.record({"x": torch.ones(2, 4)})
+    attends = [op for op in ops if "softmax" in op or "attention" in op]
+    ops.clear()
+    (result,) = [n for n in recorder.record({"x": torch.ones(8, 4)}).graph.nodes if n.target is take]
+    assert attends and not set(attends) & set(ops)
+    assert result.meta["requires_grad"] and result.meta["shape"] == (8, 4)
+
+
+def test_large_inputs_have_values_only_where_forward_reads_them() -> None:
+    seen = list[str]()
+
+    class Wide(nn.Module):
+        def __init__(self, look: Callable[[torch.Tensor], object]) -> None:
+            super().__init__()
+            self.tower, self.look = nn.Linear(4, 4), look
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(f"{type(x).__name__} {self.look(x)}")
+            return self.tower(x).mean()
+
+    x = torch.ones(1 << 19, 4)
+    assert record(Wide(lambda x: ""), {"x": x}, ["tower"]).reads == []
+    assert [r.value for r in record(Wide(lambda x: x.sum().item()), {"x": x}, ["tower"]).reads] == [x.numel()]
+    record(Wide(lambda x: ""), {"x": x[:2]}, ["tower"])
+    assert seen == ["FakeTensor ", f"Tensor {float(x.numel())}", "Tensor "]
+
+
+def test_a_mask_that_chooses_rows_inside_a_block_decides_its_shape() -> None:
+    class Chooses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(5, 5)
+
+        def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+            return self.linear(x)[keep]
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tower = Chooses()
+
+        def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+            return self.tower(x, keep).mean()
+
+    recorder = Recorder(Outer(), ["tower"])
+    shapes = [
+        next(n.meta["shape"] for n in recorder.record(BATCH | {"keep": keep}).graph.nodes if n.target is take)
+        for keep in (BATCH["keep"], ~BATCH["keep"])
+    ]
+    assert shapes == [(3, 5), (1, 5)]
+
+
 def test_random_numbers_and_batch_norm_inside_blocks_are_told() -> None:
     class Noisy(nn.Module):
         def __init__(self) -> None:
