@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 
 from secc.runtime.balance import Ranks, balance
@@ -85,7 +86,6 @@ class Composer:
         self.head, self.upstream = self._ways()
         self.waves = {s.name: self._waves(s) for s in plan.sections}
         self.urgency = {s.name: self._urgency(s, Style()) for s in plan.sections}
-        self._dealt: Dealt | None = None
         loads = {s.name: sum(self.size[s.name]) // s.mesh.dp for s in graph.order}
         busy = [s for s in graph.order if 2 * loads[s.name] >= max(loads.values())]
         self.critical = max(busy, key=lambda s: (graph.depth[s.name], loads[s.name]))
@@ -118,9 +118,14 @@ class Composer:
         for section in self.graph.order:
             into = [e for e in self.plan.edges if e.dst == section.name]
             heads[section.name] = self._longest(self._through(e.src, heads[e.src], self.alone[e.src][0]) for e in into)
-            owed = [e for e in into if returns_gradient(e, sections)]
-            backs[section.name] = self._longest(self._through(e.src, backs[e.src], self.alone[e.src][1]) for e in owed)
+            owed = [sections[e.src] for e in into if returns_gradient(e, sections)]
+            backs[section.name] = self._longest(self._through(s.name, backs[s.name], self._awaited(s)) for s in owed)
         return heads, backs
+
+    def _awaited(self, section: Section) -> Column:
+        """The backward of every sample without a second part, for which nobody waits."""
+        backward = self.alone[section.name][1]
+        return list(map(int.__sub__, backward, _weights(section, backward)))
 
     def _through(self, name: str, way: Column, own: Column) -> Column:
         """The way through a section, 0 for samples that do not pass it."""
@@ -140,7 +145,8 @@ class Composer:
         for s in self.plan.sections:
             name = s.name
             work[replica_ranks(s)] += sum(self.size[name])
-            ways = zip(self.head[name], self.size[name], self.upstream[name], self.kind, strict=True)
+            own = map(int.__add__, self.alone[name][0], self._awaited(s))
+            ways = zip(self.head[name], own, self.upstream[name], self.kind, strict=True)
             longest = max([longest, *(h + w + u for h, w, u, kind in ways if self._active[name][kind])])
         return max([longest, *(-(-total // len(ranks)) for ranks, total in work.items())])
 
@@ -162,7 +168,8 @@ class Composer:
 
     # -- dealing ------------------------------------------------------------------------------------------------------------------
 
-    def deal(self) -> Dealt:
+    @cached_property
+    def dealt(self) -> Dealt:
         """Each replica's samples: largest first, each to the least loaded. Sections of the same ranks and stages are dealt alike.
 
         Of a team that has several ranks a replica, the busiest decide.
@@ -248,15 +255,25 @@ class Composer:
 
     def wavefront(self, style: Style) -> dict[str, Table]:
         """Micro-batches of balanced replicas, cut as the critical section wants them."""
-        if self._dealt is None:
-            self._dealt = self.deal()
-        dealt = self._dealt
         self.urgency = {s.name: self._urgency(s, style) for s in self.plan.sections}
-        turn = self.turns(dealt, style.lead)
-        cuts = {self.critical.whole: [(r, t) for r, some in enumerate(dealt.critical) for t in some]}
+        turn = self.turns(self.dealt, style.lead)
+        return self._tables([(r, t) for r, some in enumerate(self.dealt.critical) for t in some], turn)
+
+    def queued(self, queues: Sequence[Sequence[Lot]], turn: Column) -> dict[str, Table]:
+        """Micro-batches of which the critical section's replicas take those in their queues, each in its queue's order; the other sections
+        take samples by turn."""
+        tables = self._tables([(r, t) for r, queue in enumerate(queues) for t in queue], turn)
+        for stage in self.graph.stages[self.critical.name]:
+            table = tables[stage.name]
+            place = list(range(len(table.micro_batches)))
+            tables[stage.name] = replace(table, wave=[0] * len(place), urgency=place)
+        return tables
+
+    def _tables(self, critical: Cut, turn: Column) -> dict[str, Table]:
+        cuts = {self.critical.whole: critical}
         for name, stages in self.plan.pipelines.items():
             if name not in cuts:
-                cuts[name] = self._cut(stages[-1], dealt.positions[stages[-1].name], turn)
+                cuts[name] = self._cut(stages[-1], self.dealt.positions[stages[-1].name], turn)
         return {s.name: self.table(s, cuts[s.whole], turn) for s in self.plan.sections}
 
     def turns(self, dealt: Dealt, lead: int) -> Column:

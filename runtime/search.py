@@ -62,12 +62,16 @@ def improve(
 
 
 def tries(jobs: int, makespan: int, least: int) -> int:
-    """How many tries a step of this length is worth: they may take a share of it, and less than what can be won."""
+    """How many tries a step of this length is worth, none where they are too few."""
+    count = affordable(jobs, makespan, least)
+    return min(MOST_TRIES, count) if count >= jobs // FEW else 0
+
+
+def affordable(jobs: int, makespan: int, least: int) -> int:
+    """How many runs of so many jobs a step of this length is worth: they may take a share of it, and less than what can be won."""
     if makespan - least <= makespan // NEAR:
         return 0
-    worth = min(makespan // SHARE, (makespan - least) // GAIN)
-    count = worth // (TRY_NS * jobs)
-    return min(MOST_TRIES, count) if count >= jobs // FEW else 0
+    return min(makespan // SHARE, (makespan - least) // GAIN) // (TRY_NS * jobs)
 
 
 def _blocks(step: Step, graph: Graph, tables: Mapping[str, Table], early: Micros) -> list[list[Block]]:

@@ -7,7 +7,8 @@ readiness, prefers what owes an upstream backward, and so ends with samples that
    replica gets its share of both, and they end together. Where micro-batches hold several samples, alike ones are together.
 2. *Urgency* (`jobs`). Each replica of the critical section wants its samples in a queue: those that owe upstream the most first. A
    sample's turn is the work before it in that queue, and upstream sections take samples by turn, all forwards first, then backwards,
-   the largest first; the others run a backward as soon as they can, which frees memory soonest.
+   the largest first; the others run a backward as soon as they can, which frees memory soonest. Where the critical section is a pipeline,
+   its replicas' queues are planned instead (`queues`, `upstream`), with long micro-batches on few replicas.
 3. *Virtual time* (`timeline`). Every rank, whenever it is free, takes the most urgent job that is ready. Where the time that this takes is
    not close to the work spread evenly, other styles of queue are tried, and then small changes (`search`), as long as the step is worth it.
 4. *Programs* (`emit`) follow that one global order, which is why they cannot deadlock: each job waits only for jobs before it.
@@ -28,19 +29,23 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from secc.runtime import queues
 from secc.runtime.ahead import early, ready
 from secc.runtime.collector import collector_paused
 from secc.runtime.compose import Composer, Cut, Table
 from secc.runtime.emit import emit
 from secc.runtime.graph import Graph
 from secc.runtime.jobs import Messages, Step, make
+from secc.runtime.lots import Lot
 from secc.runtime.plan import Plan
 from secc.runtime.program import Micros, SampleMeta, Schedule, pairs
-from secc.runtime.search import improve, tries
+from secc.runtime.search import affordable, improve, tries
 from secc.runtime.timeline import run
+from secc.runtime.upstream import critical_load
 
 ORDERS = ("wavefront", "dataset")
 STYLE_TRIES = 8  # what a style takes, in tries of the search
+QUEUE_TRIES = 10  # what other queues of a pipeline take
 
 
 @dataclass
@@ -122,13 +127,38 @@ def _timed_schedule(plan: Plan, samples: Sequence[SampleMeta], order: str) -> tu
 
 
 def _best(composer: Composer, least: int) -> Candidate:
-    """The shortest of the styles; the later ones are tried only where there is something to gain."""
+    """The shortest of the candidates; the later ones are tried only where there is something to gain."""
+    if (found := critical_load(composer)) is not None:
+        return _best_queues(composer, *found, least)
     first, *others = composer.styles()
     best = _candidate(composer, composer.wavefront(first), in_turn=False)
     for style in others:
         if tries(len(best.step.jobs.rank), best.makespan, least) < STYLE_TRIES:
             break
         found = _candidate(composer, composer.wavefront(style), in_turn=False)
+        best = found if found.makespan < best.makespan else best
+    return best
+
+
+def _best_queues(composer: Composer, load: queues.Load, lots: Sequence[Lot], least: int) -> Candidate:
+    """A critical pipeline's queues: the likeliest first, the others and moves as long as the step is worth it."""
+
+    def candidate(plan: queues.Queues) -> Candidate:
+        turn = [0] * composer.count
+        for lot, wanted in zip(lots, plan.wanted, strict=True):
+            for p in lot:
+                turn[p] = wanted
+        return _candidate(composer, composer.queued([[lots[m] for m in q] for q in plan.queues], turn), in_turn=False)
+
+    first, *shares = queues.SHARES
+    plans = [queues.plan(load, first, queues.ROUNDS)]
+    best, spent = candidate(plans[0]), 0
+    for share in (*shares, 0):
+        spent += QUEUE_TRIES
+        if affordable(len(best.step.jobs.rank), best.makespan, least) < spent:
+            break
+        plans.append(queues.plan(load, share, 2 * queues.ROUNDS) if share else queues.move(load, min(plans, key=lambda p: p.end)))
+        found = candidate(plans[-1])
         best = found if found.makespan < best.makespan else best
     return best
 

@@ -5,6 +5,8 @@ seeds, and sections with linear costs.
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from secc.runtime.plan import Cost, Edge, Mesh, ModelRef, Plan, Section, Symbol
 from secc.runtime.program import SampleMeta
@@ -30,10 +32,15 @@ def _multimodal(i: int, r: random.Random, image: bool, audio: bool) -> SampleMet
     return SampleMeta(i, pattern, {"B": 1, "T": held.text + tokens + held.frames // 2, "I": 4 * tokens, "A": held.frames})
 
 
+def text(i: int, tokens: int) -> SampleMeta:
+    """A sample of text alone."""
+    return SampleMeta(i, frozenset(), {"B": 1, "T": tokens, "I": 0, "A": 0})
+
+
 def distillation(count: int, seed: int) -> Samples:
     """Samples of text for a teacher and a student."""
     r = random.Random(f"distillation {count} {seed}")
-    return [SampleMeta(i, frozenset(), {"B": 1, "T": mix.distillation(r).text, "I": 0, "A": 0}) for i in range(count)]
+    return [text(i, mix.distillation(r).text) for i in range(count)]
 
 
 def section(name: str, ranks: range, symbol: str, ns: int, mode: str = "train", when: frozenset[str] = frozenset()) -> Section:
@@ -50,12 +57,44 @@ def plan(sections: list[Section], edges: list[tuple[str, str]]) -> Plan:
     return Plan(1, "", ModelRef("", ""), world, 0, "own", SYMBOLS, (), tuple(sections), made, (), (), {}, {}, {})
 
 
-def vlm(samples: Samples, encoders: int, replicas: int, load: float, mode: str = "train") -> Plan:
+@dataclass(frozen=True)
+class Pipeline:
+    """How a section runs in stages, each of which takes as long as the section takes in one.
+
+    A stage holds at most `room` micro-batches between forward and backward; `split`: half of a backward is for weights and comes later.
+    """
+
+    stages: int = 1
+    room: int = 0
+    split: bool = False
+
+    def of(self, whole: Section) -> list[Section]:
+        """The stages of a section: replica d has the ranks from `first + d * stages` on."""
+        if self.stages == 1:
+            return [replace(whole, weight_permille=500 if self.split else 0)]
+        first, dp = whole.mesh.ranks[0], whole.mesh.dp
+        meshes = [Mesh(tuple(range(first + i, first + i + dp * self.stages, self.stages)), dp) for i in range(self.stages)]
+        weight = 500 if self.split else 0
+        return [
+            replace(whole, name=f"{whole.name}_{i}", pipeline=whole.name, stage=i, mesh=m, in_flight=self.room, weight_permille=weight)
+            for i, m in enumerate(meshes)
+        ]
+
+
+def vlm(
+    samples: Samples,
+    encoders: int,
+    replicas: int,
+    load: float,
+    mode: str = "train",
+    pipeline: Pipeline = Pipeline(),
+) -> Plan:
     """An encoder on its own ranks and a language model; `load` is the encoder's work on each rank over the language model's."""
     passes = 3 if mode == "train" else 1
     ns = entry_ns(samples, "I", encoders, replicas, load, passes)
     vision = section("vision", range(encoders), "I", ns, mode, IMAGES)
-    return plan([vision, section("lm", range(encoders, encoders + replicas), "T", TOKEN_NS)], [("vision", "lm")])
+    lm = pipeline.of(section("lm", range(encoders, encoders + replicas), "T", TOKEN_NS))
+    return plan([vision, *lm], [("vision", lm[0].name), *pairwise(s.name for s in lm)])
 
 
 def omni(samples: Samples, encoders: int, replicas: int, load: float) -> Plan:

@@ -6,17 +6,20 @@ Sets
 
 Variables
     x[u,r]   0/1: u runs on rank r of R(u)
-    f[u]     start of u's forward;  b[u] start of its backward
+    f[u]     start of u's forward;  b[u] start of its backward;  w[u] start of the second part of a backward that is split
     T        time of the step
 
 Constraints, each family by the function that adds it
     sum_r x[u,r] = 1;  the jobs on a rank do not overlap                                        `_place`
     b[u] >= f[u] + forward[u];  f[v] >= f[u] + forward[u] + wait along each edge (u, v),
-    b[u] >= b[v] + backward[v] + wait where its gradient returns                                 `_order`
-    T >= the end of each forward and backward + the closing of its section                       `_end`
+    b[u] >= b[v] + backward[v] + wait where its gradient returns;  w[u] >= b[u] + backward[u]     `_order`
+    T >= the end of each job + the closing of its section                                        `_end`
+    a sample is on the same replica of all stages of a pipeline                                  `_stages`
+    a stage holds at most as many as it has room for, from f to the end of the last job           `_room`
     replicas of one section with equal ranks' duties are alike: the first unit goes to the first  `_symmetry`
 
-Objective: the least T. Every micro-batch is one sample, so plans with larger micro-batches are refused.
+Objective: the least T. Every micro-batch is one sample, so plans with larger micro-batches are refused. Stages may take samples in
+different orders. Room counts for pipelines that nothing else consumes; for others it is a wish.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ from dataclasses import dataclass
 
 from ortools.sat.python import cp_model
 
-from secc.runtime.program import owes_backward
+from secc.runtime.program import computations, owes_backward
+from secc.schedule.pipeline_bounds import has_slots
 from secc.schedule.work import Unit, Work
 
 SEED = 7
@@ -75,8 +79,11 @@ class _Model:
         self.backward = {
             k: self.cp.new_int_var(u.backward_head or 0, self.horizon, f"b{k}") for k, u in self.units.items() if k[0] in self.late
         }
+        split = {s.name for s in work.sections if computations(s)[-1] == "W"}
+        self.weight = {k: self.cp.new_int_var(0, self.horizon, f"w{k}") for k in self.units if k[0] in split}
         self.time = self.cp.new_int_var(0, self.horizon, "T")
-        for family in (self._place, self._order, self._end, self._symmetry):
+        self.pipelines = [stages for stages in work.plan.pipelines.values() if len(stages) > 1]
+        for family in (self._place, self._order, self._end, self._stages, self._room, self._symmetry):
             family()
         self.cp.minimize(self.time)
 
@@ -101,8 +108,9 @@ class _Model:
             self.cp.add_no_overlap(intervals)
 
     def _jobs(self, k: tuple[str, int], u: Unit) -> list[tuple[cp_model.IntVar, int]]:
-        forward = [(self.forward[k], u.forward)]
-        return [*forward, (self.backward[k], u.backward)] if k in self.backward else forward
+        """(start, duration) of each job of a unit, in their order."""
+        starts = (self.forward, self.backward, self.weight)
+        return [(start[k], ns) for start, ns in zip(starts, (u.forward, u.backward, u.last), strict=True) if k in start]
 
     def _order(self) -> None:
         for k, start in self.backward.items():
@@ -114,23 +122,52 @@ class _Model:
                 if arc.gradient:
                     self.cp.add(self.backward[src] >= self.backward[dst] + self.units[dst].backward + wait)
 
+        for k, start in self.weight.items():
+            self.cp.add(start >= self.backward[k] + self.units[k].backward)
+
     def _end(self) -> None:
         for k, u in self.units.items():
             for start, duration in self._jobs(k, u):
                 self.cp.add(self.time >= start + duration + self.work.closing[k[0]])
 
+    def _stages(self) -> None:
+        for first, *others in self.pipelines:
+            for stage in others:
+                for p in self.work.active[stage.name]:
+                    for a, b in zip(self.work.ranks[first.name], self.work.ranks[stage.name], strict=True):
+                        self.cp.add(self.x[first.name, p][a] == self.x[stage.name, p][b])
+
+    def _room(self) -> None:
+        for section in (s for s in self.work.sections if has_slots(self.work, s)):
+            held = [(k, self._jobs(k, u)) for k, u in self.units.items() if k[0] == section.name]
+            for rank in self.work.ranks[section.name]:
+                intervals = [
+                    self.cp.new_optional_interval_var(jobs[0][0], self.cp.new_int_var(0, self.horizon, ""), end, self.x[k][rank], "")
+                    for k, jobs in held
+                    for end in (jobs[-1][0] + jobs[-1][1],)
+                ]
+                self.cp.add_cumulative(intervals, [1] * len(intervals), section.in_flight)
+
     def _symmetry(self) -> None:
-        """Where no two sections share some ranks only, ranks of a section can be renamed, so its first unit may go to its first rank."""
-        sets = {frozenset(r) for r in self.work.ranks.values()}
-        if any(a & b for a in sets for b in sets if a != b):
+        """Where no two sections share some ranks only, ranks of a section can be renamed, so its first unit may go to its first replica.
+
+        Ranks of a pipeline are renamed together.
+        """
+        staged = {s.name for stages in self.pipelines for s in stages}
+        sets = [frozenset(self.work.ranks[s.name]) for s in self.work.sections]
+        alone = {frozenset(self.work.ranks[s.name]) for s in self.work.sections if s.name not in staged}
+        if any(a & b for a in set(sets) for b in set(sets) if a != b) or len(set(sets)) < len(alone) + len(staged):
             return
-        for ranks in sets:
+        for ranks in alone:
             first = next((k for k in self.units if frozenset(self.work.ranks[k[0]]) == ranks), None)
             if first is not None:
                 self.cp.add(self.x[first][min(ranks)] == 1)
+        for stages in self.pipelines:
+            for p in self.work.active[stages[0].name][:1]:
+                self.cp.add(self.x[stages[0].name, p][self.work.ranks[stages[0].name][0]] == 1)
 
 
 def _serial(work: Work) -> int:
     """More than any schedule needs: all work and all waits one after the other."""
-    jobs = sum(u.forward + u.backward for units in work.units.values() for u in units)
+    jobs = sum(u.forward + u.backward + u.last for units in work.units.values() for u in units)
     return jobs + 2 * sum(sum(a.wait.values()) for a in work.arcs) + max(work.closing.values(), default=0)

@@ -35,7 +35,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from secc.runtime.plan import Plan
-from secc.runtime.program import SampleMeta
+from secc.runtime.program import SampleMeta, owes_backward
+from secc.schedule.pipeline_bounds import has_slots, holds, long_samples, round_trips
 from secc.schedule.work import Unit, Work
 
 ALL_PREFIXES = 64  # up to so many jobs every prefix is tried, beyond that prefixes that grow by a quarter
@@ -88,7 +89,12 @@ def ahead_work(work: Work) -> list[Bound]:
 
 def until_optimizer(work: Work) -> Bound:
     """The bound on the time until all gradients are summed."""
-    return max(_all_bounds(work), key=lambda b: b.ns)
+    best = max(_all_bounds(work), key=lambda b: b.ns)
+    for name, stages in work.plan.pipelines.items():
+        if len(stages) > 1 and stages[0].micro_batch == 1 and owes_backward(stages[0]):
+            found = long_samples(work, stages, best.ns)
+            best = Bound(found, f"the longest samples on the ranks of {name}") if found > best.ns else best
+    return best
 
 
 def plan_bound(plan: Plan, samples: Sequence[SampleMeta]) -> int:
@@ -110,6 +116,18 @@ def _all_bounds(work: Work) -> Iterator[Bound]:
         for what, jobs in _families(units):
             yield Bound(_sets(jobs, ranks), f"{what} on the ranks of {where}")
             yield Bound(_packing(jobs, ranks), f"the largest {what} on the ranks of {where}")
+    trips = round_trips(work)
+    for section in work.sections:
+        if has_slots(work, section):
+            units, slots = work.units[section.name], section.in_flight * section.mesh.dp
+            jobs = [_Job(hold, u.forward_head, _end(u)) for u, hold in zip(units, holds(work, section, trips), strict=True)]
+            yield Bound(max(_sets(jobs, slots), _packing(jobs, slots)), f"what {section.name} has room for")
+
+
+def _end(u: Unit) -> int:
+    """The tail of a unit's last job."""
+    late = u.backward_tail if u.last_tail is None else u.last_tail
+    return u.forward_tail if late is None else late
 
 
 def _chains(work: Work) -> Iterator[int]:
@@ -131,14 +149,16 @@ def _pools(work: Work) -> list[tuple[int, list[str]]]:
 
 
 def _families(units: Sequence[Unit]) -> Iterator[tuple[str, list[_Job]]]:
-    """Whole units, forwards alone and backwards alone."""
+    """Whole units, forwards alone and backwards alone; where backwards are split, also all but either end of a unit."""
     late = [(u, h, t) for u in units if (h := u.backward_head) is not None and (t := u.backward_tail) is not None]
-    ends = {id(u): t if u.last_tail is None else u.last_tail for u, _, t in late}
     totals = [u.forward_weight + u.backward_weight + u.last_weight for u in units]
-    yield "all work", [_Job(w, u.forward_head, ends.get(id(u), u.forward_tail)) for w, u in zip(totals, units, strict=True)]
+    yield "all work", [_Job(w, u.forward_head, _end(u)) for w, u in zip(totals, units, strict=True)]
     if late:
         yield "forwards", [_Job(u.forward_weight, u.forward_head, u.forward_tail) for u in units]
         yield "backwards", [_Job(u.backward_weight, h, t) for u, h, t in late]
+    if any(u.last for u in units):
+        yield "forwards and input gradients", [_Job(u.forward_weight + u.backward_weight, u.forward_head, t) for u, _, t in late]
+        yield "backwards and weights", [_Job(u.backward_weight + u.last_weight, h, _end(u)) for u, h, _ in late]
 
 
 def _sets(jobs: Sequence[_Job], ranks: int) -> int:

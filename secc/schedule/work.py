@@ -29,7 +29,7 @@ class Unit:
 
     `forward`, `backward`: durations of the sample alone. `forward_weight`, `backward_weight`: what it adds to any micro-batch. Heads and
     tails as the module says; those of the backward are None in a section that owes none. Of a split backward all this is that of its
-    first part; `last_weight` and `last_tail` are what the second part adds, and the tail behind it.
+    first part; `last`, `last_weight` and `last_tail` are the second part's duration, what it adds, and the tail behind it.
     """
 
     section: str
@@ -42,6 +42,7 @@ class Unit:
     forward_tail: int
     backward_head: int | None
     backward_tail: int | None
+    last: int = 0
     last_weight: int = 0
     last_tail: int | None = None
 
@@ -73,10 +74,11 @@ class Work:
         self.arcs = [Arc(e.src, e.dst, returns_gradient(e, named), self._waits(e)) for e in plan.edges]
         self.units = self._units()
 
-    def _times(self, section: Section) -> dict[int, tuple[int, int]]:
-        """(forward, backward) of each active sample on its own."""
+    def _times(self, section: Section) -> dict[int, tuple[int, int, int]]:
+        """(forward, backward, second part of a split backward) of each active sample on its own."""
         forward, backward = self._costs.alone(section)
-        return {p: (forward[p], backward[p] - weight_part(section, backward[p])) for p in self.active[section.name]}
+        later = [weight_part(section, b) for b in backward]
+        return {p: (forward[p], backward[p] - later[p], later[p]) for p in self.active[section.name]}
 
     def _waits(self, edge: Edge) -> dict[int, int]:
         """The message of each sample that both ends of an edge see, over the fastest link there is."""
@@ -94,9 +96,9 @@ class Work:
             for p in self.active[s.name]:
                 f, b = ("F", s.name, p), ("B", s.name, p)
                 late = (heads[b], tails[b]) if backward else (None, None)
-                (own, total), (forward, inputs) = weights[p], self._alone[s.name][p]
+                (own, total), (forward, inputs, later) = weights[p], self._alone[s.name][p]
                 first = total * (1000 - s.weight_permille) // 1000
-                unit = Unit(s.name, p, forward, inputs, own, first, heads[f], tails[f], *late, total - first, last)
+                unit = Unit(s.name, p, forward, inputs, own, first, heads[f], tails[f], *late, later, total - first, last)
                 found[s.name].append(unit)
         return found
 
@@ -153,7 +155,7 @@ class Work:
             back = [a for a in self.arcs if a.dst == s.name and a.gradient]
             for p in self.active[s.name] if owes_backward(s) else ():
                 rest = (a.wait[p] + self._alone[a.src][p][1] + tails["B", a.src, p] for a in back if p in a.wait)
-                tails["B", s.name, p] = max([self.closing[s.name], *rest])
+                tails["B", s.name, p] = max([self._alone[s.name][p][2] + self.closing[s.name], *rest])
         for s in reversed(self.sections):
             out = [a for a in self.arcs if a.src == s.name]
             for p in self.active[s.name]:

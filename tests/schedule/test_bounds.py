@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from secc.alloc.exact_schedule import solve
 from secc.runtime.expr import evaluate
-from secc.runtime.plan import ModelRef
+from secc.runtime.plan import Cost, ModelRef
 from secc.runtime.wavefront import timed_schedule
 from secc.schedule.additive import parts
 from secc.schedule.bounds import plan_bound, schedule_bound
 from secc.schedule.work import Work
-from tests.schedule.plans import SYMBOLS, batches, edge, plan, plans, sample, section
+from tests.schedule.plans import SYMBOLS, batches, edge, passes_on, plan, plans, sample, section, stages
 
 IMAGE = ("images",)
 CLUSTER = {
@@ -48,9 +48,7 @@ def test_the_plan_bound_is_below_the_schedule_bound(p, samples):
     assert plan_bound(p, samples) <= schedule_bound(p, samples).ns
 
 
-single = plans().map(
-    lambda p: dataclasses.replace(p, sections=tuple(dataclasses.replace(s, micro_batch=1, weight_permille=0) for s in p.sections))
-)
+single = plans().map(lambda p: dataclasses.replace(p, sections=tuple(dataclasses.replace(s, micro_batch=1) for s in p.sections)))
 small = batches.map(lambda samples: samples[:5])
 
 
@@ -62,6 +60,49 @@ def test_the_optimum_lies_between_the_bound_and_the_order(p, samples):
     assert exact is not None
     assert schedule_bound(p, samples).ns <= exact.ns <= order
     assert schedule_bound(p, samples).ns <= exact.bound_ns or not exact.optimal
+
+
+@st.composite
+def staged(draw):
+    """A pipeline with stages as long as each other or not, perhaps behind an encoder, with room for any number, in one piece or split."""
+    parts, replicas, encoder = draw(st.integers(2, 4)), draw(st.integers(1, 2)), draw(st.booleans())
+    lm = stages("lm", [[d * parts + i for d in range(replicas)] for i in range(parts)], in_flight=[draw(st.integers(0, 4))] * parts)
+    even, split = draw(st.booleans()), draw(st.sampled_from([0, 300, 500]))
+    times = [draw(st.tuples(st.integers(1, 5), st.integers(1, 9))) for _ in lm]
+    costs = [Cost(f"{f}*S", f"{b}*S") for f, b in ([times[0]] * parts if even else times)]
+    lm = [dataclasses.replace(s, cost=cost, weight_permille=split) for s, cost in zip(lm, costs, strict=True)]
+    if not encoder:
+        return plan(lm, passes_on(lm), parts * replicas)
+    vision = section("vision", [parts * replicas], when=IMAGE, forward="10*I", backward="20*I")
+    return plan([vision, *lm], [edge("vision", "lm_0"), *passes_on(lm)], parts * replicas + 1)
+
+
+lengths = st.lists(st.tuples(st.booleans(), st.integers(1, 3), st.sampled_from([1, 2, 5, 10, 30, 100])), min_size=1, max_size=6)
+
+
+@given(staged(), lengths)
+@settings(max_examples=40)
+def test_no_schedule_of_a_pipeline_is_shorter_than_the_bound(p, rows):
+    """The solver's schedules are schedules whether or not it proves them the shortest."""
+    samples = [sample(i, *(IMAGE if image else ()), images=n, length=length) for i, (image, n, length) in enumerate(rows)]
+    order, bound = timed_schedule(p, samples)[1], schedule_bound(p, samples).ns
+    exact = solve(Work(p, samples), limit=0.3, hint_ns=order)
+    assert bound <= order if exact is None else bound <= exact.ns <= order
+
+
+def test_a_long_sample_leaves_the_last_stages_of_its_replica_idle():
+    """Four stages, one sample of 100 and eight of 10: the last stage waits for the long one, and then for nothing else."""
+    lm = stages("lm", [[0], [1], [2], [3]], forward="S", backward="2*S")
+    samples = [sample(i, length=100 if i == 0 else 10) for i in range(9)]
+    bound = schedule_bound(plan(lm, passes_on(lm), 4), samples)
+    assert bound.reason == "the longest samples on the ranks of lm"
+    assert bound.ns > 4 * 300
+
+
+def test_room_for_one_makes_a_pipeline_take_one_sample_after_another():
+    lm = stages("lm", [[0], [1], [2]], in_flight=(1, 1, 1), forward="S", backward="2*S")
+    bound = schedule_bound(plan(lm, passes_on(lm), 3), [sample(i) for i in range(4)])
+    assert (bound.ns, bound.reason) == (4 * 3 * 30, "what lm_0 has room for")
 
 
 @given(
@@ -136,6 +177,15 @@ def test_the_exact_schedule_finds_what_a_greedy_order_misses():
     exact = solve(Work(p, samples))
     assert exact is not None and exact.optimal and exact.ns == 6
     assert {rank for rank, _, _ in exact.placed.values()} == {0, 1}
+
+
+def test_the_exact_schedule_of_a_pipeline_fills_with_weight_gradients_and_keeps_to_the_room():
+    """Two stages, two samples, all parts 10: 60 of work and a forward before on the last one; with room for one, two whole rounds."""
+    lm = stages("lm", [[0], [1]], forward="S", backward="2*S")
+    split = [dataclasses.replace(s, weight_permille=500) for s in lm]
+    tight = [dataclasses.replace(s, in_flight=1) for s in split]
+    found = [solve(Work(plan(some, passes_on(some), 2), [sample(0), sample(1)])) for some in (lm, split, tight)]
+    assert [exact.ns for exact in found if exact is not None] == [90, 70, 100]
 
 
 def test_an_exact_schedule_of_larger_micro_batches_is_refused():

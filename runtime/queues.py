@@ -1,0 +1,223 @@
+"""The queues of a pipeline's replicas: which micro-batches each replica takes, and in which order.
+
+With stages, balanced replicas do not end together. While a long micro-batch passes one stage after another the others run dry, and
+the replica loses up to several times its length. So the longest are not spread: each replica in turn takes a run of the longest ones
+left, up to a *share* of the work it is to have, and short ones fill the replicas up. Few replicas then lose much, and get less work.
+
+1. *Aims*. Each replica aims at an amount of work. What it loses is guessed from its longest micro-batch first, then read off a
+   simulation of it alone (`lane`), with as many rounds as the step is worth; who loses more gets less, so that all end together.
+2. *Shapes*. A queue rises from short to long and falls again: short ones fill the pipeline soon and drain it soon, and around the long
+   ones there is something to do on all stages. What needs nothing upstream stands at both ends, two of it (`pyramid`) or all
+   (`sandwich`). Each replica takes the shape that ends first.
+3. *Upstream* takes samples in the order in which the first stages would start them if they were there.
+4. *Moves*. What the step is still worth goes into changes of the queue that ends last: another place for one of its micro-batches,
+   or another replica.
+
+All of it is integers, a fixed seed and counted tries, so every rank finds the same. Where it loses: eight stages with fewer than 64
+micro-batches a replica, where the longest chains leave stages idle whatever comes before and behind; stages that share ranks with other
+sections are not ordered by this, nor pipelines that feed other ranks.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heapreplace
+
+from secc.runtime.lane import Lane
+
+Queue = list[int]
+Shape = Callable[[Sequence[int], "Load"], Queue]
+SHARES = (650, 350, 500)  # permille of a replica's aim that a run of the longest takes, the likeliest first
+ENDS = 2  # micro-batches that need nothing upstream at each end of a pyramid
+MOVES = 8  # tries for each replica
+ROUNDS = 2  # of planning, at least
+GUESSES = 2  # rounds of dealing by what replicas are guessed to lose
+STEEP = 650  # permille of the micro-batches that rise before a long one
+
+
+@dataclass(frozen=True)
+class Load:
+    """The micro-batches of a pipeline with so many replicas, and its stages.
+
+    `size`: work on a stage, the mean of all; `owes`: what upstream has to do after a backward, both in ns. `needs`: whether upstream has
+    to make something for it; `ready` guesses when that is there, if upstream takes them in the order of the times that it is given.
+    """
+
+    lane: Lane
+    replicas: int
+    size: Sequence[int]
+    owes: Sequence[int]
+    needs: Sequence[bool]
+    ready: Callable[[Sequence[int]], list[int]]
+
+    def end(self, queue: Queue, ready: Sequence[int]) -> int:
+        """When the queue's replica, and what upstream then owes, have ended."""
+        passage = self.lane.run(queue, ready)
+        return max([passage.end, *(back + self.owes[m] for back, m in zip(passage.backs, queue, strict=True))])
+
+    def wanted(self, queues: Sequence[Queue]) -> list[int]:
+        """When the first stages would start each micro-batch if all were there."""
+        found = [0] * len(self.size)
+        for queue in queues:
+            for m, start in zip(queue, self.lane.run(queue, found).starts, strict=True):
+                found[m] = start
+        return found
+
+
+# -- dealing ----------------------------------------------------------------------------------------------------------------------
+
+
+def deal(size: Sequence[int], aims: Sequence[int], share: int) -> list[list[int]]:
+    """The micro-batches of each replica: a run of the longest up to `share` permille of its aim, then what fills it up."""
+    order = sorted(range(len(size)), key=lambda m: (-size[m], m))
+    dealt: list[list[int]] = [[] for _ in aims]
+    heap: list[tuple[int, int]] = []
+    first = 0
+    for replica, aim in enumerate(aims):
+        load = 0
+        while first < len(order) and 1000 * (load + size[order[first]]) <= share * aim:
+            load += size[order[first]]
+            dealt[replica].append(order[first])
+            first += 1
+        heap.append((load - aim, replica))
+    heapify(heap)
+    for m in order[first:]:
+        load, replica = heap[0]
+        heapreplace(heap, (load + size[m], replica))
+        dealt[replica].append(m)
+    return dealt
+
+
+def guessed_loss(longest: int, stages: int, aim: int) -> int:
+    """What a replica with this longest micro-batch loses: fitted to simulations of up to eight stages."""
+    return max(0, 22 * (stages - 1) * longest // 3 - 3 * aim) // 10
+
+
+# -- shapes -----------------------------------------------------------------------------------------------------------------------
+
+
+def pyramid(dealt: Sequence[int], load: Load, rising: int = 500) -> Queue:
+    """Rising, then falling, with `rising` permille of the micro-batches before the longest."""
+    order = sorted(dealt, key=lambda m: (load.size[m], m))
+    ends = [m for m in order if not load.needs[m]][: 2 * ENDS]
+    up, down, turn = list[int](), list[int](), 0
+    for m in order if not ends else [m for m in order if m not in set(ends)]:
+        turn += rising
+        (up if turn >= 1000 else down).append(m)
+        turn %= 1000
+    return [*ends[0::2], *up, *reversed(down), *reversed(ends[1::2])]
+
+
+def steep(dealt: Sequence[int], load: Load) -> Queue:
+    """A pyramid with more before its longest."""
+    return pyramid(dealt, load, STEEP)
+
+
+def sandwich(dealt: Sequence[int], load: Load) -> Queue:
+    """What needs upstream rises and falls in the middle, what does not rises before it and falls behind."""
+    order = sorted(dealt, key=lambda m: (load.size[m], m))
+    free, needy = ([m for m in order if load.needs[m] == wanted] for wanted in (False, True))
+    return [*free[0::2], *needy[0::2], *reversed(needy[1::2]), *reversed(free[1::2])]
+
+
+SHAPES: tuple[Shape, ...] = (pyramid, steep, sandwich)
+
+
+# -- planning ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Queues:
+    """Queues, when their replicas end by the simulation of each alone, when micro-batches are wanted, and when upstream has them."""
+
+    queues: list[Queue]
+    ends: list[int]
+    wanted: list[int]
+    ready: list[int]
+
+    @property
+    def end(self) -> int:
+        """When the last replica ends."""
+        return max(self.ends)
+
+
+def plan(load: Load, share: int, rounds: int) -> Queues:
+    """The best of so many rounds, each of which aims at what the one before it lost."""
+    aims = _guessed_aims(load, share)
+    shapes: list[Shape] = [SHAPES[0]] * load.replicas
+    best: Queues | None = None
+    for r in range(rounds):
+        dealt = deal(load.size, aims, share)
+        found = _shaped(load, dealt, shapes, SHAPES if r == 0 else ())
+        best = found if best is None or found.end < best.end else best
+        aims = _aims(found.ends, [sum(load.size[m] for m in some) for some in dealt])
+    assert best is not None
+    return best
+
+
+def _guessed_aims(load: Load, share: int) -> list[int]:
+    aims = [sum(load.size) // load.replicas] * load.replicas
+    for _ in range(GUESSES):
+        dealt = deal(load.size, aims, share)
+        work = [sum(load.size[m] for m in some) for some in dealt]
+        longest = [max((load.size[m] for m in some), default=0) for some in dealt]
+        loss = [guessed_loss(most, len(load.lane.forward), sum(work) // load.replicas) for most in longest]
+        aims = _aims(list(map(int.__add__, work, loss)), work)
+    return aims
+
+
+def _aims(ends: Sequence[int], work: Sequence[int]) -> list[int]:
+    """What replicas that lose as much as now should do, to end together."""
+    mean = sum(ends) // len(ends)
+    return [max(0, mean - end + own) for end, own in zip(ends, work, strict=True)]
+
+
+def _shaped(load: Load, dealt: Sequence[Sequence[int]], shapes: list[Shape], tried: Sequence[Shape]) -> Queues:
+    """Queues of what was dealt. Each replica takes the shape of `tried` that ends first, which changes `shapes`."""
+    queues = [shape(some, load) for shape, some in zip(shapes, dealt, strict=True)]
+    wanted = load.wanted(queues)
+    ready = load.ready(wanted)
+    ends = [load.end(queue, ready) for queue in queues]
+    for replica, some in enumerate(dealt):
+        for shape in tried:
+            if shape is not shapes[replica]:
+                queue = shape(some, load)
+                end = load.end(queue, ready)
+                if end < ends[replica]:
+                    queues[replica], ends[replica], shapes[replica] = queue, end, shape
+    return Queues(queues, ends, wanted, ready)
+
+
+# -- moves ------------------------------------------------------------------------------------------------------------------------
+
+
+def move(load: Load, plan: Queues) -> Queues:
+    """The plan after some tries to make the queue shorter that ends last."""
+    found = Queues([q.copy() for q in plan.queues], plan.ends.copy(), plan.wanted, plan.ready)
+    draw = random.Random(0)
+    for _ in range(MOVES * load.replicas):
+        last = max(range(load.replicas), key=found.ends.__getitem__)
+        other = min(range(load.replicas), key=found.ends.__getitem__) if draw.random() < 0.5 else last
+        _move(load, found, last, other, draw)
+    found.wanted = load.wanted(found.queues)
+    return found
+
+
+def _move(load: Load, plan: Queues, source: int, target: int, draw: random.Random) -> None:
+    """Try another place for one micro-batch of `source`."""
+    if len(plan.queues[source]) < 2:
+        return
+    queues = {source: plan.queues[source].copy()}
+    m = queues[source].pop(draw.randrange(len(queues[source])))
+    queues.setdefault(target, plan.queues[target].copy())
+    queues[target].insert(draw.randrange(len(queues[target]) + 1), m)
+    worst = plan.ends[source]
+    ends: dict[int, int] = {}
+    for replica, queue in queues.items():
+        ends[replica] = load.end(queue, plan.ready)
+        if ends[replica] > worst:
+            return
+    for replica, queue in queues.items():
+        plan.queues[replica], plan.ends[replica] = queue, ends[replica]

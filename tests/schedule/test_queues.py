@@ -1,0 +1,88 @@
+"""Queues of a pipeline's replicas: one replica alone runs as in the step, long micro-batches are dealt to few, orders near the bound."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from secc.runtime import queues
+from secc.runtime.compose import Composer
+from secc.runtime.graph import Graph
+from secc.runtime.jobs import make
+from secc.runtime.lane import Lane
+from secc.runtime.timeline import run
+from secc.runtime.upstream import critical_load
+from secc.runtime.wavefront import timed_schedule
+from secc.schedule.bounds import schedule_bound
+from tools import mixes
+
+
+def test_a_lane_runs_backwards_first_and_weights_when_nothing_else_is_to_be_done():
+    """Two stages of two micro-batches: the first stage has weights to compute while it waits for the second backward."""
+    times = [[10, 10], [10, 10]]
+    passage = Lane(times, times, times, [0, 0]).run([0, 1], [0, 0])
+    assert (passage.end, passage.starts, passage.backs) == (70, [0, 10], [40, 60])
+
+
+def test_a_lane_waits_for_what_is_not_ready_and_for_room():
+    times = [[10, 10], [10, 10]]
+    assert Lane(times, times, (), [0, 0]).run([1, 0], [34, 5]).starts == [5, 34]
+    assert Lane(times, times, (), [1, 1]).run([0, 1], [0, 0]).starts == [0, 40]
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=9), st.integers(2, 4), st.integers(1, 5), st.booleans())
+@settings(max_examples=60)
+def test_a_lane_is_what_the_step_makes_of_the_same_queue(lengths, stages, room, split):
+    """One replica without upstream."""
+    samples = [mixes.text(i, n) for i, n in enumerate(lengths)]
+    p = mixes.vlm(samples, 1, 1, 0.5, pipeline=mixes.Pipeline(stages, room, split))
+    composer = Composer(p, samples, Graph(p))
+    load, lots = critical_load(composer)
+    queue = queues.pyramid(range(len(lots)), load)
+    tables = composer.queued([[lots[m] for m in queue]], [0] * len(samples))
+    messages = {e.name: [(m, m) for m in range(len(samples))] if e.src != "vision" else [] for e in p.edges}
+    step = make(p, composer.graph, tables, messages, in_turn=False)
+    assert load.lane.run(queue, [0] * len(samples)).end == run(step.jobs)[1]
+
+
+def test_long_micro_batches_are_dealt_to_few_replicas():
+    dealt = queues.deal([9, 8, 7, 6, 1, 1, 1, 1, 1, 1], [18, 18], share=900)
+    assert [[m for m in some if m < 4] for some in dealt] == [[0], [1, 2, 3]] or sorted(dealt[0])[:1] == [0]
+    assert [sum([9, 8, 7, 6, 1, 1, 1, 1, 1, 1][m] for m in some) for some in dealt] == [18, 18]
+
+
+def test_who_loses_more_gets_less():
+    samples = mixes.multimodal(64, 0.33, 1)
+    p = mixes.vlm(samples, 1, 2, 0.8, pipeline=mixes.Pipeline(4, 16, True))
+    found = critical_load(Composer(p, samples, Graph(p)))
+    assert found is not None
+    load = found[0]
+    plan = queues.plan(load, queues.SHARES[0], 4)
+    longest = max(range(len(load.size)), key=load.size.__getitem__)
+    work = [sum(load.size[m] for m in queue) for queue in plan.queues]
+    assert sorted(m for queue in plan.queues for m in queue) == list(range(64))
+    assert work[0 if longest in plan.queues[0] else 1] == min(work)
+    assert max(plan.ends) < 1.03 * min(plan.ends)
+
+
+def test_moves_never_make_a_step_longer():
+    samples = mixes.multimodal(32, 0.5, 3)
+    p = mixes.vlm(samples, 1, 2, 0.8, pipeline=mixes.Pipeline(4, 8, True))
+    found = critical_load(Composer(p, samples, Graph(p)))
+    assert found is not None
+    plan = queues.plan(found[0], 350, 1)
+    moved = queues.move(found[0], plan)
+    assert moved.end <= plan.end
+    assert sorted(m for queue in moved.queues for m in queue) == list(range(32))
+
+
+def test_two_stages_with_a_split_backward_are_within_two_percent_of_the_bound():
+    samples = mixes.multimodal(64, 0.33, 0)
+    p = mixes.vlm(samples, 1, 2, 0.8, pipeline=mixes.Pipeline(2, 8, True))
+    assert timed_schedule(p, samples)[1] <= 1.02 * schedule_bound(p, samples).ns
+
+
+def test_stages_that_share_ranks_or_feed_others_are_left_to_the_other_order():
+    samples = mixes.multimodal(8, 0.5, 0)
+    whole = mixes.vlm(samples, 1, 2, 0.8)
+    assert critical_load(Composer(whole, samples, Graph(whole))) is None
