@@ -16,7 +16,7 @@ from secc.runtime.ahead import sections
 from secc.runtime.collector import collector_paused
 from secc.runtime.graph import Graph
 from secc.runtime.plan import Plan, Section
-from secc.runtime.program import Instruction, SampleMeta, Schedule, active, computations, pairs, returns_gradient
+from secc.runtime.program import Instruction, SampleMeta, Schedule, active, computations, gathers, pairs, returns_gradient, rounds
 from secc.runtime.routes import Ranks, replicas, routes
 
 Job = tuple[str, str, int, int]  # kind, section, micro-batch, rank
@@ -56,8 +56,12 @@ def _complete(plan: Plan, samples: Sequence[SampleMeta], schedule: Schedule) -> 
         for i, m in enumerate(micros):
             if m.index != i or m.section != section.name or not 0 <= m.replica < section.mesh.dp:
                 return False
-            if not 0 < len(m.samples) <= section.micro_batch or (len(m.samples) > 1 and any(a >= b for a, b in pairwise(m.samples))):
+            if not (0 if gathers(section) else 1) <= len(m.samples) <= section.micro_batch or (
+                len(m.samples) > 1 and any(a >= b for a, b in pairwise(m.samples))
+            ):
                 return False
+        if gathers(section) and len({sum(m.replica == r for m in micros) for r in range(section.mesh.dp)}) > 1:
+            return False
     return True
 
 
@@ -80,6 +84,7 @@ class _Run:
         self.stage = {s.name: s.stage for s in plan.sections}
         self.replicas = {s.name: replicas(s) for s in plan.sections}
         self.replica = {name: {rank: r for r, ranks in enumerate(some) for rank in ranks} for name, some in self.replicas.items()}
+        self.rounds = rounds(plan.sections, schedule.micro_batches)
         self.open: set[Job] = set()  # jobs that are not yet computed
         self.left: Counter[tuple[str, int]] = Counter()  # backwards on a rank that are not yet computed
         self.needs: defaultdict[Job, int] = defaultdict(int)  # inputs that are not yet on the job's rank
@@ -159,7 +164,11 @@ class _Run:
         if replica != self.replica[section][rank] or stage != self.stage[section]:
             raise _Wrong
         together = self.replicas[section][replica]
-        if len(together) > 1 and not self._joined(i[:5], rank, len(together)):
+        in_step = self.rounds.get((section, micro))
+        if in_step is not None:
+            if not self._joined((kind, in_step[0]), rank, len(together) * len(in_step)):
+                return False
+        elif len(together) > 1 and not self._joined(i[:5], rank, len(together)):
             return False
         self.open.discard(job)
         for used in self.feeds.get(job, ()):

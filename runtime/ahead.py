@@ -29,7 +29,7 @@ from secc.runtime.errors import UserError
 from secc.runtime.expr import evaluate
 from secc.runtime.graph import Graph
 from secc.runtime.plan import Edge, Plan, Section
-from secc.runtime.program import Instruction, MicroBatch, Micros, SampleMeta, Schedule
+from secc.runtime.program import Instruction, MicroBatch, Micros, SampleMeta, Schedule, gathers
 from secc.runtime.sizes import combine, padded
 
 GIB = 1 << 30
@@ -39,11 +39,13 @@ Sizes = Sequence[Mapping[str, int]]  # of each sample in a micro-batch
 
 
 def sections(plan: Plan, graph: Graph) -> list[Section]:
-    """The sections that may run ahead, producers first: no backward, no trained parameter, the same for all sections upstream, and on
-    ranks that nothing else runs on, which would otherwise be idle for no longer than others are."""
+    """The sections that may run ahead, producers first: no backward, no trained parameter, whole on each replica, the same for all
+    sections upstream, and on ranks that nothing else runs on, which would otherwise be idle for no longer than others are."""
     found: list[Section] = []
     for s in graph.order:
-        frozen = s.mode == "forward" and not any(plan.model.parameters.get(name, "").endswith(" train") for name in s.params)
+        frozen = (
+            s.mode == "forward" and not gathers(s) and not any(plan.model.parameters.get(name, "").endswith(" train") for name in s.params)
+        )
         if frozen and graph.ancestors[s.name] <= {f.name for f in found}:
             found.append(s)
     others = {rank for s in plan.sections if s not in found for rank in s.mesh.ranks}

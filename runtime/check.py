@@ -7,7 +7,8 @@ runs the programs, instruction by instruction, against a model of the communicat
   is posted. Each channel (an edge, a direction and a pair of ranks) delivers in order.
 - With `strict=True` a SEND blocks too, until its peer has reached the matching RECV (rendezvous without buffers). Sections that run
   all their forwards before their backwards rely on posted sends, so their schedules do not pass it in general.
-- A REDUCE blocks until every rank of its section has reached it, and an F or B until every rank of its replica has.
+- A REDUCE blocks until every rank of its section has reached it, an F or B until every rank of its replica has, and where replicas
+  gather parameters, until all of these have come to theirs of the same round.
 
 In a step among others (`runtime/ahead.py`) what the step before has computed is there from the start, and the samples behind those of the
 global batch are the next one's.
@@ -32,8 +33,10 @@ from secc.runtime.program import (
     Schedule,
     active,
     computations,
+    gathers,
     pairs,
     returns_gradient,
+    rounds,
 )
 from secc.runtime.routes import Part, Ranks, replicas, routes
 
@@ -94,6 +97,9 @@ class Checker:
         for name, micros in self.schedule.micro_batches.items():
             for i, m in enumerate(micros):
                 self._micro_batch(self.sections[name], i, m)
+            counts = [sum(m.replica == r for m in micros) for r in range(self.sections[name].mesh.dp)]
+            if gathers(self.sections[name]) and len(set(counts)) > 1:
+                self.fail(f"the replicas of section {name} have {counts} micro-batches, but must have equally many to gather parameters")
             held = Counter(p for m in micros if not self.schedule.is_later(m) for p in m.samples)
             owed = {p for p, sample in enumerate(self.samples[: self.schedule.own]) if active(self.sections[name].when, sample.pattern)}
             for p in sorted(held.keys() | owed):
@@ -122,8 +128,9 @@ class Checker:
             self.fail(f"{what} is named {m.index} of {m.section}")
         if not 0 <= m.replica < section.mesh.dp:
             self.fail(f"{what} is for replica {m.replica}, but there are {section.mesh.dp}")
-        if not 0 < len(m.samples) <= section.micro_batch or list(m.samples) != sorted(m.samples):
-            self.fail(f"{what} has samples {list(m.samples)}: from 1 to {section.micro_batch} of them are allowed, ascending")
+        least = 0 if gathers(section) else 1
+        if not least <= len(m.samples) <= section.micro_batch or list(m.samples) != sorted(m.samples):
+            self.fail(f"{what} has samples {list(m.samples)}: from {least} to {section.micro_batch} of them are allowed, ascending")
 
     # -- which instructions -------------------------------------------------------------------------------------------------------
 
@@ -257,16 +264,17 @@ class Checker:
                 yield _receive(link), (_send(link),)
                 if strict:
                     yield _send(link), (_receive(link),)
+        in_step = rounds(self.plan.sections, self.schedule.micro_batches)
         for name, groups in self.ranks.items():
             members = [(rank, Instruction("REDUCE", name, replica)) for replica, ranks in enumerate(groups) for rank in ranks]
             yield from ((member, members) for member in members)
             for m in self.schedule.micro_batches[name]:
                 if self.schedule.is_computed(name, m.index):
                     continue
-                ranks = groups[m.replica]
-                for kind in computations(self.sections[name]) if len(ranks) > 1 else ("F",):
-                    together = [(rank, self._compute(kind, m)) for rank in ranks]
-                    yield from ((member, together) for member in together)
+                with_it = in_step.get((name, m.index), (m,))
+                for kind in computations(self.sections[name]):
+                    together = [(rank, self._compute(kind, other)) for other in with_it for rank in groups[other.replica]]
+                    yield from (((rank, self._compute(kind, m)), together) for rank in groups[m.replica] if len(together) > 1)
 
     def _blocked(self, missing: dict[int, Placed], at: list[int]) -> None:
         """Name the ranks that wait for each other in a circle; every blocked rank waits for a blocked one."""

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from secc.runtime.errors import UserError
+from secc.runtime.gathering import Gathered
 from secc.runtime.sharding import Piece
 from secc.runtime.tensor_parallel.shards import Cut
 from secc.runtime.weights import canonical_names
@@ -102,12 +103,13 @@ def read_manifest(checkpoint: Path) -> Manifest:
         raise UserError(f"not a checkpoint: {error}", str(checkpoint), _REMEDY) from None
 
 
-def model_state(model: nn.Module, cuts: Mapping[str, Cut]) -> dict[str, Any]:
-    """What this rank holds of the model's state dict, under `model/NAME`; the tensors share the model's memory."""
+def model_state(model: nn.Module, cuts: Mapping[str, Cut], but: Iterable[str] = ()) -> dict[str, Any]:
+    """What this rank holds of the model's state dict, without the names in `but`, under `model/NAME`; it shares the model's memory."""
     from secc.runtime.tensor_store import Slice
 
     tied = manifest(model, 0, 0, False, 0).tied
-    held = {n: v for n, v in model.state_dict().items() if n not in tied and not (isinstance(v, torch.Tensor) and v.is_meta)}
+    gone = {*tied, *but}
+    held = {n: v for n, v in model.state_dict().items() if n not in gone and not (isinstance(v, torch.Tensor) and v.is_meta)}
     return {f"model/{n}": Slice(v.view(-1), v.shape, 0, cuts[n]) if n in cuts else v for n, v in held.items()}
 
 
@@ -144,11 +146,12 @@ def optimizer_state(
     return state | {f"groups/{rank}": options}
 
 
-def load_model(checkpoint: Path, model: nn.Module, cuts: Mapping[str, Cut]) -> None:
-    """Read into `model` what this rank holds of it. Collective. Raises UserError if the checkpoint is of another model."""
+def load_model(checkpoint: Path, model: nn.Module, cuts: Mapping[str, Cut], parts: Gathered | None = None) -> None:
+    """Read into `model` and `parts` what this rank holds. Collective. Raises UserError if the checkpoint is of another model."""
     from secc.runtime import tensor_store
 
-    target, stored = model_state(model, cuts), tensor_store.entries(checkpoint)
+    target, stored = model_state(model, cuts, parts.names if parts else ()), tensor_store.entries(checkpoint)
+    target |= piece_state(parts.pieces) if parts else {}
     for key, value in target.items():
         entry = stored.get(key)
         shape = value.size() if isinstance(value, torch.Tensor | tensor_store.Slice) else None
@@ -160,6 +163,8 @@ def load_model(checkpoint: Path, model: nn.Module, cuts: Mapping[str, Cut]) -> N
     objects = {k.removeprefix("model/"): v for k, v in target.items() if not isinstance(v, torch.Tensor | tensor_store.Slice)}
     if objects:
         model.load_state_dict(objects, strict=False)
+    if parts:
+        parts.publish()
 
 
 def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer | None, scheduler: Any, pieces: Pieces, rank: int) -> None:

@@ -11,7 +11,7 @@ The stages of a pipeline are dealt together, too, and have the same micro-batche
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,7 +22,7 @@ from secc.runtime.costs import Costs
 from secc.runtime.graph import Graph
 from secc.runtime.lots import Lot, lots
 from secc.runtime.plan import Plan, Section
-from secc.runtime.program import MicroBatch, SampleMeta, active, replica_ranks, returns_gradient, weight_part
+from secc.runtime.program import MicroBatch, SampleMeta, active, gathers, replica_ranks, returns_gradient, weight_part
 from secc.runtime.routes import replicas
 
 Cut = list[tuple[int, Lot]]  # a section's micro-batches: (replica, positions of the samples)
@@ -322,7 +322,8 @@ class Composer:
         return cut
 
     def table(self, section: Section, cut: Cut, turn: Column) -> Table:
-        """The columns of a section's micro-batches."""
+        """The columns of a section's micro-batches; with empty ones, where all replicas of the section must have equally many."""
+        cut = _evened(cut, section.mesh.dp) if gathers(section) else cut
         name, waves, urgency = section.name, self.waves[section.name], self.urgency[section.name]
         owed = self.upstream[self.graph.stages[name][-1].name]
         micros = tuple(MicroBatch._make((i, name, r, t if len(t) == 1 else tuple(sorted(t)))) for i, (r, t) in enumerate(cut))
@@ -336,10 +337,16 @@ class Composer:
             )
         forward, backward = self.costs.of(section, lots)
         upstream, urgencies = ([sum(c[p] for p in t) for t in lots] for c in (owed, urgency))
-        wave = [min(waves[self.kind[p]] for p in t) for t in lots]
-        return Table(
-            micros, forward, backward, _weights(section, backward), upstream, wave, urgencies, [min(turn[p] for p in t) for t in lots]
-        )
+        wave = [min((waves[self.kind[p]] for p in t), default=FREE) for t in lots]
+        turns = [min((turn[p] for p in t), default=0) for t in lots]
+        return Table(micros, forward, backward, _weights(section, backward), upstream, wave, urgencies, turns)
+
+
+def _evened(cut: Cut, replicas: int) -> Cut:
+    """The cut with empty micro-batches for replicas that have fewer than others."""
+    counts = Counter(r for r, _ in cut)
+    most = max(counts.values(), default=0)
+    return cut + [(r, ()) for r in range(replicas) for _ in range(most - counts[r])]
 
 
 def _level(load: dict[int, int], team: Iterable[Section]) -> None:

@@ -5,7 +5,7 @@ All times are integer nanoseconds, so that every rank, on any CPU, decides alike
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from secc.runtime.expr import Columns, evaluate_columns
 from secc.runtime.plan import Plan, Section
@@ -39,11 +39,11 @@ class Costs:
         return self.at(section, self.columns, self.count)
 
     def of(self, section: Section, lots: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
-        """(forward, backward) ns of micro-batches, each given by its samples' positions."""
+        """(forward, backward) ns of micro-batches, each given by its samples' positions; of an empty one what it takes without samples."""
         columns: dict[str, list[int]] = {}
         for s in self._symbols:
             if s.name in self.columns:
-                column, add = self.columns[s.name], sum if s.kind == "rows" else max
+                column, add = self.columns[s.name], sum if s.kind == "rows" else _most
                 columns[s.name] = [column[lot[0]] if len(lot) == 1 else add(map(column.__getitem__, lot)) for lot in lots]
         return self.at(section, columns, len(lots))
 
@@ -56,3 +56,7 @@ class Costs:
         """(forward, backward) ns at `count` places, of which `columns` holds the sizes."""
         backward = evaluate_columns(section.cost.backward_ns, columns, count) if owes_backward(section) else [0] * count
         return evaluate_columns(section.cost.forward_ns, columns, count), backward
+
+
+def _most(values: Iterable[int]) -> int:
+    return max(values, default=0)

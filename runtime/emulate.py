@@ -29,7 +29,7 @@ from secc.runtime.costs import Costs
 from secc.runtime.edges import EdgeLayout
 from secc.runtime.errors import UserError
 from secc.runtime.options import Options
-from secc.runtime.program import Instruction, returns_gradient
+from secc.runtime.program import Instruction, returns_gradient, rounds
 from secc.runtime.routes import Part, replicas, routes
 from secc.runtime.run import Run
 from secc.runtime.steps import Step, steps
@@ -140,6 +140,7 @@ class _Walk:
         self.e, self.number, self.schedule, self.plan = emulator, step.batch.step, step.schedule, emulator.plan
         schedule, costs = step.schedule, Costs(self.plan, step.samples, step.schedule.own)
         self.durations = {s.name: costs.of(s, [m.samples for m in schedule.micro_batches[s.name]]) for s in self.plan.sections}
+        self.rounds = rounds(self.plan.sections, schedule.micro_batches)
         self.layouts = {e.name: EdgeLayout(e, self.plan, schedule, step.samples) for e in self.plan.edges}
         self.needs = self._needs()
         self.free, self.out_busy, self.in_busy = 0, [0, 0], [0, 0]
@@ -163,12 +164,13 @@ class _Walk:
     def compute(self, i: Instruction) -> None:
         """Wait for what comes in and for the other ranks of the replica, then for the modelled time."""
         ready = max([time.monotonic_ns(), *(self.arrival(key, size) for key, size in self.needs[i.kind, i.section, i.micro])])
-        together = self.e.replicas[i.section][i.replica]
+        in_step = self.rounds.get((i.section, i.micro)) or (self.schedule.micro_batches[i.section][i.micro],)
+        together = [r for m in in_step for r in self.e.replicas[i.section][m.replica]]
         if len(together) > 1:
-            name = f"{self.number}/{i.kind}/{i.section}/{i.micro}"
+            name = f"{self.number}/{i.kind}/{i.section}/{in_step[0].index}"
             self.e.store.set(f"{name}/{self.e.rank}", str(ready))
             ready = max(int(self.e.store.get(f"{name}/{r}")) for r in together)
-        self.free = ready + self.e.scaled(self.durations[i.section][i.kind == "B"][i.micro])
+        self.free = ready + self.e.scaled(max(self.durations[i.section][i.kind == "B"][m.index] for m in in_step))
         _wait(self.free)
 
     # -- messages -----------------------------------------------------------------------------------------------------------------

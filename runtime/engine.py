@@ -8,8 +8,8 @@ before the step has proved it complete and free of deadlock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 
 from secc.runtime.comm import Message, Transport, message_of
 from secc.runtime.edges import EdgeLayout, Pair
+from secc.runtime.gathering import Passes
 from secc.runtime.plan import Edge, Plan, logged_name
 from secc.runtime.program import Instruction, MicroBatch, SampleMeta, Schedule, owes_backward, returns_gradient
 from secc.runtime.randomness.draws import Draws, Randomness, backward_of, forward_of, sample_keys
@@ -77,7 +78,8 @@ class Engine:
     """Runs step programs on one rank.
 
     `on_reduce(section)` is called where the program has REDUCE, `on_last(section)` before the last backward of a section on this rank.
-    `groups` has the ranks of this rank's replica of each section whose replicas have several.
+    `groups` has the ranks of this rank's replica of each section whose replicas have several, `passes` those of sections that gather their
+    parameters.
     """
 
     def __init__(
@@ -89,9 +91,11 @@ class Engine:
         trace: Trace,
         on_last: Callable[[str], None] = lambda section: None,
         groups: Mapping[str, Group] | None = None,
+        passes: Mapping[str, Passes] | None = None,
     ) -> None:
         self.plan, self.sections, self.transport, self.trace = plan, sections, transport, trace
         self.on_reduce, self.on_last, self.groups = on_reduce, on_last, groups or {}
+        self.passes = passes or {}
         self.rank, self.device = transport.rank, transport.device
         planned = {s.name: s for s in plan.sections}
         self.backward_owed = {name: owes_backward(s) for name, s in planned.items()}
@@ -136,12 +140,15 @@ class _Execution:
         program = self.step.schedule.programs[self.engine.rank]
         transport = self.engine.transport
         self.take_over()
-        transport.begin(self.layouts, program, limit_of(self.step.schedule))
+        transport.begin(self.layouts, program, limit_of(self.step.schedule, sections=self.engine.plan.sections))
         last = {i.section: i for i in program if i.kind in ("B", "W")}
         for i in program:
             if last.get(i.section) is i:
                 self.engine.on_last(i.section)
             match i.kind:
+                case "F" | "B" if not self.micro(i.section, i.micro).samples:
+                    with self.computing(i):
+                        pass  # it only takes part in the others' gathers
                 case "F":
                     self.forward(i)
                 case "B":
@@ -176,7 +183,7 @@ class _Execution:
         case = section.case(batch)
         if not edges.keys() >= set(case.receives):
             raise RuntimeError(f"`{i}`: case {case.method} takes edges {sorted(case.receives)}, but {sorted(edges)} have come")
-        with self.compute_event(i, micro), torch.set_grad_enabled(with_grad), forward_of(live.draws):
+        with self.computing(i), torch.set_grad_enabled(with_grad), forward_of(live.draws):
             live.outs, live.terms = section(case, batch, edges)
         if not live.later:
             self.count(i, live)
@@ -199,7 +206,7 @@ class _Execution:
         gradients = self.receive_gradients(i.section, i.micro, live.outs)
         roots = [(live.outs[name], g) for name, g in gradients.items()]
         roots += [(t, torch.full_like(t, self.step.coefficients[name])) for name, t in live.terms.items() if t.requires_grad]
-        with self.compute_event(i, self.micro(i.section, i.micro)), backward_of(live.draws):
+        with self.computing(i), backward_of(live.draws):
             if self.engine.splits[i.section]:
                 live.rest = split_backward(roots, list(live.leaves.values()))
             elif roots:
@@ -220,7 +227,7 @@ class _Execution:
         """The second part of a split backward."""
         live = self.live[i.section, i.micro]
         assert live.rest is not None
-        with self.compute_event(i, self.micro(i.section, i.micro)), backward_of(live.draws):
+        with self.computing(i), backward_of(live.draws):
             live.rest()
         live.rest, live.backward_owed = None, False
         if live.waiting == 0:
@@ -411,6 +418,17 @@ class _Execution:
 
     def ids(self, samples: Sequence[int]) -> list[int]:
         return [self.step.samples[s].id for s in samples]
+
+    @contextmanager
+    def computing(self, i: Instruction) -> Iterator[None]:
+        """Around what an instruction computes: where parameters are gathered, a pass through their units."""
+        passes = self.engine.passes.get(i.section)
+        with self.compute_event(i, self.micro(i.section, i.micro)):
+            if passes is not None:
+                passes.begin(backward=i.kind == "B")
+            yield
+            if passes is not None:
+                passes.end()
 
     def compute_event(self, i: Instruction, micro: MicroBatch) -> AbstractContextManager[None]:
         args = {"kind": i.kind, "section": self.engine.whole[i.section], "replica": i.replica, "stage": i.stage, "microbatch": i.micro}

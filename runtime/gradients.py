@@ -7,7 +7,7 @@ a parameter that no sample reached must keep `grad=None` (to AdamW a zero is not
 Gradients travel in flat buckets, in one order on all ranks and a few at a time. A bucket starts as soon as the last backward of its
 section has made its gradients; what that backward does not reach starts when the program says that the section is done. Where a
 section's optimizer is sharded, each rank gets the sum of its shard alone: under `zero2` a bucket's own gradients are freed when it
-starts, under `zero1` when all sums are there.
+starts, under `zero1` when all sums are there. Under `zero3` every backward has summed its own already (`secc.runtime.gathering`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from secc.runtime.buckets import BUCKET_BYTES, WINDOW
+from secc.runtime.gathering import Scattered
 from secc.runtime.mixed import master_of, widen
 from secc.runtime.plan import Plan, Section
-from secc.runtime.sharding import Flat, Piece, reduce_scatter, whole
+from secc.runtime.sharding import Flat, Piece, flatten, reduce_scatter, whole
 from secc.runtime.tensor_parallel.shards import Cut
 
 _EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
@@ -78,9 +79,10 @@ def _of_one(section: Section, names: Sequence[str], canonical: Mapping[str, str]
     own = tuple(n for n in names if n not in partial)
     for place in range(mesh.tp) if own else ():
         repeated = frozenset(n for n in own if n not in cut) if place else frozenset[str]()
-        yield Holders(own, (section.name,), mesh.ranks[place :: mesh.tp], section.sharding, repeated)
+        yield Holders(own, (section.name,), tuple(sorted(mesh.ranks[place :: mesh.tp])), section.sharding, repeated)
     if rest := tuple(n for n in names if n in partial):
-        yield Holders(rest, (section.name,), tuple(sorted(mesh.ranks)), section.sharding)
+        sharding = "zero2" if section.sharding == "zero3" else section.sharding  # they are few and stay whole
+        yield Holders(rest, (section.name,), tuple(sorted(mesh.ranks)), sharding)
 
 
 def _of_several(sections: Sequence[Section], names: Sequence[str], canonical: Mapping[str, str]) -> Holders:
@@ -111,7 +113,7 @@ class _Bucket:
 
     def launch(self) -> None:
         self.reached = [p.grad is not None for p in self.params]
-        own = _flatten(self.params, self.flat.values.numel() if self.flat else None)
+        own = flatten(self.params, self.flat.values.numel() if self.flat else None)
         if self.silent:
             own.zero_()
         if self.free:
@@ -140,10 +142,31 @@ class _Bucket:
             param.grad = None
 
 
+class _Collected:
+    """Gradients that every backward has summed already (`zero3`)."""
+
+    def __init__(self, flat: Scattered) -> None:
+        self.params, self.flat = flat.params, flat
+        self.reached: list[bool] = []
+        self.ready = False
+
+    def launch(self) -> None:
+        self.reached = self.flat.reached
+
+    def landed(self) -> bool:
+        return True
+
+    def land(self) -> None:
+        self.flat.finish()
+
+    def drop(self) -> None:
+        pass
+
+
 class _Reached:
     """Which parameters of a reduction's buckets any rank has a gradient for; the last of the reduction to travel."""
 
-    def __init__(self, buckets: list[_Bucket], group: Any, device: torch.device) -> None:
+    def __init__(self, buckets: Sequence[_Bucket | _Collected], group: Any, device: torch.device) -> None:
         self.buckets, self.group, self.device = buckets, group, device
         self.ready = False
         self._flags = torch.empty(0)
@@ -171,6 +194,9 @@ class _Reached:
         self._work = None
 
 
+_Part = _Bucket | _Collected | _Reached
+
+
 class Reducer:
     """Sums the gradients of this rank's parameters. Made on all ranks in the same order, because making groups is collective.
 
@@ -186,24 +212,29 @@ class Reducer:
         device: torch.device,
         cuts: Mapping[str, Cut] | None = None,
         dtype: torch.dtype | None = None,
+        gathered: Mapping[str, Sequence[Scattered]] | None = None,
     ) -> None:
         self._device, self._cuts, self._dtype = device, cuts or {}, dtype
+        self._scattered = [flat for flats in (gathered or {}).values() for flat in flats if flat.trained]
         self.masters: dict[nn.Parameter, tuple[nn.Parameter, Piece]] = {}
         self.repeated = {n for h in held if rank in h.ranks for n in h.repeated}
         groups: dict[tuple[int, ...], Any] = {}
         for h in held:
             if len(h.ranks) > 1 and h.ranks not in groups:
                 groups[h.ranks] = dist.new_group(list(h.ranks))
-        self._queue: list[_Bucket | _Reached] = []
-        self._parts: dict[tuple[str, ...], list[_Bucket | _Reached]] = {}
+        self._queue: list[_Part] = []
+        self._parts: dict[tuple[str, ...], list[_Part]] = {}
         self.pieces: dict[nn.Parameter, Piece] = {}
         self.slices: dict[nn.Parameter, tuple[nn.Parameter, Piece] | None] = {}
         self._counted: list[nn.Parameter] = []
         self._params = [params[n] for h in held if rank in h.ranks for n in h.names]
         for h in held:
             if rank in h.ranks:
-                self._add(h, params, rank, groups.get(h.ranks))
-        self._next, self._flying, self._hooks = 0, deque[_Bucket | _Reached](), list[RemovableHandle]()
+                if h.sharding == "zero3" and h.ranks in groups:
+                    self._collect(h, [f for f in (gathered or {})[h.sections[0]] if f.trained], groups[h.ranks])
+                else:
+                    self._add(h, params, rank, groups.get(h.ranks))
+        self._next, self._flying, self._hooks = 0, deque[_Part](), list[RemovableHandle]()
 
     def _add(self, held: Holders, params: Mapping[str, nn.Parameter], rank: int, group: Any) -> None:
         """Buckets for parameters that the same ranks hold, last ones first, because backward makes their gradients first."""
@@ -219,9 +250,21 @@ class Reducer:
             flat = self._flat(members, held, rank) if held.sharding != "none" else None
             buckets.append(_Bucket([p for _, p in members], group, flat, held.sharding == "zero2", rank in held.silent))
             if flat is not None:
-                self.slices |= {p: flat.slices.get(p) for _, p in members}
-                self.pieces |= dict(flat.slices.values())
-                self._counted += [p for p, piece in flat.slices.values() if piece.name not in held.repeated]
+                self._slice(flat, [p for _, p in members], held)
+        self._sum(held, buckets, group)
+
+    def _collect(self, held: Holders, flats: Sequence[Scattered], group: Any) -> None:
+        """Parameters whose gradients every backward sums: only which of them were reached is left for the step's end."""
+        for flat in flats:
+            self._slice(flat, flat.params, held)
+        self._sum(held, [_Collected(flat) for flat in flats], group)
+
+    def _slice(self, flat: Flat, params: Sequence[nn.Parameter], held: Holders) -> None:
+        self.slices |= {p: flat.slices.get(p) for p in params}
+        self.pieces |= dict(flat.slices.values())
+        self._counted += [p for p, piece in flat.slices.values() if piece.name not in held.repeated]
+
+    def _sum(self, held: Holders, buckets: Sequence[_Bucket | _Collected], group: Any) -> None:
         parts = [*buckets, _Reached(buckets, group, self._device)]
         self._parts.setdefault(held.sections, []).extend(parts)
         self._queue += parts
@@ -246,6 +289,8 @@ class Reducer:
         """Forget the gradients of the last step."""
         for param in (*self._params, *self.pieces):
             param.grad = None
+        for flat in self._scattered:
+            flat.reset()
 
     def expect(self, section: str) -> None:
         """The next backward is the step's last one of `section` here: its buckets may start as it makes their gradients."""
@@ -315,6 +360,8 @@ class Reducer:
         for param, (master, _) in self.masters.items():
             param.data.copy_(master.data)
         flats = [(b.flat, b.group) for b in self._queue if isinstance(b, _Bucket) and b.flat is not None]
+        for flat in (*(flat for flat, _ in flats), *self._scattered):
+            flat.publish()
         for work in [flat.gather(group) for flat, group in flats]:
             work.wait()
 
@@ -340,23 +387,3 @@ def _by_bucket(named: Iterable[tuple[str, nn.Parameter]]) -> list[list[tuple[str
         members.append((name, param))
         open_buckets[param.dtype] = (members, size + param.nbytes)
     return buckets
-
-
-def _flatten(params: Iterable[nn.Parameter], size: int | None) -> torch.Tensor:
-    """The gradients in one buffer, zeros where there is none and up to `size`.
-
-    It is in float32 where a parameter has fewer bits, so that sums stay exact.
-    """
-    params = list(params)
-    dtype = torch.promote_types(params[0].dtype, torch.float32)
-    flat = torch.empty(size or sum(p.numel() for p in params), dtype=dtype, device=params[0].device)
-    start = 0
-    for param in params:
-        part = flat[start : start + param.numel()]
-        start += param.numel()
-        if param.grad is None:
-            part.zero_()
-        else:
-            part.view(param.shape).copy_(param.grad)
-    flat[start:].zero_()
-    return flat

@@ -19,7 +19,7 @@ from itertools import pairwise
 from secc.runtime.compose import Column, Table
 from secc.runtime.graph import Graph
 from secc.runtime.plan import Plan, Section
-from secc.runtime.program import owes_backward, replica_ranks, returns_gradient
+from secc.runtime.program import owes_backward, replica_ranks, returns_gradient, rounds
 from secc.runtime.timeline import Jobs
 
 Messages = dict[str, list[tuple[int, int]]]  # for each edge, (producer's, consumer's) micro-batch
@@ -101,6 +101,9 @@ def _add(step: Step, section: Section, table: Table, fused: bool) -> None:
         jobs.duration += durations
         jobs.successors += [[] for _ in durations]
         jobs.waits += [0] * count
+    for of_round in dict.fromkeys(rounds([section], {section.name: table.micro_batches}).values()):
+        for first in range(start, start + len(parts) * count, count):
+            jobs.join([first + m.index for m in of_round])
     for part in range(1, len(parts)):
         for m in range(start + (part - 1) * count, start + part * count):
             jobs.before(m, m + count)

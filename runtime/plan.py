@@ -101,6 +101,7 @@ class Section:
     `in_flight` is how many micro-batches a rank may hold between forward and backward (0: any number). A section with `weight_permille`
     runs its backward in two parts, B for what it received and W for its parameters, which takes so many thousandths of it.
 
+    Under `zero3`, `units` are the blocks whose layers gather their parameters one by one, in the order in which they are called.
     With tp, `shards` and `styles` say how its modules are cut; gradients of the whole parameters in `partial` are parts of a sum over tp.
     """
 
@@ -124,6 +125,7 @@ class Section:
     shards: tuple[Shard, ...] = ()
     styles: tuple[Style, ...] = ()
     partial: tuple[str, ...] = ()
+    units: tuple[str, ...] = ()
 
     @property
     def whole(self) -> str:

@@ -12,13 +12,14 @@ of them knows more about the others than these types. The text form is one instr
     STEP
 
 `A>B` are micro-batch indices in the direction in which the data flows; ` replica R` and ` stage S` follow where they are not 0, and
-` part I of N` where a message is one of several parts (`secc.runtime.routes`). All ranks of a replica execute its F and B in step. A stage
-of a pipeline is a section with a name of its own (`language_model_1`); `stage` says which one it is.
+` part I of N` where a message is one of several parts (`secc.runtime.routes`). All ranks of a replica execute its F and B in step; where
+parameters are sharded over replicas, so do all of these (`rounds`). A stage of a pipeline is a section with a name of its own
+(`language_model_1`); `stage` says which one it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -65,7 +66,10 @@ class SampleMeta:
 
 
 class MicroBatch(NamedTuple):
-    """The samples that pass through one replica of a section together: ascending positions within the global batch."""
+    """The samples that pass through one replica of a section together: ascending positions within the global batch.
+
+    Without samples it only takes part in what the replicas do together (`rounds`).
+    """
 
     index: int
     section: str
@@ -96,7 +100,7 @@ class Schedule:
 
     def is_later(self, micro: MicroBatch) -> bool:
         """Whether a micro-batch is of the next global batch."""
-        return self.own is not None and micro.samples[0] >= self.own
+        return self.own is not None and micro.samples[:1] >= (self.own,)
 
 
 def active(when: Sequence[str], pattern: frozenset[str]) -> bool:
@@ -107,6 +111,26 @@ def active(when: Sequence[str], pattern: frozenset[str]) -> bool:
 def owes_backward(section: Section) -> bool:
     """Whether every micro-batch of the section is followed by a backward."""
     return section.mode != "forward"
+
+
+def gathers(section: Section) -> bool:
+    """Whether the replicas of a section keep parts of its parameters (`zero3`), which they gather together, micro-batch by micro-batch."""
+    return section.sharding == "zero3" and section.mesh.dp > 1
+
+
+def rounds(sections: Iterable[Section], micro_batches: Mapping[str, Sequence[MicroBatch]]) -> dict[tuple[str, int], tuple[MicroBatch, ...]]:
+    """For each micro-batch of a section that gathers, those that all replicas run in step with it, one on each, by (section, index).
+
+    They are the replicas' first ones, second ones and so on. A replica that has fewer samples takes part with empty micro-batches.
+    """
+    found: dict[tuple[str, int], tuple[MicroBatch, ...]] = {}
+    for name in (s.name for s in sections if gathers(s)):
+        of_replica: dict[int, list[MicroBatch]] = {}
+        for m in micro_batches[name]:
+            of_replica.setdefault(m.replica, []).append(m)
+        for together in zip(*(some for _, some in sorted(of_replica.items())), strict=False):
+            found |= {(name, m.index): together for m in together}
+    return found
 
 
 def computations(section: Section) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from secc.runtime.ahead import with_run_ahead
 from secc.runtime.data import DataPlane
 from secc.runtime.epochs import Epochs
 from secc.runtime.errors import UserError
+from secc.runtime.gathering import Gathered
 from secc.runtime.meta import meta_model
 from secc.runtime.mixed import compute_in
 from secc.runtime.options import Options
@@ -149,11 +150,12 @@ class Run(ExitStack):
     def model(self) -> nn.Module:
         """The user's model with this rank's weights; what only other ranks need is on the meta device."""
         model = build_model(self.plan, self.user, self.rank, self.device, self.seed, self.options.init)
-        shapes = {name: p.shape for name, p in model.named_parameters()}
-        self.cuts = cuts_of(self.plan, self.rank, shapes, canonical_names(model))
+        shapes, canonical = {name: p.shape for name, p in model.named_parameters()}, canonical_names(model)
+        self.cuts = cuts_of(self.plan, self.rank, shapes, canonical)
         cut_parameters(model, self.cuts)
+        self.gathered = Gathered(self.plan, model, self.rank, self.device, self.cuts, canonical)
         if self.resume is not None:
-            checkpoint.load_model(self.resume, model, self.cuts)
+            checkpoint.load_model(self.resume, model, self.cuts, self.gathered)
         return model
 
 

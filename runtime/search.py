@@ -17,7 +17,7 @@ from secc.runtime.balance import Ranks
 from secc.runtime.compose import Table
 from secc.runtime.graph import Graph
 from secc.runtime.jobs import Step
-from secc.runtime.program import Micros, replica_ranks
+from secc.runtime.program import Micros, gathers, replica_ranks
 from secc.runtime.timeline import run
 
 SHARE = 50  # of the step's modelled time, the part that may go into planning it
@@ -75,8 +75,8 @@ def affordable(jobs: int, makespan: int, least: int) -> int:
 
 
 def _blocks(step: Step, graph: Graph, tables: Mapping[str, Table], early: Micros) -> list[list[Block]]:
-    """The blocks that can move, by the sections that they belong to."""
-    teams = [[s.name for s in team] for team in graph.teams() if team[0].mesh.dp > 1]
+    """The blocks that can move, by the sections that they belong to; none where replicas must have equally many micro-batches."""
+    teams = [[s.name for s in team] for team in graph.teams() if team[0].mesh.dp > 1 and not any(map(gathers, team))]
     return [_group(step, tables, early, names) for names in teams]
 
 

@@ -8,30 +8,36 @@ under which they do not end is doubled. All ranks find the same limit, without a
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from secc.runtime.program import COMPUTE, Instruction, Schedule
+from secc.runtime.plan import Section
+from secc.runtime.program import COMPUTE, Instruction, Schedule, rounds
 
 SENDS = 32
 
 Program = Sequence[Instruction]
+Job = tuple[object, ...]  # what several ranks do together
 
 
-def limit_of(schedule: Schedule, first: int = SENDS) -> int:
+def limit_of(schedule: Schedule, first: int = SENDS, sections: Iterable[Section] = ()) -> int:
     """The smallest of `first`, its double and so on under which all programs end."""
     most = max((sum(i.kind == "SEND" for i in program) for program in schedule.programs), default=0)
     if most <= first:
         return first
-    together = Counter(i[:5] for program in schedule.programs for i in program if i.kind in COMPUTE)
-    programs = [[i for i in program if i.kind in ("SEND", "RECV") or together[i[:5]] > 1] for program in schedule.programs]
+    in_step = rounds(sections, schedule.micro_batches)
+
+    def key(i: Instruction) -> Job:
+        return (i.kind, *in_step.get((i.section, i.micro), (i[1:5],))[0])
+
+    together = Counter(key(i) for program in schedule.programs for i in program if i.kind in COMPUTE)
+    programs = [[i for i in program if i.kind in ("SEND", "RECV") or together[key(i)] > 1] for program in schedule.programs]
     limit = first
-    while limit < most and not _ends(programs, limit, together):
+    while limit < most and not _ends(programs, limit, together, key):
         limit *= 2
     return limit
 
 
-def _ends(programs: Sequence[Program], limit: int, together: Mapping[Any, int]) -> bool:
+def _ends(programs: Sequence[Program], limit: int, together: Mapping[Job, int], key: Callable[[Instruction], Job]) -> bool:
     at = [0] * len(programs)
     sends = [[_message(i, rank) for i in program if i.kind == "SEND"] for rank, program in enumerate(programs)]
     posted = [0] * len(programs)
@@ -45,7 +51,7 @@ def _ends(programs: Sequence[Program], limit: int, together: Mapping[Any, int]) 
         while at[rank] < len(programs[rank]):
             i = programs[rank][at[rank]]
             if i.kind in COMPUTE:
-                needed = passed = i[:5]
+                needed = passed = key(i)
                 if (rank, at[rank]) not in joined:
                     joined.add((rank, at[rank]))
                     reached[passed] += 1

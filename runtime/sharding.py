@@ -8,7 +8,7 @@ where it is the whole parameter, which keeps its shape.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +56,8 @@ class Flat:
     """Parameters of one dtype in one buffer, padded with zeros so that `count` shards are alike; this rank's is shard `index`.
 
     `slices` has what is in the shard of each parameter: a leaf that shares the shard's memory, and which piece it is. With `dtype`
-    parameters and buffer are of that dtype, while `masters`, the shard that the optimizer updates, keeps the parameters' own.
+    parameters and buffer are of that dtype, while `masters`, the shard that the optimizer updates, keeps the parameters' own. `apart`: the
+    shard has memory of its own, so that the buffer's may go.
     """
 
     def __init__(
@@ -66,12 +67,13 @@ class Flat:
         count: int,
         cuts: Mapping[str, Cut] | None = None,
         dtype: torch.dtype | None = None,
+        apart: bool = False,
     ) -> None:
         first = named[0][1]
         self.size = -(-sum(p.numel() for _, p in named) // count)
         self.values = torch.zeros(self.size * count, dtype=dtype or first.dtype, device=first.device)
         self.begin, end = index * self.size, (index + 1) * self.size
-        self.shard = self.values[self.begin : end]
+        self.shard = torch.zeros_like(self.values[self.begin : end]) if apart else self.values[self.begin : end]
         self.masters = self.shard if dtype in (None, first.dtype) else torch.zeros_like(self.shard, dtype=first.dtype)
         self.slices: dict[nn.Parameter, tuple[nn.Parameter, Piece]] = {}
         offset = 0
@@ -86,6 +88,7 @@ class Flat:
                 part.copy_(own.reshape(-1)[piece.start : piece.stop])
                 self.slices[param] = nn.Parameter(part.view(param.shape) if piece.whole else part), piece
             offset = after
+        self.publish()
 
     def set_gradients(self, total: torch.Tensor) -> None:
         """Give the slices their gradients: `total` holds those of the shard, [size] in any dtype."""
@@ -94,10 +97,13 @@ class Flat:
             param.grad = total[position : position + param.numel()].view(param.shape)
             position += param.numel()
 
-    def gather(self, group: Any) -> dist.Work:
-        """Start to collect all shards, so that every rank has all values. Collective."""
+    def publish(self) -> None:
+        """Round the masters to what modules compute with."""
         if self.masters is not self.shard:
             self.shard.copy_(self.masters)
+
+    def gather(self, group: Any) -> dist.Work:
+        """Start to collect all shards, so that every rank has all values. Collective."""
         work = _all_gather(self.values, self.shard, group=group, async_op=True)
         assert work is not None
         return work
@@ -108,6 +114,26 @@ def reduce_scatter(part: torch.Tensor, whole: torch.Tensor, group: Any) -> dist.
     work = _reduce_scatter(part, whole, dist.ReduceOp.SUM, group=group, async_op=True)
     assert work is not None
     return work
+
+
+def flatten(params: Iterable[nn.Parameter], size: int | None) -> torch.Tensor:
+    """The gradients in one buffer, zeros where there is none and up to `size`.
+
+    It is in float32 where a parameter has fewer bits, so that sums stay exact.
+    """
+    params = list(params)
+    dtype = torch.promote_types(params[0].dtype, torch.float32)
+    flat = torch.empty(size or sum(p.numel() for p in params), dtype=dtype, device=params[0].device)
+    start = 0
+    for param in params:
+        part = flat[start : start + param.numel()]
+        start += param.numel()
+        if param.grad is None:
+            part.zero_()
+        else:
+            part.view(param.shape).copy_(param.grad)
+    flat[start:].zero_()
+    return flat
 
 
 Slices = Mapping[nn.Parameter, tuple[nn.Parameter, Piece] | None]

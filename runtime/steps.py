@@ -54,6 +54,7 @@ def _planned(run: Run, batch: GlobalBatch, then: GlobalBatch | None, first: int)
     step = Step(batch, then if coming is not None and coming.early else None, schedule)
     check(run.plan, step.samples, schedule)
     micros = [schedule.micro_batches[i.section][i.micro] for i in schedule.programs[run.rank] if i.kind == "F"]
+    micros = [m for m in micros if m.samples]
     run.data.prepare([m.samples for m in micros if not schedule.is_later(m)], batch)
     if step.then is not None:
         own = len(batch.samples)

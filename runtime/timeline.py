@@ -6,6 +6,9 @@ integer nanoseconds and no two jobs are equally urgent, so every run of it gives
 Two more rules serve pipelines. A line of jobs *follows* another one: the first of them to start makes its follower the most urgent of
 the line, and so on, so that both go in one order. And jobs of a *limit* take room on their rank that others give back when they end;
 without room they do not start, unless nothing else could: room is a wish, so it can stop no step.
+
+Jobs that are *joined* run at the same time, one on each of several ranks, for as long as the longest of them. A rank that comes to one of
+them before the others are free waits. Nothing can wait for ever: when no job runs, all ranks are free.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ class Jobs:
     """The jobs of a step. `priority` is a permutation of their numbers: the job with the least goes first.
 
     `duration` in ns; `successors` wait for a job, which itself waits for `waits` others. `followers` maps a job to (its follower, the
-    line). `takes` and `gives` map jobs to the limit whose room they take or give back, `rooms` has the room of each limit on a rank.
+    line). `joined` maps a job to all that run at the same time, itself included. `takes` and `gives` map jobs to the limit whose room they
+    take or give back, `rooms` has the room of each limit on a rank.
     """
 
     ranks: int
@@ -32,6 +36,7 @@ class Jobs:
     waits: list[int] = field(default_factory=list)
     followers: dict[int, tuple[int, int]] = field(default_factory=dict)
     lines: list[list[int]] = field(default_factory=list)  # the priorities that the followers of a line have, most urgent first
+    joined: dict[int, tuple[int, ...]] = field(default_factory=dict)
     takes: dict[int, int] = field(default_factory=dict)
     gives: dict[int, int] = field(default_factory=dict)
     rooms: list[int] = field(default_factory=list)
@@ -45,6 +50,10 @@ class Jobs:
         """Make the jobs `then` go in the order of the jobs `first`, each of which its follower waits for. Priorities must be there."""
         self.followers |= {a: (b, len(self.lines)) for a, b in zip(first, then, strict=True)}
         self.lines.append(sorted(self.priority[job] for job in then))
+
+    def join(self, together: Sequence[int]) -> None:
+        """Make these jobs, each on another rank, run at the same time."""
+        self.joined |= dict.fromkeys(together, tuple(together))
 
     def limit(self, room: int, takes: Sequence[int], gives: Sequence[int]) -> None:
         """Give the jobs `takes` room for so many on a rank, each until a job of `gives` has ended there."""
@@ -69,6 +78,9 @@ class _Run:
         self.priority, self.by_priority = jobs.priority, [0] * len(jobs.priority)
         for job, place in enumerate(jobs.priority):
             self.by_priority[place] = job
+        self.free = [True] * jobs.ranks
+        self.absent = {job: len(some) for job, some in jobs.joined.items() if job == some[0]}  # those that wait for others
+        self.begun, self.held = set[int](), set[int]()  # joined jobs that have started; ranks that wait for others to be free
         if jobs.followers:
             self.priority, self.started = self.priority.copy(), [0] * len(jobs.lines)
         self.ready: list[list[int]] = [[] for _ in range(jobs.ranks)]  # priorities of the jobs that may start
@@ -78,33 +90,38 @@ class _Run:
     def run(self) -> tuple[list[int], int]:
         jobs, waits, ready = self.jobs, self.waits, self.ready
         rank, duration, successors, gives = jobs.rank, jobs.duration, jobs.successors, jobs.gives
-        priority = self.priority
+        priority, joined, free = self.priority, jobs.joined, self.free
         bits = max(1, len(priority)).bit_length()
         mask = (1 << bits) - 1
         for job, count in enumerate(waits):
-            if not count:
+            if not count and self.offered(job):
                 heappush(ready[rank[job]], priority[job])
-        free = [True] * jobs.ranks
         ends: list[int] = []  # (time << bits) + job, which orders by time
         order: list[int] = []
         time, touched = 0, list(range(jobs.ranks))
-        bound = bool(jobs.followers or jobs.takes)
+        bound = bool(jobs.followers or jobs.takes or joined)
         while True:
             for r in touched:
                 if free[r] and ready[r]:
-                    job = self.by_priority[heappop(ready[r])]
-                    if bound and (job := self.start(r, job)) < 0:
-                        continue
-                    free[r] = False
-                    order.append(job)
-                    heappush(ends, (time + duration[job] << bits) + job)
+                    job = self.start(r) if bound else self.by_priority[heappop(ready[r])]
+                    if job in joined:
+                        end = time + max(duration[j] for j in joined[job]) << bits
+                        for j in joined[job]:
+                            free[rank[j]] = False
+                            order.append(j)
+                            heappush(ends, end + j)
+                    elif job >= 0:
+                        free[r] = False
+                        order.append(job)
+                        heappush(ends, (time + duration[job] << bits) + job)
             if not ends:
                 if (r := self.make_room()) < 0:
                     break
                 touched = [r]
                 continue
             time = ends[0] >> bits
-            touched = []
+            touched = [*self.held]
+            self.held.clear()
             while ends and ends[0] >> bits == time:
                 job = heappop(ends) & mask
                 r = rank[job]
@@ -114,7 +131,7 @@ class _Run:
                     self.give((gives[job], r))
                 for then in successors[job]:
                     waits[then] -= 1
-                    if not waits[then]:
+                    if not waits[then] and (then not in joined or self.offered(then)):
                         r = rank[then]
                         heappush(ready[r], priority[then])
                         touched.append(r)
@@ -122,28 +139,63 @@ class _Run:
             raise ValueError(f"{len(priority) - len(order)} jobs wait for each other in a circle")
         return order, time
 
-    def start(self, r: int, job: int) -> int:
-        """The most urgent job of rank `r` that has room, from `job` on, or -1; its follower gets the line's next priority."""
-        takes = self.jobs.takes
-        while (limit := takes.get(job, -1)) >= 0 and self.taken[limit, r] >= self.jobs.rooms[limit]:
-            heappush(self.kept[limit, r], self.priority[job])
-            if not self.ready[r]:
-                return -1
-            job = self.by_priority[heappop(self.ready[r])]
-        if limit >= 0:
-            self.taken[limit, r] += 1
+    def offered(self, job: int) -> bool:
+        """Whether a job whose predecessors are done may start; the last of joined ones is the word for the others."""
+        if job not in self.jobs.joined:
+            return True
+        together = self.jobs.joined[job]
+        self.absent[together[0]] -= 1
+        if self.absent[together[0]]:
+            return False
+        for other in together:
+            if other != job:
+                heappush(self.ready[self.jobs.rank[other]], self.priority[other])
+        return True
+
+    def start(self, r: int) -> int:
+        """Start the most urgent job of rank `r` that has room, with those that are joined to it; -1 if there is none, or the rank has to
+        wait for others."""
+        jobs, ready = self.jobs, self.ready[r]
+        while ready:
+            job = self.by_priority[ready[0]]
+            together = jobs.joined.get(job, (job,))
+            if job not in self.begun and self.has_room(job, r):
+                if not all(self.free[jobs.rank[j]] for j in together):
+                    self.held.add(r)
+                    return -1
+                heappop(ready)
+                for j in together:
+                    self.begin(j, jobs.rank[j])
+                if len(together) > 1:
+                    self.begun.update(together)
+                return job
+            place = heappop(ready)
+            if job not in self.begun:
+                heappush(self.kept[jobs.takes[job], r], place)
+        return -1
+
+    def has_room(self, job: int, r: int) -> bool:
+        limit = self.jobs.takes.get(job, -1)
+        return limit < 0 or self.taken[limit, r] < self.jobs.rooms[limit]
+
+    def begin(self, job: int, r: int) -> None:
+        """Take the job's room; its follower gets the line's next priority."""
+        if job in self.jobs.takes:
+            self.taken[self.jobs.takes[job], r] += 1
         if job in self.jobs.followers:
             then, line = self.jobs.followers[job]
             place = self.jobs.lines[line][self.started[line]]
             self.started[line] += 1
             self.priority[then], self.by_priority[place] = place, then
-        return job
 
     def give(self, room: tuple[int, int]) -> None:
         """There is room again, for the most urgent job that was kept back."""
         self.taken[room] -= 1
-        if self.kept[room]:
-            heappush(self.ready[room[1]], heappop(self.kept[room]))
+        kept = self.kept[room]
+        while kept and self.by_priority[kept[0]] in self.begun:
+            heappop(kept)
+        if kept:
+            heappush(self.ready[room[1]], heappop(kept))
 
     def make_room(self) -> int:
         """Nothing runs: let the most urgent of the jobs that were kept back start. Its rank, or -1 if there is none."""

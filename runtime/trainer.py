@@ -52,14 +52,17 @@ class Trainer:
         for section in self.plan.sections:
             if run.rank in section.mesh.ranks:
                 recompute.install(model, section.blocks, section.recompute)
-        self.reducer = Reducer(held, params, run.rank, run.device, run.cuts, dtype_of(self.plan.dtype))
+        run.gathered.install()
+        self.reducer = Reducer(held, params, run.rank, run.device, run.cuts, dtype_of(self.plan.dtype), run.gathered.flats)
         used = {canonical[n] for s in self.plan.sections for n in s.params}
         compute_in(model, self.plan.dtype, but=params.keys() - used)
         transport = Transport(self.plan, run.rank, run.device, self.options.debug_comm)
         held_sections = {s.name: s for s in sections}
         for section in sections:
             section.group = groups.get(section.name)
-        self.engine = Engine(self.plan, held_sections, transport, self.reducer.start, run.trace, self.reducer.expect, groups)
+        self.engine = Engine(
+            self.plan, held_sections, transport, self.reducer.start, run.trace, self.reducer.expect, groups, run.gathered.passes
+        )
         self._owned = self._owned_names(model)
         self._trained = {n for h in held if run.rank in h.ranks for n in h.names}
         self.optimizer = self._make_optimizer({params[n]: n for h in held if run.rank in h.ranks for n in h.names})
@@ -139,8 +142,11 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint of all ranks. Collective."""
         assert self.options.save is not None
+        gathered = self.run.gathered
         own = self._owned - (self._trained if self.plan.dtype else set[str]())  # of the rest masters are saved
-        state = {k: v for k, v in checkpoint.model_state(self.model, self.run.cuts).items() if k.removeprefix("model/") in own}
+        held = checkpoint.model_state(self.model, self.run.cuts, gathered.names)
+        state = {k: v for k, v in held.items() if k.removeprefix("model/") in own}
+        state |= checkpoint.piece_state(gathered.written(self.run.cuts))
         if self.optimizer is not None:
             pieces = self.reducer.pieces
             state |= self._masters()

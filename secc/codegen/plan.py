@@ -20,7 +20,7 @@ from secc.codegen.fused import rewrites
 from secc.codegen.names import identifier
 from secc.codegen.sections import TERMS, bodies, slice_of
 from secc.ir import draws, expr, fusion, recorded
-from secc.ir.dialect import BodyOp, EdgeOp, GraphOp, KeyOp, ParamOp, SectionOp, TermOp, TieOp, graph_of, section_of, strings
+from secc.ir.dialect import BodyOp, CallOp, EdgeOp, GraphOp, KeyOp, ParamOp, SectionOp, TermOp, TieOp, graph_of, section_of, strings
 from secc.ir.naming import ACCEPTED, LOGGED
 from secc.ir.text import print_module
 from secc.ir.types import tensor
@@ -132,7 +132,27 @@ def _section(graph: GraphOp, op: SectionOp, model: plan.ModelRef) -> plan.Sectio
         shards=tuple(_shard(text) for text in attribute(op, "shards", ())),
         styles=tuple(plan.Style(*text.rsplit(" ", 1)) for text in attribute(op, "styles", ())),
         partial=attribute(op, "partial", ()),
+        units=_units(graph, op) if attribute(op, "sharding", "none") == "zero3" else (),
     )
+
+
+def _units(graph: GraphOp, op: SectionOp) -> tuple[str, ...]:
+    """The blocks that the section's cases call once each, in one order for all of them, and of whose parameters no glue reads any."""
+    found = bodies(graph, op.sym.data)
+    read = {p.path.data for body in found for p in body.walk() if isinstance(p, ParamOp)}
+    rows = sorted(([c.target.data for c in body.walk() if isinstance(c, CallOp)] for body in found), key=len, reverse=True)
+    order: list[str] = []
+    out = {b for row in rows for b in row if row.count(b) > 1 or any(n.startswith(f"{b}.") for n in read)}
+    for row in rows:
+        at = 0
+        for block in (b for b in row if b not in out):
+            if block not in order:
+                order.insert(at, block)
+            elif order.index(block) < at:
+                out.add(block)
+                continue
+            at = order.index(block) + 1
+    return tuple(b for b in order if b not in out)
 
 
 def _shard(text: str) -> plan.Shard:

@@ -1,10 +1,10 @@
 """The simulator: executes the programs that ranks execute, in modelled time, as the engine executes them.
 
-Computation takes the plan's costs, and the ranks of a replica compute together. As in `runtime/comm.py`, a send is posted and never
-blocks, receives are posted a window ahead of the program, a message moves once both its ends are posted and the links are free, and a
-computation waits for the messages that it consumes. A reduction starts when all its ranks have reached it and runs beside what follows;
-one rank's reductions follow each other. At the end of its program a rank waits for its sends and reductions, then all ranks wait for each
-other (the global norm), then each takes its optimizer step.
+Computation takes the plan's costs, and the ranks of a replica compute together, as do replicas that gather parameters. As in
+`runtime/comm.py`, a send is posted and never blocks, receives are posted a window ahead of the program, a message moves once both its
+ends are posted and the links are free, and a computation waits for the messages that it consumes. A reduction starts when all its ranks
+have reached it and runs beside what follows; one rank's reductions follow each other. At the end of its program a rank waits for its sends
+and reductions, then all ranks wait for each other (the global norm), then each takes its optimizer step.
 
 Every simulation checks the schedule first (`runtime/check.py`): completeness, dependencies, order of channels, no deadlock. Events are
 processed in order of time and rank, so the same input gives the same result.
@@ -23,7 +23,7 @@ from secc.runtime.costs import Costs
 from secc.runtime.edges import EdgeLayout
 from secc.runtime.gradients import Holders
 from secc.runtime.plan import Plan
-from secc.runtime.program import COMPUTE, Instruction, SampleMeta, Schedule, returns_gradient, weight_part
+from secc.runtime.program import COMPUTE, Instruction, SampleMeta, Schedule, returns_gradient, rounds, weight_part
 from secc.runtime.routes import bounds, replicas, routes
 from secc.schedule.traffic import Traffic
 from secc.simulate.events import Compute, Reduction, Simulated, Transfer
@@ -76,7 +76,10 @@ class _Machine:
         self.sections = {s.name: s for s in plan.sections}
         self.messages, self.needs = self._messages()
         self.ranks = [self._rank(program, rank) for rank, program in enumerate(schedule.programs)]
-        self.joined: dict[tuple[str, str, int], dict[int, tuple[int, int]]] = defaultdict(dict)  # ranks at a job: (waited, may start)
+        in_step = rounds(plan.sections, schedule.micro_batches)
+        self.rounds = {key: tuple(m.index for m in together) for key, together in in_step.items()}
+        # Ranks at a job that they do together: (instruction, waited, may start).
+        self.joined: dict[tuple[str, str, int], dict[int, tuple[Instruction, int, int]]] = defaultdict(dict)
         self.arrived: dict[Holders, list[int]] = defaultdict(list)
         self.wakes = [(0, rank) for rank in range(len(self.ranks))]
         self.compute: list[Compute] = []
@@ -137,18 +140,20 @@ class _Machine:
         arrival = last.arrival or 0 if last is not None else 0
         start = max(rank.free, arrival)
         waited = start if arrival <= rank.free or last is None else max(rank.free, last.sent or 0)
-        together = self.joined[i.kind, i.section, i.micro]
-        together[index] = waited, start
-        if len(together) < self.sections[i.section].mesh.tp:
+        in_step = self.rounds.get((i.section, i.micro), (i.micro,))
+        together = self.joined[i.kind, i.section, in_step[0]]
+        together[index] = i, waited, start
+        if len(together) < self.sections[i.section].mesh.tp * len(in_step):
             return False
-        start = max(at for _, at in together.values())
-        for member, (before, _) in together.items():
-            self._compute(member, i, before, start)
+        start = max(at for _, _, at in together.values())
+        end = start + max(self.duration(i._replace(micro=m)) for m in in_step)
+        for member, (own, before, _) in together.items():
+            self._compute(member, own, before, start, end)
             self.ranks[member].at += member != index  # the caller's own goes on there
         return True
 
-    def _compute(self, index: int, i: Instruction, waited: int, start: int) -> None:
-        rank, end = self.ranks[index], start + self.duration(i)
+    def _compute(self, index: int, i: Instruction, waited: int, start: int, end: int) -> None:
+        rank = self.ranks[index]
         self.compute.append(Compute(index, i.kind, i.section, i.replica, i.stage, i.micro, rank.free, waited, start, end))
         rank.free = end
         heapq.heappush(self.wakes, (end, index))

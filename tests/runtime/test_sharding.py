@@ -21,6 +21,7 @@ from secc.runtime.errors import UserError
 from secc.runtime.plan import to_json
 from secc.runtime.sharding import Flat, shard_optimizer
 from secc.runtime.tensor_store import Slice, boxes
+from secc.runtime.weights import canonical_names
 from tests.runtime.captioner import CLASSES, FIXTURE, TOGETHER, UNEVEN, Layout, Reference, reference, write_plan
 from tests.runtime.test_checkpoint import assert_same_contents
 from tests.runtime.training import metrics
@@ -32,7 +33,7 @@ WIDE: Layout = {"encoder": (0, 1, 2), "teacher": (0,), "decoder": (1, 2)}
 
 def write_sharded(directory: Path, layout: Layout, sharding: Mapping[str, str], micro_batch: int = 2, source: str | None = None) -> None:
     plan = write_plan(directory, layout, micro_batch=micro_batch, source=source)
-    sections = tuple(replace(s, sharding=sharding.get(s.name, "none")) for s in plan.sections)
+    sections = tuple(replace(s, sharding=sharding.get(s.name, "none"), units=s.blocks) for s in plan.sections)
     (directory / "plan.json").write_text(to_json(replace(plan, sections=sections)))
 
 
@@ -58,8 +59,10 @@ def train(directory: Path, layout: Layout, steps: int, *arguments: str, bucket: 
                 pieces = [(q, p.grad) for p, q in trainer.reducer.pieces.items()]
                 found.append([(q, None if g is None else g.clone()) for q, g in pieces])
             states = 0 if trainer.optimizer is None else sum(s["exp_avg"].numel() for s in trainer.optimizer.state.values())
-            state = {k: v.clone() for k, v in model.state_dict().items() if not v.is_meta}
-            return {"gradients": found, "state": state, "states": states}
+            canonical = canonical_names(model)
+            parts = [(piece, part.detach().clone()) for part, piece in run.gathered.pieces.items()]
+            state = {k: v.clone() for k, v in model.state_dict().items() if not v.is_meta and canonical.get(k) not in run.gathered.names}
+            return {"gradients": found, "state": state, "parts": parts, "states": states}
 
     return run_ranks(world_size, target)
 
@@ -86,6 +89,9 @@ def assert_equals_plain(ranks: list[dict[str, Any]], plain: Reference) -> None:
     for rank in ranks:
         for name, value in rank["state"].items():
             torch.testing.assert_close(value, plain.state[name], rtol=1e-4, atol=1e-5)
+        for piece, value in rank["parts"]:
+            expected = plain.state[piece.name].flatten()[piece.start : piece.stop]
+            torch.testing.assert_close(value.flatten(), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.gloo
@@ -95,8 +101,11 @@ def assert_equals_plain(ranks: list[dict[str, Any]], plain: Reference) -> None:
         (TOGETHER, {"encoder": "zero1", "decoder": "zero2"}, 2),
         (WIDE, {"encoder": "zero2", "decoder": "zero1"}, 4),  # the encoder's samples of a batch are too few for all its replicas
         (UNEVEN, {"decoder": "zero2"}, 8),
+        (TOGETHER, {"encoder": "zero3", "decoder": "zero3", "teacher": "zero3"}, 2),
+        (WIDE, {"encoder": "zero3", "decoder": "zero2"}, 4),
+        (UNEVEN, {"decoder": "zero3", "teacher": "zero3"}, 3),
     ],
-    ids=["together", "wide", "uneven"],
+    ids=["together", "wide", "uneven", "parameters_together", "parameters_wide", "parameters_uneven"],
 )
 def test_steps_equal_plain_pytorch(tmp_path: Path, plain: Reference, layout: Layout, sharding: dict[str, str], micro_batch: int) -> None:
     write_sharded(tmp_path / "plan", layout, sharding, micro_batch)
@@ -123,9 +132,9 @@ def test_clipping_counts_every_entry_once_and_states_are_split(tmp_path: Path) -
 
 @pytest.mark.gloo
 def test_checkpoints_do_not_depend_on_sharding(tmp_path: Path) -> None:
-    """Five steps sharded on three ranks, five more on two ranks without, and the same the other way round: equal to ten of either."""
+    """Five steps sharded on three ranks, five more on two ranks otherwise, and the same the other way round: equal to ten of either."""
     write_sharded(tmp_path / "sharded", WIDE, {"encoder": "zero2", "decoder": "zero1"})
-    write_sharded(tmp_path / "plain", TOGETHER, {})
+    write_sharded(tmp_path / "plain", TOGETHER, {"decoder": "zero3", "teacher": "zero3"})
     for name, layout in (("sharded", WIDE), ("plain", TOGETHER)):
         train(tmp_path / name, layout, 5, "--save", str(tmp_path / f"{name}-5"), "--log-dir", str(tmp_path / "logs"))
     for first, second, layout in (("sharded", "plain", TOGETHER), ("plain", "sharded", WIDE)):
@@ -139,7 +148,7 @@ def test_checkpoints_do_not_depend_on_sharding(tmp_path: Path) -> None:
 
 @pytest.mark.gloo
 def test_resuming_sharded_is_bit_equal(tmp_path: Path) -> None:
-    write_sharded(tmp_path / "plan", TOGETHER, {"encoder": "zero1", "decoder": "zero2"})
+    write_sharded(tmp_path / "plan", TOGETHER, {"encoder": "zero3", "decoder": "zero2", "teacher": "zero3"})
     saved, again = str(tmp_path / "saved"), str(tmp_path / "again")
     train(tmp_path / "plan", TOGETHER, 4, "--save", saved, "--save-every", "2")
     train(tmp_path / "plan", TOGETHER, 4, "--save", again, "--resume", str(tmp_path / "saved" / "step_00000002"))
