@@ -16,7 +16,7 @@ from xdsl.dialects.builtin import ModuleOp, StringAttr
 from xdsl.passes import ModulePass
 
 from secc.alloc import pins as pins_
-from secc.alloc.candidates import Load, Workload, on_rank, workload
+from secc.alloc.candidates import Load, Workload, on_rank, times_of, workload
 from secc.alloc.evaluate import Value, evaluate
 from secc.alloc.infeasible import explain
 from secc.alloc.model import least_memory, solve
@@ -166,6 +166,7 @@ def _hand_out(solution: Solution, chosen: dict[str, Candidate]) -> dict[str, lis
 def _write_section(work: Workload, load: Load, chosen: Candidate, ranks: list[int], memory_gib: float) -> None:
     """FLOPs and parameters are those of the whole section; what is saved, and times, those of one rank of a replica."""
     rank = on_rank(load, chosen.tp, chosen.pp, work.cluster)
+    forward_ns, backward_ns = times_of(work, rank, chosen.dp, chosen.sharding, chosen.recompute)
     annotate(load.section, replace(load.cost, saved=rank.under(chosen.recompute).saved))
     load.section.attributes |= {
         "dp": integer(chosen.dp),
@@ -177,6 +178,6 @@ def _write_section(work: Workload, load: Load, chosen: Candidate, ranks: list[in
         "sharding": StringAttr(chosen.sharding),
         "memory_gib": number(memory_gib),
         "label": StringAttr(rank.label),
-        "forward_ns": StringAttr(rank.forward_ns),
-        "backward_ns": StringAttr(rank.backward_ns[chosen.recompute]),
+        "forward_ns": StringAttr(forward_ns),
+        "backward_ns": StringAttr(backward_ns),
     }

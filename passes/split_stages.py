@@ -21,7 +21,7 @@ from xdsl.dialects.builtin import ModuleOp, StringAttr
 from xdsl.ir import Operation
 from xdsl.passes import ModulePass
 
-from secc.alloc.candidates import Load, Workload, candidate, on_rank, room, workload
+from secc.alloc.candidates import Load, Workload, candidate, on_rank, room, times_of, workload
 from secc.cluster import GIB, Cluster, Device, parse
 from secc.cost import time
 from secc.cost.load import is_active, micro_batch, patterns
@@ -157,17 +157,19 @@ def _note_costs(graph: GraphOp, stages: Sequence[SectionOp], cluster: Cluster) -
         load = _rank(work, stage)
         if load.mode == "forward":
             stage.attributes["recompute"] = StringAttr("none")
-        if not load.cost.trainable:
+        if not load.cost.trainable and text_of(stage, "sharding") != "zero3":
             stage.attributes["sharding"] = StringAttr("none")
         recompute = text_of(stage, "recompute") or "none"
         annotate(stage, replace(work.loads[load.name].cost, saved=load.under(recompute).saved))
+        dp, _, sharding, _ = _choice(stage)
+        forward_ns, backward_ns = times_of(work, load, dp, sharding, recompute)
         in_flight = _in_flight(work, load, counts[text_of(stage, "pipeline") or ""])
         stage.attributes |= {
             "weight_permille": integer(_weight_permille(work, load)),
             "in_flight": integer(in_flight if load.mode != "forward" else 0),
             "label": StringAttr(load.label),
-            "forward_ns": StringAttr(load.forward_ns),
-            "backward_ns": StringAttr(load.backward_ns[recompute]),
+            "forward_ns": StringAttr(forward_ns),
+            "backward_ns": StringAttr(backward_ns),
         }
     for stage in stages:
         held = [s for s in graph.sections if set(_ranks(s)) & set(_ranks(stage))] or [stage]

@@ -17,6 +17,7 @@ from secc.alloc.pins import WORDS, Pins
 from secc.alloc.types import Candidate
 from secc.cluster import Cluster
 from secc.cost import parallel, time
+from secc.cost.gathering import passing
 from secc.cost.load import Crossing, Pattern, crossings, is_active, micro_batch, patterns
 from secc.cost.memory import Memory, memory
 from secc.cost.section import SectionCost, section_cost
@@ -151,9 +152,15 @@ def ways_to_run(work: Workload, load: Load, pins: Pins) -> list[tuple[str, str]]
     if pins.splits_backward(load.name):
         _only_none(load, "recompute", pins, "each part of a split backward would run it again")
         recompute = ("none",)
-    reason = "it trains nothing" if not load.cost.trainable else work.unshardable
-    if reason:
-        _only_none(load, "sharding", pins, reason)
+        if sharding == ("zero3",):
+            _only_none(load, "sharding", pins, "each part of a split backward would gather parameters again")
+        sharding = tuple(s for s in sharding if s != "zero3")
+    if not load.cost.trainable:
+        if sharding not in (("zero3",), WORDS["sharding"]):
+            _only_none(load, "sharding", pins, "it trains nothing")
+        sharding = tuple(s for s in sharding if s in ("none", "zero3"))
+    elif work.unshardable:
+        _only_none(load, "sharding", pins, work.unshardable)
         sharding = ("none",)
     return [(s, r) for s in sharding for r in recompute]
 
@@ -168,10 +175,13 @@ def candidate(work: Workload, load: Load, dp: int, size: int, sharding: str = "n
     """The times and memory of a section in `dp` replicas with micro-batches of `size` samples."""
     busiest = Fraction(-(-work.samples(load) // dp))
     total, count, fill, drain = Fraction(0), Fraction(0), 0, 0
+    gathers = passing(load.cost, dp, sharding, work.cluster, load.tp * load.pp)
     for pattern in load.active:
         samples = busiest * pattern.share / load.share
         alike = min(size, ceil(samples))
         forward, backward = _times(work, load, pattern, alike, recompute)
+        if gathers is not None:
+            forward, backward = gathers.forward_ns(forward), gathers.backward_ns(backward)
         total += samples / alike * (forward + backward)
         count += samples / alike
         fill, drain = max(fill, forward), max(drain, backward)
@@ -221,10 +231,18 @@ def update_ns(work: Workload, load: Load, dp: int, sharding: str) -> int:
     cost, cluster = load.cost, work.cluster
     if load.mode != "train":
         return 0
+    if sharding == "zero3" and dp > 1:
+        return time.optimizer_ns(cost, cluster.device, dp)  # every backward has summed its gradients
     if sharding == "none":
         return time.reduce_ns(cost.summed_bytes, dp, cluster, load.tp * load.pp) + time.optimizer_ns(cost, cluster.device)
     travels = (cost.summed_bytes + cost.trainable_bytes) // 2  # the mean of gradients one way and weights the other
     return time.sharded_reduce_ns(travels, dp, cluster, load.tp * load.pp) + time.optimizer_ns(cost, cluster.device, dp)
+
+
+def times_of(work: Workload, load: Load, dp: int, sharding: str, recompute: str) -> tuple[str, str]:
+    """Nanoseconds of a micro-batch's forward and backward on a rank, over its symbols."""
+    own, gathers = (load.forward_ns, load.backward_ns[recompute]), passing(load.cost, dp, sharding, work.cluster, load.tp * load.pp)
+    return own if gathers is None else gathers.texts(*own)
 
 
 def _times(work: Workload, load: Load, pattern: Pattern, samples: int, recompute: str) -> tuple[int, int]:

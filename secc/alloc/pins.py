@@ -9,7 +9,7 @@ from secc.errors import UserError
 
 KEYS = ("dp", "micro_batch", "with", "tp", "pp", "sharding", "recompute", "backward", "micro_tokens")
 WORDS = {
-    "sharding": ("none", "zero1", "zero2"),
+    "sharding": ("none", "zero1", "zero2", "zero3"),
     "recompute": ("none", "selective", "full"),
     "backward": ("whole", "split"),
 }  # in the order of preference among equals

@@ -33,10 +33,12 @@ def memory(cost: SectionCost, activation: int, working: int = 0, dp: int = 1, sh
     """The memory of a rank that holds the whole section, `activation` bytes for each micro-batch in flight.
 
     Sharded optimizers have a `dp`-th of the states and of the summed gradients. Under `zero2` a rank's own gradients are freed bucket by
-    bucket in its last backward, so that they are never there as a whole if that is its only one (`micro_batches` is 1). Float32 masters
-    count with the optimizer's states.
+    bucket in its last backward, so that they are never there as a whole if that is its only one (`micro_batches` is 1). Under `zero3` it
+    has a `dp`-th of the parameters and of the gradients, too. Float32 masters count with the optimizer's states.
     """
     size, masters = cost.summed_bytes, cost.master_bytes
+    if sharding == "zero3" and dp > 1:
+        return _gathered(cost, activation, working, dp)
     wide = SUM_BYTES * cost.trainable
     of_bucket = size if sharding != "none" else cost.trainable_bytes  # buckets hold so many bytes of what is reduced
     buffers = min(wide, WINDOW * BUCKET_BYTES * wide // of_bucket) if dp > 1 and size else 0
@@ -45,3 +47,15 @@ def memory(cost: SectionCost, activation: int, working: int = 0, dp: int = 1, sh
     shard = -(-size // dp)
     own = min(size, BUCKET_BYTES) if sharding == "zero2" and micro_batches == 1 else size
     return Memory(cost.param_bytes, own + shard, OPTIMIZER_STATES * shard + -(-masters // dp), activation, buffers, working)
+
+
+def _gathered(cost: SectionCost, activation: int, working: int, dp: int) -> Memory:
+    """Under `zero3`: shards, and while a pass goes on two layers and what is in none. Gradients of a layer are there twice, as they are
+    made and in a flat buffer; those of what is in no layer stay until the pass ends."""
+    layer, rest = cost.unit_bytes, cost.rest_bytes
+    wide_layer, wide_rest = (size * cost.wide_bytes // max(1, cost.param_bytes) for size in (layer, rest))
+    buffers = 2 * layer + rest + max(2 * wide_layer + wide_rest, 2 * wide_rest)
+    parameters, gradients, states, masters = (
+        -(-size // dp) for size in (cost.param_bytes, cost.wide_bytes, OPTIMIZER_STATES * cost.summed_bytes, cost.master_bytes)
+    )
+    return Memory(parameters, gradients, states + masters, activation, buffers, working)

@@ -45,6 +45,8 @@ def on_rank(cost: SectionCost, tp: int, pp: int) -> SectionCost:
     counts = {key: _part(getattr(cost, key), cut) for key in ("params", "trainable", "param_bytes", "trainable_bytes", "master_bytes")}
     return replace(
         cost,
+        unit_bytes=-(-cost.unit_bytes // tp),
+        rest_bytes=-(-cost.rest_bytes // tp),
         flops=_times(cost.flops, cut),
         backward_flops=_times(cost.backward_flops, cut),
         work=_times(cost.work, cut * slower),

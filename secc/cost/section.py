@@ -52,6 +52,7 @@ class SectionCost:
     weights that take longest. forward_ns, backward_ns: what was measured of calls, whose work and bytes are then not in the sums above.
     master_bytes: of the float32 weights that the optimizer updates where modules compute in fewer bits, 0 where they do not.
     logits_saved, logits_moved: the parts of `saved` and `glue_bytes` that run along a vocabulary, of which each rank of tp has its tokens'.
+    unit_bytes: parameters of the largest layer. rest_bytes: of what is in no layer.
     """
 
     flops: str
@@ -76,6 +77,13 @@ class SectionCost:
     master_bytes: int = 0
     logits_saved: str = "0"
     logits_moved: str = "0"
+    unit_bytes: int = 0
+    rest_bytes: int = 0
+
+    @property
+    def wide_bytes(self) -> int:
+        """Bytes of the gradients as they are summed, in float32."""
+        return FLOAT_BYTES * self.trainable
 
     @property
     def summed_bytes(self) -> int:
@@ -155,6 +163,7 @@ def _section_cost(graph: GraphOp, section: SectionOp) -> SectionCost:
         FLOAT_BYTES * trainable if "dtype" in graph.attributes else 0,
         largest(total(s.logits_saved) for s in sums) if _mode(section) != "forward" else "0",
         largest(total(s.logits_moved) for s in sums),
+        *_unit_bytes(graph, calls, param_bytes),
     )
 
 
@@ -340,6 +349,14 @@ def _parameters(graph: GraphOp, name: str, calls: list[CallOp]) -> tuple[int, in
     counts += _glue_parameters(graph, name, paths)
     counts += [_repeated(op, paths) for op in graph.body.block.ops if isinstance(op, TieOp)]
     return sum(c[0] for c in counts), sum(c[1] for c in counts), sum(c[2] for c in counts), sum(c[3] for c in counts)
+
+
+def _unit_bytes(graph: GraphOp, calls: list[CallOp], param_bytes: int) -> tuple[int, int]:
+    """Bytes of the parameters of the largest layer of a stack, and of what no stack has."""
+    layers = {c.target.data: n for c in calls if (n := number(c, "layers", number(c, "units", 0)))}
+    sizes = {path: _block_parameters(graph.blocks[path])[2] for path in layers}
+    largest_layer = max((-(-size // layers[path]) for path, size in sizes.items()), default=0)
+    return largest_layer, max(0, param_bytes - sum(sizes.values()))
 
 
 def _block_parameters(block: BlockOp) -> tuple[int, int, int, int]:

@@ -10,6 +10,7 @@ import pytest
 from secc.cluster import parse
 from secc.cost import time
 from secc.cost.again import Again
+from secc.cost.gathering import passing
 from secc.cost.load import crossings, patterns
 from secc.cost.memory import memory
 from secc.cost.parallel import on_rank, sums_ns
@@ -205,6 +206,23 @@ def test_zero2_holds_no_whole_gradients_where_a_replica_has_one_micro_batch() ->
     zero1, zero2 = (memory(large, 0, dp=4, sharding=s, micro_batches=1) for s in ("zero1", "zero2"))
     assert zero1.gradients == 5 * 10**9 and zero2.gradients == 10**9 + BUCKET_BYTES
     assert zero1.buffers == 4 * 2 * BUCKET_BYTES  # bf16, summed in float32
+
+
+def test_memory_and_passes_of_sharded_parameters() -> None:
+    """A rank has a fourth of everything, two layers and what is in none; a backward gathers again and sums gradients in float32."""
+    layered = cost(graph(X + F.replace('saved = "4*B*S", ops = 3', UNITS)))
+    assert (layered.unit_bytes, layered.rest_bytes) == (-(-4000 // 3), 0)
+    large = replace(layered, param_bytes=24 * 10**9, trainable=12 * 10**9, trainable_bytes=24 * 10**9, unit_bytes=10**9, rest_bytes=10**9)
+    room = memory(large, 0, dp=4, sharding="zero3")
+    assert (room.parameters, room.gradients, room.optimizer) == (6 * 10**9, 12 * 10**9, 12 * 10**9)
+    assert room.buffers == (2 + 1) * 10**9 + (2 + 1) * 2 * 10**9
+    cluster = parse("1x8xH100")
+    gathers = passing(large, 8, "zero3", cluster, 1)
+    assert gathers is not None and passing(large, 1, "zero3", cluster, 1) is None and passing(large, 8, "zero2", cluster, 1) is None
+    assert gathers.forward == (layered.layers + 1) * gathers.unit and 2.9 < gathers.backward / gathers.forward < 3.1
+    assert gathers.forward_ns(10**12) == 10**12 + gathers.unit and gathers.backward_ns(0) == 0
+    texts = gathers.texts("5*B", "7*B")
+    assert [evaluate(t, {"B": 10**12}) for t in texts] == [gathers.forward_ns(5 * 10**12), gathers.backward_ns(7 * 10**12)]
 
 
 def test_recomputation_adds_its_work_once() -> None:

@@ -217,7 +217,7 @@ def random_plan(seed: int, sections: Sequence[str], n: int = 0) -> Plan:
         if rng.random() < 0.35:
             pins.append(f"{name}.{rng.choice(('tp', 'pp'))}=2")
         if rng.random() < 0.35:
-            pins.append(f"{name}.sharding={rng.choice(('zero1', 'zero2'))}")
+            pins.append(f"{name}.sharding={rng.choice(('zero1', 'zero2', 'zero3'))}")
         if rng.random() < 0.35:
             pins.append(f"{name}.recompute={rng.choice(('selective', 'full'))}")
     rng.shuffle(pins)

@@ -54,6 +54,7 @@ CASES = [
     ("llava_tiny", 3, ("language_model.sharding=zero1", "vision_tower.recompute=full")),
     ("qwen_distil", 3, ("student.tp=2",)),
     ("nano", 2, ("model.pp=2",)),
+    ("nano", 2, ("model.dp=2", "model.sharding=zero3")),
 ]
 
 

@@ -14,6 +14,7 @@ STEPS, GLOBAL_BATCH = 5, 12
 CASES = [
     ("llava_tiny", ("language_model.sharding=zero1", "language_model.recompute=selective", "vision_tower.recompute=full")),
     ("qwen_distil", ("student.sharding=zero2", "student.recompute=full", "student.dp=2")),
+    ("qwen_distil", ("student.sharding=zero3", "student.recompute=selective", "student.dp=2", "teacher.sharding=zero3", "teacher.dp=2")),
 ]
 
 

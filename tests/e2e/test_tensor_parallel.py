@@ -22,7 +22,7 @@ CASES = [
 SLOW = [
     ("nano", 4, "auto", "model.tp=4"),
     ("nano", 4, "auto", "model.tp=2 model.dp=2 model.sharding=zero1 model.recompute=full model.micro_batch=2"),
-    ("nano", 4, "auto", "model.tp=2 model.dp=2 model.sharding=zero2 model.recompute=selective model.micro_batch=3"),
+    ("nano", 4, "auto", "model.tp=2 model.dp=2 model.sharding=zero3 model.recompute=selective model.micro_batch=3"),
     ("nano", 4, "auto", "model.tp=2 model.pp=2 model.micro_batch=3"),
     ("nano_pair", 6, "apart", "encoder.tp=2 decoder.tp=4 decoder.micro_batch=3 encoder.micro_batch=5"),
     ("nano_pair", 6, "apart", "encoder.tp=4 decoder.tp=2 decoder.micro_batch=3 encoder.micro_batch=4 --debug-comm"),

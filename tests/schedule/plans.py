@@ -15,9 +15,9 @@ SYMBOLS = (Symbol("B", "rows", "ids", 0), Symbol("S", "width", "ids", 1), Symbol
 KEYS = ("images", "audio")
 
 
-def section(name, ranks, *, when=(), mode="train", micro_batch=1, forward="100*B", backward="200*B", tp=1):
+def section(name, ranks, *, when=(), mode="train", micro_batch=1, forward="100*B", backward="200*B", tp=1, sharding="none"):
     mesh = Mesh(tuple(ranks), len(ranks) // tp, 1, tp)
-    return Section(name, "", mode, tuple(when), (), (), mesh, micro_batch, cost=Cost(forward, backward))
+    return Section(name, "", mode, tuple(when), (), (), mesh, micro_batch, sharding=sharding, cost=Cost(forward, backward))
 
 
 def stages(name, ranks, *, in_flight=(), **options):
@@ -66,6 +66,7 @@ def pipelines(draw, name, world):
         "when": draw(st.sampled_from([(), ("images",), ("audio",), KEYS])),
         "mode": draw(st.sampled_from(["train", "dgrad", "forward"])),
         "micro_batch": draw(st.integers(1, 3)),
+        "sharding": draw(st.sampled_from(["none", "none", "zero3"])),
     }
     count = draw(st.sampled_from([1, 1, 2, 3]))
     if count == 1:
@@ -75,7 +76,7 @@ def pipelines(draw, name, world):
     ranks = [first, *(draw(st.permutations(range(world)))[: len(first)] for _ in range(count - 1))]
     in_flight = draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
     made = stages(name, ranks, in_flight=in_flight, **options, forward=draw(costs), backward=draw(costs))
-    split = 500 if options["mode"] == "train" and draw(st.booleans()) else 0
+    split = 500 if options["mode"] == "train" and options["sharding"] == "none" and draw(st.booleans()) else 0
     return [dataclasses.replace(s, weight_permille=split) for s in made]
 
 

@@ -120,7 +120,7 @@ def explained(p, samples, step) -> bool:
 @settings(max_examples=60)
 def test_a_lost_sample_is_caught(p, samples, data):
     step = schedule(p, samples)
-    micros = [m for ms in step.micro_batches.values() for m in ms]
+    micros = [m for ms in step.micro_batches.values() for m in ms if m.samples]
     assume(micros)
     chosen = data.draw(st.sampled_from(micros))
     fewer = chosen._replace(samples=chosen.samples[1:])
@@ -181,3 +181,29 @@ def test_strict_sends_wait_for_their_receives():
         check(VLM, IMAGES, STEP, strict=True)
     alternating = moved(STEP, 0, "RECV vision_to_lm bwd 0>0 from 1", to=2)
     check(VLM, IMAGES, alternating, strict=True)
+
+
+GATHERING = plan([section("lm", [0, 1], sharding="zero3")], [], 2)
+
+
+def test_replicas_that_gather_run_in_rounds():
+    """Three samples on two replicas: the second one joins the last round with nothing to compute."""
+    step = schedule(GATHERING, [sample(i, length=30 - i) for i in range(3)])
+    counts = [[len(m.samples) for m in step.micro_batches["lm"] if m.replica == r] for r in (0, 1)]
+    assert sorted(counts) == [[1, 0], [1, 1]]
+    check(GATHERING, [sample(i, length=30 - i) for i in range(3)], step)
+    fewer = Schedule({"lm": tuple(m for m in step.micro_batches["lm"] if m.samples)}, step.programs)
+    with pytest.raises(ScheduleError, match="must have equally many to gather parameters"):
+        check(GATHERING, [sample(i, length=30 - i) for i in range(3)], fewer)
+
+
+def test_replicas_that_gather_in_different_orders_are_caught():
+    samples = [sample(i) for i in range(4)]
+    step = schedule(GATHERING, samples)
+    first, second, third, fourth, *rest = step.programs[1]
+    assert str(second).startswith("B") and str(third).startswith("F")
+    with pytest.raises(ScheduleError) as caught:
+        check(GATHERING, samples, with_program(step, 1, [first, third, second, fourth, *rest]))
+    text = str(caught.value)
+    assert "deadlock: rank 0 at `B lm 0` waits for `B lm 2 replica 1` on rank 1; rank 1 at `F lm 3 replica 1` waits for" in text
+    assert [line.count(">") for line in text.splitlines()[1:]] == [0, 0, 2, 0, 0, 0, 0]
