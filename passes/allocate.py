@@ -68,7 +68,7 @@ class Allocate(ModulePass):
             asked = replace(problem(work, ranks, self.strategy, pins), deadline=deadline)
             solution = solve(asked, margin=MARGIN)
         if solution is None and not self.fit and (need := least_memory(asked)) is not None:
-            asked = replace(asked, capacity=need)
+            asked = replace(asked, capacity=need, pools=tuple(replace(pool, capacity=need) for pool in asked.pools))
             solution = solve(asked, margin=MARGIN)
         if solution is None:
             raise explain(work, asked, pins)
@@ -114,17 +114,21 @@ def _write(graph: GraphOp, work: Workload, asked: Problem, solution: Solution, p
             load.section.attributes["backward"] = StringAttr("split")
     chosen = {s: cs[solution.assignment.choice[s]] for s, cs in asked.sections.items()}
     ranks = _hand_out(solution, chosen)
-    for name, load in work.loads.items():
-        _write_section(work, load, chosen[name], ranks[solution.assignment.group[name]], _memory(value, solution, name))
+    for name in work.loads:
+        own = work.on(chosen[name].kind)
+        load = own.loads[name]
+        _write_section(own, load, chosen[name], ranks[solution.assignment.group[name]], _memory(value, solution, name))
         load.section.attributes["in_flight"] = integer(chosen[name].in_flight if _feeds_others(asked, solution, name) else 0)
     label = "default" if any(load.label == "default" for load in work.loads.values()) else "roofline"
     graph.attributes |= {
         "world_size": integer(solution.ranks),
         "global_batch": integer(work.global_batch),
-        "cluster": StringAttr(work.cluster.to_json()),
+        "cluster": StringAttr(_cluster(work, asked, solution, chosen).to_json()),
         "reasons": StringAttr(json.dumps(reasons(work, asked, solution, pins.refused))),
         "solver": StringAttr(json.dumps({"status": solution.status, "gap": solution.gap, **_objective(asked)})),
-        "prediction": StringAttr(json.dumps({"step_time_s": solution.time_ns / 10**9, "label": label, **_missing(work, value)})),
+        "prediction": StringAttr(
+            json.dumps({"step_time_s": solution.time_ns / 10**9, "label": label, **_missing(work, value, solution, chosen)})
+        ),
     }
 
 
@@ -133,9 +137,16 @@ def _objective(asked: Problem) -> dict[str, Any]:
     return {} if asked.deadline is None else {"objective": "gpus", "deadline_s": asked.deadline / 10**9}
 
 
-def _missing(work: Workload, value: Value) -> dict[str, float]:
+def _cluster(work: Workload, asked: Problem, solution: Solution, chosen: dict[str, Candidate]) -> Cluster:
+    """The cluster, without nodes of a kind that is not needed where kinds are mixed: ranks are numbered over those that are."""
+    groups = [chosen[g] for g in dict.fromkeys(solution.assignment.group.values())]
+    return work.cluster.used([sum(asked.on(c, k) for c in groups) for k in range(len(asked.pools))]) if asked.pools else work.cluster
+
+
+def _missing(work: Workload, value: Value, solution: Solution, chosen: dict[str, Candidate]) -> dict[str, float]:
     """How much more memory a rank needs than it can use, if it does."""
-    missing = max(value.memory.values()) - work.cluster.device.usable
+    group = solution.assignment.group
+    missing = max(value.memory[group[s]] - work.on(c.kind).cluster.device.usable for s, c in chosen.items())
     return {"missing_gib": round(missing / GIB, 4)} if missing > 0 else {}
 
 
@@ -150,14 +161,14 @@ def _feeds_others(asked: Problem, solution: Solution, section: str) -> bool:
 
 
 def _hand_out(solution: Solution, chosen: dict[str, Candidate]) -> dict[str, list[int]]:
-    """Ranks for each group, in a row: those before a group are a multiple of its tp, since tp are powers of two."""
+    """Ranks for each group, in a row, kind of device by kind: those before a group are a multiple of its tp, since tp are powers of two."""
     work: dict[str, int] = {}
     widest: dict[str, int] = {}
     for s, group in solution.assignment.group.items():
         work[group] = work.get(group, 0) + chosen[s].time_ns * chosen[s].ranks
         widest[group] = max(widest.get(group, 1), chosen[s].tp)
     start, ranks = 0, dict[str, list[int]]()
-    for group in sorted(work, key=lambda g: (-widest[g], -work[g], g)):
+    for group in sorted(work, key=lambda g: (chosen[g].kind, -widest[g], -work[g], g)):
         ranks[group] = list(range(start, start + chosen[group].ranks))
         start += chosen[group].ranks
     return ranks

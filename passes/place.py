@@ -70,17 +70,28 @@ def _problem(work: Workload, sections: Mapping[str, SectionOp], group: Mapping[s
         members.setdefault(group[name], []).append(sections[name])
     return Places(
         work.cluster,
-        tuple(_group(name, found) for name, found in members.items()),
+        tuple(_group(work.cluster, name, found) for name, found in members.items()),
         tuple(_sum(work, load, sections[name], group[name]) for name, load in work.loads.items() if load.mode == "train"),
         tuple(_flows(work, group)),
         tuple(_chain(work, load, sections[name], group[name]) for name, load in work.loads.items() if _mesh(sections[name], "pp") > 1),
     )
 
 
-def _group(name: str, sections: list[SectionOp]) -> Group:
+def _group(cluster: Cluster, name: str, sections: list[SectionOp]) -> Group:
     """Stages may be outside where nothing else has the same ranks, whose order a section with other replicas would not want."""
     unit = max(_mesh(s, "tp") for s in sections)
-    return Group(name, len(ranks_of(sections[0])) // unit, unit, _mesh(sections[0], "pp") if len(sections) == 1 else 1)
+    ranks = ranks_of(sections[0])
+    return Group(name, len(ranks) // unit, unit, _mesh(sections[0], "pp") if len(sections) == 1 else 1, _nodes(cluster, ranks))
+
+
+def _nodes(cluster: Cluster, ranks: tuple[int, ...]) -> range:
+    """The nodes of the kind of device that these ranks are."""
+    first = 0
+    for part in cluster.parts:
+        if all(first <= r // cluster.per_node < first + part.nodes for r in ranks):
+            return range(first, first + part.nodes)
+        first += part.nodes
+    return range(0)
 
 
 def _sum(work: Workload, load: Load, section: SectionOp, group: str) -> Sum:

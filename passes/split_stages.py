@@ -50,7 +50,7 @@ class SplitStages(ModulePass):
         graph = graph_of(op)
         wanted = [s for s in graph.sections if (number_of(s, "pp") or 1) > 1]
         cluster = _cluster(graph)
-        stages = [stage for section in wanted for stage in _split(graph, section, cluster.device)]
+        stages = [stage for section in wanted for stage in _split(graph, section, cluster.seen_by(_ranks(section)).device)]
         if stages:
             _note_costs(graph, stages, cluster)
 
@@ -186,7 +186,8 @@ def _weight_permille(work: Workload, load: Load) -> int:
 
 def _rank(work: Workload, section: SectionOp) -> Load:
     """A section's load on one of its ranks."""
-    return on_rank(work.loads[section.sym.data], int(number_of(section, "tp") or 1), int(number_of(section, "pp") or 1), work.cluster)
+    tp, pp = int(number_of(section, "tp") or 1), int(number_of(section, "pp") or 1)
+    return on_rank(work.loads[section.sym.data], tp, pp, work.cluster.seen_by(_ranks(section)))
 
 
 def _ranks(section: SectionOp) -> list[int]:
@@ -207,8 +208,8 @@ def _in_flight(work: Workload, load: Load, parts: int) -> int:
     if given := int(number_of(load.section, "in_flight") or 0):
         return given
     least, most = parts - int(number_of(load.section, "stage") or 0), AHEAD * parts
-    rank = room(work, load, *_choice(load.section), most)
-    return next((n for n in range(most, least, -1) if rank.total(n) <= work.cluster.device.usable), least)
+    rank, device = room(work, load, *_choice(load.section), most), work.cluster.seen_by(_ranks(load.section)).device
+    return next((n for n in range(most, least, -1) if rank.total(n) <= device.usable), least)
 
 
 def _memory(work: Workload, load: Load) -> int:

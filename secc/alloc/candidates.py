@@ -65,7 +65,10 @@ class Load:
 
 @dataclass(frozen=True)
 class Workload:
-    """Everything that candidates are made from. `unshardable` says why the user's optimizer cannot be sharded, "" if it can."""
+    """Everything that candidates are made from. `unshardable` says why the user's optimizer cannot be sharded, "" if it can.
+
+    Where kinds of devices are mixed, the loads are priced with the worst figures, and `kinds` has the same on each kind alone.
+    """
 
     graph: GraphOp
     cluster: Cluster
@@ -73,6 +76,15 @@ class Workload:
     loads: dict[str, Load]
     crossings: tuple[Crossing, ...]
     unshardable: str = ""
+    kinds: tuple[Workload, ...] = ()
+
+    def on(self, kind: int) -> Workload:
+        """The workload as a candidate of this kind sees it."""
+        return self.kinds[kind] if self.kinds and kind >= 0 else self
+
+    def alone(self, cluster: Cluster) -> Workload:
+        """The same on another cluster."""
+        return replace(self, cluster=cluster, kinds=(), loads={name: on_rank(load, 1, 1, cluster) for name, load in self.loads.items()})
 
     def samples(self, load: Load) -> int:
         """Active samples of a section in a global batch, as expected and rounded up; at least 1."""
@@ -85,7 +97,8 @@ def workload(graph: GraphOp, cluster: Cluster, global_batch: int) -> Workload:
     seen = patterns(graph)
     loads = {name: _load(graph, section, cluster, seen) for name, section in _ordered(graph, found)}
     reason = graph.attributes.get("unshardable")
-    return Workload(graph, cluster, global_batch, loads, found, reason.data if isinstance(reason, StringAttr) else "")
+    work = Workload(graph, cluster, global_batch, loads, found, reason.data if isinstance(reason, StringAttr) else "")
+    return replace(work, kinds=tuple(map(work.alone, cluster.parts))) if cluster.groups else work
 
 
 def _load(graph: GraphOp, section: SectionOp, cluster: Cluster, seen: list[Pattern]) -> Load:

@@ -34,10 +34,21 @@ def evaluate(problem: Problem, assignment: Assignment) -> Value:
         raise ValueError(f"{used} ranks are not whole nodes of {problem.per_node}")
     if used > problem.ranks or max(memory.values()) > problem.capacity:
         raise ValueError("the assignment needs more ranks or memory than there is")
+    _check_pools(problem, {g: chosen[g] for g in group.values()}, memory)
     time_ns = _time(problem, assignment, work)
     if problem.deadline is not None and time_ns > problem.deadline:
         raise ValueError("a step takes longer than the deadline")
     return Value(time_ns, used, memory)
+
+
+def _check_pools(problem: Problem, groups: dict[str, Candidate], memory: dict[str, int]) -> None:
+    """Each kind of device has ranks and memory enough, and is used by whole nodes where there are several."""
+    taken = [sum(problem.on(c, k) for c in groups.values()) for k in range(len(problem.pools))]
+    for k, pool in enumerate(problem.pools):
+        if taken[k] > pool.ranks or any(problem.on(c, k) and memory[g] > pool.capacity for g, c in groups.items()):
+            raise ValueError("the assignment needs more ranks or memory of a kind than there is")
+    if any(n % problem.per_node for n in taken) and (sum(taken) > problem.per_node or sum(n > 0 for n in taken) > 1):
+        raise ValueError(f"ranks of a kind are not whole nodes of {problem.per_node}")
 
 
 def _memory(problem: Problem, assignment: Assignment, section: str, chosen: Candidate) -> int:
@@ -68,8 +79,8 @@ def _time(problem: Problem, assignment: Assignment, work: dict[str, int]) -> int
 def _check(problem: Problem, assignment: Assignment, chosen: dict[str, Candidate]) -> None:
     group = assignment.group
     for s, c in chosen.items():
-        if c.ranks != chosen[group[s]].ranks:
-            raise ValueError(f"{s} shares the devices of {group[s]} but has another number of ranks")
+        if (c.ranks, c.kind) != (chosen[group[s]].ranks, chosen[group[s]].kind):
+            raise ValueError(f"{s} shares the devices of {group[s]} but has another number or kind of ranks")
     if any(group[a] != group[b] for a, b in problem.together):
         raise ValueError("sections that must share devices do not")
     groups = len(set(group.values()))

@@ -18,6 +18,7 @@ Variables
 Constraints, each family by the function that adds it
     sum_c x[s,c] = 1,  sum_g y[s,g] = 1,  y[s,g] <= y[g,g]                       `_choose`
     y[s,g] => R[g] = r[s],  not y[g,g] => R[g] = 0,  sum_g R[g] <= N, whole nodes  `_ranks`
+    the same for the ranks of each kind of device, and each kind's memory        `_pools`
     W[g] = sum of w[s] over s in g                                               `_work`
     sum of m[s] over s in g <= K, with m'[s] for m[s] where a[s,t] for some t, and messages where a    `_memory`
     a[u,s] = 1 iff no group holds both                                           `_apart`
@@ -80,7 +81,9 @@ def solve(problem: Problem, limit: float = DETERMINISTIC_LIMIT, margin: float = 
 
 def least_memory(problem: Problem, limit: float = DETERMINISTIC_LIMIT) -> int | None:
     """The bytes a rank needs at least, whatever the time, or None if no assignment meets the other constraints."""
-    model = Model(_coarsened(replace(problem, capacity=_total_memory(problem))))
+    total = _total_memory(problem)
+    pools = tuple(replace(pool, capacity=total) for pool in problem.pools)
+    model = Model(_coarsened(replace(problem, capacity=total, pools=pools)))
     model.cp.minimize(model.capacity)
     solver, status = _run(model, limit)
     return None if status == cp_model.INFEASIBLE else solver.value(model.capacity) << 20
@@ -151,6 +154,7 @@ class Model:
             self._work,
             self._apart,
             self._memory,
+            self._pools,
             self._delays,
             self._step_time,
             self._rounds,
@@ -203,7 +207,7 @@ class Model:
             self.cp.add(self.ranks[g] == 0).only_enforce_if(self.y[g, g].negated())
         used, per_node = self.used, self.problem.per_node
         self.cp.add(used <= self.problem.ranks)
-        several = self.cp.new_bool_var("several nodes")
+        several = self.several = self.cp.new_bool_var("several nodes")
         nodes = self.cp.new_int_var(0, self.problem.ranks // per_node, "nodes")
         self.cp.add(used <= per_node).only_enforce_if(several.negated())
         self.cp.add(used == per_node * nodes).only_enforce_if(several)
@@ -220,8 +224,29 @@ class Model:
                 part = self.cp.new_int_var(0, most, f"m[{s},{g}]")
                 self.cp.add(part >= need).only_enforce_if(self.y[s, g])
                 parts[g].append(part)
-        for g in self.names:
-            self.cp.add(sum(parts[g]) <= self.capacity)
+        self.held = {g: sum(parts[g]) for g in self.names}
+        for held in self.held.values():
+            self.cp.add(held <= self.capacity)
+
+    def _pools(self) -> None:
+        used: list[cp_model.IntVar] = []
+        for k, pool in enumerate(self.problem.pools):
+            on = {g: self.cp.new_int_var(0, pool.ranks, f"R[{g},{k}]") for g in self.names}
+            for (s, g), member in self.y.items():
+                taken = [self.problem.on(c, k) for c in self.problem.sections[s]]
+                self.cp.add(on[g] == self._of(s, taken)).only_enforce_if(member)
+            for g in self.names:
+                self.cp.add(on[g] == 0).only_enforce_if(self.y[g, g].negated())
+                some = self.cp.new_bool_var(f"some of {k} in {g}")
+                self.cp.add(on[g] <= pool.ranks * some)
+                self.cp.add(self.held[g] <= pool.capacity >> 20).only_enforce_if(some)
+            total, any_of = sum(on.values()), self.cp.new_bool_var(f"any of {k}")
+            nodes = self.cp.new_int_var(0, pool.ranks // self.problem.per_node, f"nodes of {k}")
+            self.cp.add(total <= pool.ranks * any_of)
+            self.cp.add(total == self.problem.per_node * nodes).only_enforce_if(self.several)
+            used.append(any_of)
+        if used:
+            self.cp.add(sum(used) <= 1).only_enforce_if(self.several.negated())
 
     def _need(self, section: str) -> tuple[Any, int]:
         """MiB of a section on a rank, and the most it can be: its own, more where it runs ahead, and messages to other ranks."""

@@ -32,12 +32,14 @@ ALL_ORDERS = 4  # groups, up to which every order of them is tried
 
 @dataclass(frozen=True)
 class Group:
-    """`units` units of `unit` ranks; `stages` of them make a replica where stages may be the outer axis, else 1."""
+    """`units` units of `unit` ranks; `stages` of them make a replica where stages may be the outer axis, else 1. `nodes` are those it may
+    be on, any if empty."""
 
     name: str
     units: int
     unit: int = 1
     stages: int = 1
+    nodes: range = range(0)
 
 
 @dataclass(frozen=True)
@@ -196,12 +198,14 @@ def in_a_row(problem: Places, names: Iterable[str], outer: frozenset[str]) -> Pl
 
 
 def placement(problem: Places, order: Order, outer: frozenset[str]) -> Placement | None:
-    """The ranks of each group for an order of units; `outer` groups have stages as their outer axis. None if a unit lies across nodes."""
-    sizes, per_node, start = {g.name: g.unit for g in problem.groups}, problem.cluster.per_node, 0
+    """The ranks of each group for an order of units; `outer` groups have stages as their outer axis. None if a unit lies across nodes, or
+    on one where its group may not be."""
+    groups, per_node, start = {g.name: g for g in problem.groups}, problem.cluster.per_node, 0
     for name in order:
-        if start // per_node != (start + sizes[name] - 1) // per_node:
+        group, node = groups[name], start // per_node
+        start += group.unit
+        if node != (start - 1) // per_node or (group.nodes and node not in group.nodes):
             return None
-        start += sizes[name]
     return _ranks(problem, order, outer)
 
 

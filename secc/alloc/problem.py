@@ -6,6 +6,7 @@ Layouts, sizes and ways to run that no other one beats are candidates (`secc.all
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from fractions import Fraction
 from math import ceil
 
@@ -14,9 +15,10 @@ from xdsl.dialects.builtin import ArrayAttr, IntegerAttr
 from secc.alloc import layouts
 from secc.alloc.candidates import Load, Workload, candidate, declared_layers, held, replica_of, ways_to_run
 from secc.alloc.pins import Pins
-from secc.alloc.types import Candidate, Edge, Problem
+from secc.alloc.types import ALL, Candidate, Edge, Pool, Problem
 from secc.cost import time
 from secc.cost.load import Crossing, micro_batch
+from secc.errors import UserError
 from secc.ir.dialect import GraphOp, SectionOp, strings
 from secc.runtime.expr import evaluate
 from secc.runtime.sends import SENDS
@@ -27,11 +29,39 @@ def problem(work: Workload, ranks: int, strategy: str, pins: Pins, free: bool = 
 
     Unless `free`, only pinned sections have replicas of several ranks.
     """
+    if work.kinds and strategy in {"auto", "apart"} and ranks == work.cluster.ranks:
+        return _of_kinds(work, strategy, pins, free)
     capacity, alike = work.cluster.device.usable, strategy == "uniform"
     sections: dict[str, tuple[Candidate, ...]] = {}
     for name, load in work.loads.items():
-        sections[name] = layouts.unbeaten(_candidates(work, load, ranks, pins, free), capacity, alike)
+        every = _candidates(work, load, ranks, pins, free)
+        every = (replace(c, kind=ALL) for c in every) if work.kinds else every
+        sections[name] = layouts.unbeaten(every, capacity, alike)
     return Problem(sections, edges(work, sections), ranks, capacity, strategy, pins.together, work.cluster.per_node)
+
+
+def _of_kinds(work: Workload, strategy: str, pins: Pins, free: bool) -> Problem:
+    """The problem of a cluster of several kinds of devices: each section on one of them, or on all ranks with the worst figures."""
+    pools = tuple(Pool(part.cluster.ranks, part.cluster.device.usable) for part in work.kinds)
+    sections = {name: tuple(_of_any_kind(work, name, pins, free)) for name in work.loads}
+    capacity = max(pool.capacity for pool in pools)
+    ranks = work.cluster.ranks
+    return Problem(sections, edges(work, sections), ranks, capacity, strategy, pins.together, work.cluster.per_node, pools=pools)
+
+
+def _of_any_kind(work: Workload, name: str, pins: Pins, free: bool) -> list[Candidate]:
+    """A section's candidates. Raises UserError for pins that no kind can meet."""
+    found: list[Candidate] = []
+    errors: list[UserError] = []
+    for kind, part in ((ALL, work), *enumerate(work.kinds)):
+        try:
+            every = _candidates(part, part.loads[name], part.cluster.ranks, pins, free, whole=kind == ALL)
+            found += layouts.unbeaten((replace(c, kind=kind) for c in every), part.cluster.device.usable)
+        except UserError as error:
+            errors.append(error)
+    if not found:
+        raise errors[0]
+    return found
 
 
 def edges(work: Workload, sections: Mapping[str, tuple[Candidate, ...]]) -> tuple[Edge, ...]:
@@ -46,7 +76,8 @@ def usable_ranks(work: Workload, strategy: str, pins: Pins, ranks: int) -> int:
     return max(counts) if strategy in {"colocate", "uniform"} else sum(counts)
 
 
-def _candidates(work: Workload, load: Load, ranks: int, pins: Pins, free: bool) -> Iterator[Candidate]:
+def _candidates(work: Workload, load: Load, ranks: int, pins: Pins, free: bool, whole: bool = False) -> Iterator[Candidate]:
+    """A section's candidates on up to `ranks` devices, or on exactly so many (`whole`)."""
     ways, found = ways_to_run(work, load, pins), shapes(work, load, pins, ranks, free)
     least = min(tp * pp for tp, pp in found)
     for tp, pp in found:
@@ -55,6 +86,8 @@ def _candidates(work: Workload, load: Load, ranks: int, pins: Pins, free: bool) 
         if tp * pp > least and (pins.fixed(load.name, "dp") or 1) > most:
             continue  # so many replicas are for the smaller ones
         for dp in pins.dp(load.name, most, layouts.replicas(tp * pp, ranks, work.cluster.per_node, most)):
+            if whole and dp * tp * pp != ranks:
+                continue
             for size in pins.micro_batch(load.name, -(-work.samples(load) // dp)):
                 for way in ways:
                     yield from held(work, replica, candidate(work, replica, dp, size, *way))

@@ -31,12 +31,13 @@ def reasons(work: Workload, asked: Problem, solution: Solution, refused: frozens
     value = evaluate(asked, assignment)
     return {
         name: {
-            "alternatives": list(_alternatives(work, asked, assignment, chosen, load, Pins(refused=refused))),
-            "time_s": {what: ns / 10**9 for what, ns in time_parts(work, load, chosen[name]).items()},
-            "memory": _memory(work, asked, assignment, load, chosen[name], value.memory[assignment.group[name]]),
+            "alternatives": list(_alternatives(work, asked, assignment, chosen, name, Pins(refused=refused))),
+            "time_s": {what: ns / 10**9 for what, ns in time_parts(own, own.loads[name], chosen[name]).items()},
+            "memory": _memory(own, asked, assignment, own.loads[name], chosen[name], value.memory[assignment.group[name]]),
             "costs": origins(work.graph, load.section),
         }
         for name, load in work.loads.items()
+        for own in [work.on(chosen[name].kind)]
     }
 
 
@@ -48,7 +49,7 @@ def _memory(work: Workload, asked: Problem, assignment: Assignment, load: Load, 
     return {
         "parts": parts | ({"other sections on these ranks": shared} if shared > 0 else {}),
         "used": group,
-        "usable": asked.capacity,
+        "usable": _capacity(asked, c),
         "margin": device.memory - device.usable,
         "largest_tensor": {"tensor": tensor, "bytes": size},
     }
@@ -62,15 +63,23 @@ def parts_of(work: Workload, asked: Problem, assignment: Assignment, load: Load,
     return memory_parts(work, load, c, any(e.src == name for e in apart), messages)
 
 
+def _capacity(asked: Problem, c: Candidate) -> int:
+    """What tensors can have on each of a candidate's ranks."""
+    return min((p.capacity for k, p in enumerate(asked.pools) if asked.on(c, k)), default=asked.capacity)
+
+
 def _alternatives(
-    work: Workload, asked: Problem, assignment: Assignment, chosen: Mapping[str, Candidate], load: Load, pins: Pins,
+    work: Workload, asked: Problem, assignment: Assignment, chosen: Mapping[str, Candidate], name: str, pins: Pins,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    found = [(what, c) for what, other in _others(work, asked, chosen[load.name], load, pins) for c in held(work, load, other)]
-    tried = {s: (c, *(other for _, other in found)) if s == load.name else (c,) for s, c in chosen.items()}
-    problem = replace(asked, sections=tried, edges=edges(work, tried), capacity=UNLIMITED, deadline=None)
+    own, load = work.on(chosen[name].kind), work.on(chosen[name].kind).loads[name]
+    others = [*_others(own, min(asked.ranks, own.cluster.ranks), chosen[name], load, pins), *_other_kinds(work, chosen[name], name)]
+    found = [(what, c) for what, other in others for c in held(work.on(other.kind), load, other)]
+    tried = {s: (c, *(other for _, other in found)) if s == name else (c,) for s, c in chosen.items()}
+    pools = tuple(replace(pool, capacity=UNLIMITED) for pool in asked.pools)
+    problem = replace(asked, sections=tried, edges=edges(work, tried), capacity=UNLIMITED, pools=pools, deadline=None)
     best: dict[str, dict[str, Any]] = {}
     for i, (what, other) in enumerate(found, 1):
-        choice = {s: i if s == load.name else 0 for s in tried}
+        choice = {s: i if s == name else 0 for s in tried}
         try:
             value = evaluate(problem, Assignment(choice, assignment.group))
         except ValueError:  # on another number of ranks than its group has, say
@@ -79,8 +88,8 @@ def _alternatives(
             "choice": what,
             "layout": {key: getattr(other, key) for key in ("dp", "tp", "pp", "micro_batch", "sharding", "recompute")},
             "step_time_s": value.time_ns / 10**9,
-            "memory": value.memory[assignment.group[load.name]],
-            "fits": max(value.memory.values()) <= asked.capacity,
+            "memory": value.memory[assignment.group[name]],
+            "fits": value.memory[assignment.group[name]] <= _capacity(asked, other),
         }
         best[what] = min(best.get(what, priced), priced, key=_rank)
     yield from best.values()
@@ -91,10 +100,23 @@ def _rank(priced: Mapping[str, Any]) -> tuple[bool, float]:
     return not priced["fits"], priced["step_time_s"] if priced["fits"] else priced["memory"]
 
 
-def _others(work: Workload, asked: Problem, c: Candidate, load: Load, pins: Pins) -> Iterator[tuple[str, Candidate]]:
-    """Candidates that differ from `c` in one choice, each with what it is called."""
+def _other_kinds(work: Workload, c: Candidate, name: str) -> Iterator[tuple[str, Candidate]]:
+    """The candidate on as many devices of another kind."""
+    for kind, other in enumerate(work.kinds):
+        if kind != c.kind and c.ranks <= other.cluster.ranks:
+            replica = replica_of(other, other.loads[name], c.tp, c.pp, c.ranks)
+            found = candidate(other, replica, c.dp, c.micro_batch, c.sharding, c.recompute)
+            yield f"on {other.cluster.device.kind}", replace(found, kind=kind)
+
+
+def _others(work: Workload, ranks: int, c: Candidate, load: Load, pins: Pins) -> Iterator[tuple[str, Candidate]]:
+    """Candidates on up to `ranks` devices of the same kind that differ from `c` in one choice, each with what it is called."""
+    return ((what, replace(other, kind=c.kind)) for what, other in _changed(work, ranks, c, load, pins))
+
+
+def _changed(work: Workload, ranks: int, c: Candidate, load: Load, pins: Pins) -> Iterator[tuple[str, Candidate]]:
     samples = -(-work.samples(load) // c.dp)
-    allowed = shapes(work, load, pins, asked.ranks)
+    allowed = shapes(work, load, pins, ranks)
     for tp in _near([tp for tp, pp in allowed if pp == c.pp], c.tp):
         yield from _on(work, load, c, f"tp={tp}", tp, c.pp)
     for pp in _near([pp for tp, pp in allowed if tp == c.tp], c.pp):
@@ -107,9 +129,9 @@ def _others(work: Workload, asked: Problem, c: Candidate, load: Load, pins: Pins
         if (sharding == c.sharding) != (recompute == c.recompute):
             what = f"recompute={recompute}" if sharding == c.sharding else f"sharding={sharding}"
             yield what, candidate(work, replica, c.dp, c.micro_batch, sharding, recompute)
-    counts = list(layouts.replicas(c.tp * c.pp, asked.ranks, work.cluster.per_node, work.samples(load)))
+    counts = list(layouts.replicas(c.tp * c.pp, ranks, work.cluster.per_node, work.samples(load)))
     for dp in _near(counts, c.dp):
-        larger = replica_of(work, load, c.tp, c.pp, max(asked.ranks, c.ranks))
+        larger = replica_of(work, load, c.tp, c.pp, max(ranks, c.ranks))
         yield f"dp={dp}", candidate(work, larger, dp, min(c.micro_batch, -(-work.samples(load) // dp)), c.sharding, c.recompute)
 
 

@@ -32,6 +32,7 @@ class Candidate:
     pp: int = 1
     recompute: str = "none"
     sharding: str = "none"
+    kind: int = 0
 
     @property
     def ranks(self) -> int:
@@ -74,12 +75,25 @@ class Edge:
         return tuple(r * 3 // 2 for r in self.round)
 
 
+ALL = -1  # as a candidate's kind: it runs on all ranks of all kinds, as fast as the slowest
+
+
+@dataclass(frozen=True)
+class Pool:
+    """`ranks` devices of one kind, of `capacity` bytes each."""
+
+    ranks: int
+    capacity: int
+
+
 @dataclass(frozen=True)
 class Problem:
     """Sections in an order in which edges go forward, with their candidates; `ranks` devices of `capacity` bytes each.
 
     `together` holds pairs of sections that must share devices. Nodes hold `per_node` ranks; more ranks than that are used by whole nodes,
     as launchers start them. With a `deadline` (ns) the fewest ranks are wanted on which a step takes no longer, of up to `ranks`.
+
+    Where kinds of devices are mixed, `pools` has those of each; a group's ranks are then of one kind, or all ranks there are.
     """
 
     sections: Mapping[str, tuple[Candidate, ...]]
@@ -90,6 +104,11 @@ class Problem:
     together: tuple[tuple[str, str], ...] = ()
     per_node: int = 1
     deadline: int | None = None
+    pools: tuple[Pool, ...] = ()
+
+    def on(self, c: Candidate, pool: int) -> int:
+        """How many ranks of a pool a candidate takes."""
+        return self.pools[pool].ranks if c.kind == ALL else c.ranks if c.kind == pool else 0
 
 
 @dataclass(frozen=True)

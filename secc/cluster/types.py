@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,6 +105,32 @@ class Cluster:
     def kinds(self) -> tuple[Group, ...]:
         """The nodes of each kind, one group where all are alike."""
         return self.groups or (Group(self.nodes, self.device, self.inside),)
+
+    @property
+    def parts(self) -> tuple[Cluster, ...]:
+        """The nodes of each kind as clusters of their own; itself where all are alike."""
+        if not self.groups:
+            return (self,)
+        names = (f"{g.nodes}x{self.per_node}x{g.device.kind}" for g in self.groups)
+        return tuple(Cluster(n, g.nodes, self.per_node, g.device, g.inside, self.between) for n, g in zip(names, self.groups, strict=True))
+
+    def seen_by(self, ranks: Iterable[int]) -> Cluster:
+        """The cluster as these ranks see it: of one kind where they are all on that, else with the worst figures."""
+        wanted, start = set(ranks), 0
+        for part in self.parts:
+            if wanted and wanted <= set(range(start, start + part.ranks)):
+                return part
+            start += part.ranks
+        return self
+
+    def used(self, ranks: Sequence[int]) -> Cluster:
+        """The cluster without the nodes that are not needed for so many ranks of each kind."""
+        if not self.groups:
+            return self
+        kept = [dataclasses.replace(g, nodes=-(-n // self.per_node)) for g, n in zip(self.groups, ranks, strict=True) if n]
+        if len(kept) > 1:
+            return mixed(self.name, kept, self.per_node, self.between)
+        return Cluster(self.name, kept[0].nodes, self.per_node, kept[0].device, kept[0].inside, self.between)
 
     def device_of(self, rank: int) -> Device:
         """The device of a rank."""

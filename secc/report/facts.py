@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from secc.cluster import Cluster
 from secc.report import cuts, reasons
 from secc.report.table import Table, bytes_text, ranks_text, seconds_text
 from secc.runtime.plan import Edge, Plan, Recorded, Section
@@ -66,10 +67,17 @@ def _sections(plan: Plan) -> Table:
     def row(s: Section) -> tuple[str, ...]:
         active = "samples with " + " or ".join(s.when) if s.when else "every sample"
         layout = f"dp {s.mesh.dp}, pp {s.mesh.pp}, tp {s.mesh.tp}"
-        return (s.name, s.mode, active, ranks_text(s.mesh.ranks), layout, str(s.micro_batch), s.recompute, s.sharding, ", ".join(s.blocks))
+        return (s.name, s.mode, active, _ranks(plan, s), layout, str(s.micro_batch), s.recompute, s.sharding, ", ".join(s.blocks))
 
     columns = ("section", "mode", "active for", "ranks", "layout", "micro-batch", "recompute", "sharding", "blocks")
     return Table("Sections", columns, tuple(row(s) for s in plan.whole_sections), "Sections on the same ranks share their time and memory.")
+
+
+def _ranks(plan: Plan, section: Section) -> str:
+    """Ranks, with the kind of their devices where the cluster has several."""
+    cluster = Cluster.from_dict(plan.cluster)
+    kind = f" ({cluster.seen_by(section.mesh.ranks).device.kind})" if cluster is not None and cluster.groups else ""
+    return ranks_text(section.mesh.ranks) + kind
 
 
 def _stages(plan: Plan) -> Table:

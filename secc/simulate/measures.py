@@ -121,9 +121,10 @@ def _mfu(step: Simulated, traffic: Traffic) -> float | None:
     costs = [s.cost for s in step.plan.sections]
     if traffic.cluster is None or step.end == 0 or not all(c.flops and c.dtype for c in costs):
         return None
-    peaks, sizes = dict(traffic.cluster.device.gflops), Costs(step.plan, step.samples, step.schedule.own)
+    sizes = Costs(step.plan, step.samples, step.schedule.own)
     busy = 0.0  # ns of one rank at peak
     for s in step.plan.sections:
+        peaks = dict(traffic.cluster.seen_by(s.mesh.ranks).device.gflops)
         for m in (m for m in step.schedule.micro_batches[s.name] if not step.schedule.is_later(m)):
             at = sizes.together(m.samples)
             flops = evaluate(s.cost.flops, at) + (evaluate(s.cost.backward_flops or "0", at) if s.mode != "forward" else 0)

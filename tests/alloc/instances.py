@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 from hypothesis import strategies as st
 
 from secc.alloc.evaluate import Value, evaluate
-from secc.alloc.types import STRATEGIES, Assignment, Candidate, Edge, Problem
+from secc.alloc.types import ALL, STRATEGIES, Assignment, Candidate, Edge, Pool, Problem
 
 MIB = 1 << 20
 
@@ -78,3 +79,20 @@ def values(problem: Problem) -> Iterator[Value]:
             yield evaluate(problem, assignment)
         except ValueError:
             continue
+
+
+@st.composite
+def mixed(draw: st.DrawFn) -> Problem:
+    """A problem whose ranks are of two kinds; some candidates run on one of them, some on all ranks."""
+    found = draw(problems())
+    per_node = draw(st.integers(1, 2))
+    pools = tuple(Pool(per_node * draw(st.integers(1, 2)), draw(st.integers(4, 40)) * MIB) for _ in range(2))
+    ranks = sum(p.ranks for p in pools)
+
+    def on_a_kind(c: Candidate) -> Candidate:
+        kind = draw(st.sampled_from([0, 1, 0, 1, ALL]))
+        return replace(c, kind=kind, **({"dp": ranks, "tp": 1, "pp": 1} if kind == ALL else {}))
+
+    sections = {s: tuple(map(on_a_kind, cs)) for s, cs in found.sections.items()}
+    capacity = max(p.capacity for p in pools)
+    return replace(found, sections=sections, ranks=ranks, capacity=capacity, pools=pools, per_node=per_node, strategy="auto")

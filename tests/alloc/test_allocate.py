@@ -90,6 +90,22 @@ def test_a_step_time_that_nothing_reaches_names_the_best() -> None:
     assert prediction(allocated(objective="gpus", step_time=least))["step_time_s"] <= least
 
 
+KINDS = "1x4xH100+1x4xA800"
+
+
+def test_sections_on_kinds_of_devices() -> None:
+    """What the mixed cluster takes is no longer than either kind alone or all ranks at the slower one's pace take."""
+    times = {
+        c: prediction(allocated(large(10**9, 10**9), cluster=c, global_batch=64))["step_time_s"] for c in (KINDS, "1x4xH100", "1x4xA800")
+    }
+    worst = prediction(allocated(large(10**9, 10**9), cluster=KINDS, global_batch=64, strategy="colocate"))["step_time_s"]
+    assert times[KINDS] <= min(worst, *times.values())
+    module = allocated(large(10**9, 10**9), cluster=KINDS, global_batch=64, strategy="apart")
+    reasons = json.loads(attribute(graph_of(module), "reasons", "{}"))
+    kinds = {name: next(a["choice"] for a in found["alternatives"] if a["choice"].startswith("on ")) for name, found in reasons.items()}
+    assert kinds == {"vision": "on H100", "lm": "on A800"}  # each the other one's kind
+
+
 def test_pins_hold() -> None:
     module = allocated(set=("vision.dp=2", "lm.dp=1", "lm.micro_batch=3"))
     assert (section(module, "vision", "dp"), section(module, "lm", "dp"), section(module, "lm", "micro_batch")) == (2, 1, 3)

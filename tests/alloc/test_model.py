@@ -28,7 +28,15 @@ def test_solver_agrees_with_brute_force(problem: Problem) -> None:
     assert (solution.status, solution.gap) == ("OPTIMAL", 0.0)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
+@given(instances.mixed())
+def test_kinds_of_devices_agree_with_brute_force(problem: Problem) -> None:
+    best = min(((v.time_ns, v.ranks) for v in instances.values(problem)), default=None)
+    solution = solve(problem)
+    assert best == (None if solution is None else (solution.time_ns, solution.ranks))
+
+
+@settings(max_examples=120, deadline=None)
 @given(instances.problems(), st.integers(20, 200))
 def test_fewest_ranks_for_a_time_agree_with_brute_force(problem: Problem, deadline: int) -> None:
     asked = replace(problem, deadline=deadline)

@@ -62,6 +62,16 @@ def test_file(tmp_path: Path) -> None:
     assert cluster.inside == parse("8xA100").inside
 
 
+def test_ranks_of_a_kind() -> None:
+    cluster = parse("1x8xH100+2x8xA800")
+    assert [(p.name, p.ranks, p.device.kind) for p in cluster.parts] == [("1x8xH100", 8, "H100"), ("2x8xA800", 16, "A800")]
+    assert cluster.seen_by(range(8)).device.kind == "H100" and cluster.seen_by(range(8, 24)).device.kind == "A800"
+    assert cluster.seen_by(range(24)) == cluster and parse("2x8xH100").seen_by([3]) == parse("2x8xH100")
+    assert [g.nodes for g in cluster.used([8, 8]).kinds] == [1, 1]
+    alone = cluster.used([0, 16])
+    assert (alone.device.kind, alone.nodes, alone.groups, alone.name) == ("A800", 2, (), cluster.name)
+
+
 def test_mixed_kinds(tmp_path: Path) -> None:
     cluster = parse("4x8xH100+4x8xA800")
     assert (cluster.ranks, cluster.nodes, [g.device.kind for g in cluster.groups]) == (64, 8, ["H100", "A800"])
