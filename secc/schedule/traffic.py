@@ -85,7 +85,7 @@ class Traffic:
         if self.cluster is None:
             return 0
         size = sum(self.bytes_on_rank(p) for h in self.held if rank in h.ranks for p in h.names)
-        return 1000 * OPTIMIZER_PASSES * size // self.cluster.device_of(rank).bandwidth
+        return 1000 * OPTIMIZER_PASSES * size // self.cluster.seen_by([rank]).device.bandwidth
 
 
 def parameter_bytes(plan: Plan, name: str) -> int:

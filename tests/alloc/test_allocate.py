@@ -95,15 +95,15 @@ KINDS = "1x4xH100+1x4xA800"
 
 def test_sections_on_kinds_of_devices() -> None:
     """What the mixed cluster takes is no longer than either kind alone or all ranks at the slower one's pace take."""
-    times = {
-        c: prediction(allocated(large(10**9, 10**9), cluster=c, global_batch=64))["step_time_s"] for c in (KINDS, "1x4xH100", "1x4xA800")
-    }
-    worst = prediction(allocated(large(10**9, 10**9), cluster=KINDS, global_batch=64, strategy="colocate"))["step_time_s"]
-    assert times[KINDS] <= min(worst, *times.values())
-    module = allocated(large(10**9, 10**9), cluster=KINDS, global_batch=64, strategy="apart")
-    reasons = json.loads(attribute(graph_of(module), "reasons", "{}"))
-    kinds = {name: next(a["choice"] for a in found["alternatives"] if a["choice"].startswith("on ")) for name, found in reasons.items()}
-    assert kinds == {"vision": "on H100", "lm": "on A800"}  # each the other one's kind
+    source = large(10**9, 10**9)
+
+    def step(cluster: str, **options: Any) -> float:
+        return prediction(allocated(source, cluster=cluster, global_batch=64, **options))["step_time_s"]
+
+    assert step(KINDS) <= min(step(KINDS, strategy="colocate"), step("1x4xH100"), step("1x4xA800"))
+    module = allocated(source, cluster=KINDS, global_batch=64, strategy="apart")
+    assert "//13650000" in section(module, "vision", "forward_ns")  # FLOPs in float32 per us of an A800
+    assert "//46900000" in section(module, "lm", "forward_ns")  # and of an H100
 
 
 def test_pins_hold() -> None:
