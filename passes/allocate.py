@@ -15,6 +15,7 @@ from xdsl.context import Context
 from xdsl.dialects.builtin import ModuleOp, StringAttr
 from xdsl.passes import ModulePass
 
+from secc.alloc import ahead
 from secc.alloc import pins as pins_
 from secc.alloc.candidates import Load, Workload, on_rank, times_of, workload
 from secc.alloc.evaluate import Value, evaluate
@@ -41,7 +42,8 @@ class Allocate(ModulePass):
     choices, NAME.KEY=VALUE; `strategy` is auto, apart, colocate or uniform. With `fit=false` a model that fits no device is planned
     with the least memory instead of refused, and the prediction says what is missing. `refused` are choices, NAME.KEY=VALUE, that a later
     pass could not carry out. On CPUs, whose ranks share a memory, replicas of several ranks are for what does not fit otherwise.
-    `objective` is time, or gpus: the fewest ranks on which a step takes at most `step_time` seconds."""
+    `objective` is time, or gpus: the fewest ranks on which a step takes at most `step_time` seconds. `run_ahead` is the GiB that a rank
+    keeps of results for the next step where frozen sections run ahead, or auto."""
 
     name = "allocate"
     cluster: str = "local"
@@ -53,6 +55,7 @@ class Allocate(ModulePass):
     refused: tuple[str, ...] = ()
     objective: str = "time"
     step_time: float = 0.0
+    run_ahead: str = ahead.AUTO
 
     def apply(self, ctx: Context, op: ModuleOp) -> None:
         graph = graph_of(op)
@@ -62,17 +65,19 @@ class Allocate(ModulePass):
         pins = pins_.parse(self.set, work.loads, self.refused)
         self._check(work, ranks, pins)
         deadline = round(self.step_time * 10**9) if self.objective == "gpus" else None
+        size = ahead.parse(self.run_ahead, work, GIB)
         asked = replace(problem(work, ranks, self.strategy, pins, free=cluster.device.backend != "cpu"), deadline=deadline)
+        asked = ahead.priced(asked, work, size)
         solution = solve(asked, margin=MARGIN)
         if solution is None and cluster.device.backend == "cpu":
-            asked = replace(problem(work, ranks, self.strategy, pins), deadline=deadline)
+            asked = ahead.priced(replace(problem(work, ranks, self.strategy, pins), deadline=deadline), work, size)
             solution = solve(asked, margin=MARGIN)
         if solution is None and not self.fit and (need := least_memory(asked)) is not None:
             asked = replace(asked, capacity=need, pools=tuple(replace(pool, capacity=need) for pool in asked.pools))
             solution = solve(asked, margin=MARGIN)
         if solution is None:
             raise explain(work, asked, pins)
-        _write(graph, work, asked, solution, pins)
+        _write(graph, work, asked, solution, pins, size)
 
     def _ranks(self, cluster: Cluster) -> int:
         if self.ranks > cluster.ranks:
@@ -107,8 +112,9 @@ class Allocate(ModulePass):
             )
 
 
-def _write(graph: GraphOp, work: Workload, asked: Problem, solution: Solution, pins: Pins) -> None:
+def _write(graph: GraphOp, work: Workload, asked: Problem, solution: Solution, pins: Pins, size: int | None) -> None:
     value = evaluate(asked, solution.assignment)
+    kept, running = ahead.room(work, asked, solution, value, size)
     for name, load in work.loads.items():
         if pins.splits_backward(name):
             load.section.attributes["backward"] = StringAttr("split")
@@ -117,8 +123,11 @@ def _write(graph: GraphOp, work: Workload, asked: Problem, solution: Solution, p
     for name in work.loads:
         own = work.on(chosen[name].kind)
         load = own.loads[name]
-        _write_section(own, load, chosen[name], ranks[solution.assignment.group[name]], _memory(value, solution, name))
+        more = kept if size is None and name in running else 0  # what was asked for is in the value
+        _write_section(own, load, chosen[name], ranks[solution.assignment.group[name]], _memory(value, solution, name, more))
         load.section.attributes["in_flight"] = integer(chosen[name].in_flight if _feeds_others(asked, solution, name) else 0)
+    if kept:
+        graph.attributes["run_ahead_gib"] = number(kept / GIB)
     label = "default" if any(load.label == "default" for load in work.loads.values()) else "roofline"
     graph.attributes |= {
         "world_size": integer(solution.ranks),
@@ -150,8 +159,8 @@ def _missing(work: Workload, value: Value, solution: Solution, chosen: dict[str,
     return {"missing_gib": round(missing / GIB, 4)} if missing > 0 else {}
 
 
-def _memory(value: Value, solution: Solution, section: str) -> float:
-    return round(value.memory[solution.assignment.group[section]] / GIB, 4)
+def _memory(value: Value, solution: Solution, section: str, more: int) -> float:
+    return round((value.memory[solution.assignment.group[section]] + more) / GIB, 4)
 
 
 def _feeds_others(asked: Problem, solution: Solution, section: str) -> bool:

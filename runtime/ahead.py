@@ -33,7 +33,7 @@ from secc.runtime.program import Instruction, MicroBatch, Micros, SampleMeta, Sc
 from secc.runtime.sizes import combine, padded
 
 GIB = 1 << 30
-PATIENCE = 4  # micro-batches that do not fit any more before a replica's results count as full
+PATIENCE = 16  # micro-batches that do not fit any more before a replica's results count as full: small ones level the ranks
 
 Sizes = Sequence[Mapping[str, int]]  # of each sample in a micro-batch
 

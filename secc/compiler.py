@@ -82,6 +82,7 @@ class Options:
     skip_bad_samples: bool = False
     costs: str = ""  # the file of measured costs
     dtype: str = ""  # "bf16": compute in it, with float32 masters
+    run_ahead: str = "auto"  # GiB on a rank
     refused: tuple[str, ...] = ()  # choices that `allocate` must not make
 
 
@@ -257,6 +258,7 @@ def pipeline_text(options: Options) -> str:
     allocate = {
         "cluster": options.cluster, "global-batch": options.global_batch, "strategy": options.strategy,
         "set": options.set, "refused": options.refused,
+        **({"run-ahead": options.run_ahead} if options.run_ahead != "auto" else {}),
         **({"objective": options.objective, "step-time": options.step_time} if options.objective != "time" or options.step_time else {}),
     }  # fmt: skip
     text = _fusing(options).replace("normalize-loss", f"normalize-loss{_spec({'accept': options.accept})}")

@@ -110,13 +110,12 @@ def omni(samples: Samples, encoders: int, replicas: int, load: float) -> Plan:
     return plan([*made, section("lm", range(first, first + replicas), "T", TOKEN_NS)], [("vision", "lm"), ("audio", "lm")])
 
 
-def teacher_student(samples: Samples, teachers: int, students: int, load: float) -> Plan:
-    """A frozen teacher on its own ranks and a student."""
+def teacher_student(samples: Samples, teachers: int, students: int, load: float, pipeline: Pipeline = Pipeline()) -> Plan:
+    """A frozen teacher on its own ranks and a student, whose last stage takes what the teacher says."""
     ns = entry_ns(samples, "T", teachers, students, load, 1)
-    return plan(
-        [section("teacher", range(teachers), "T", ns, "forward"), section("student", range(teachers, teachers + students), "T", TOKEN_NS)],
-        [("teacher", "student")],
-    )
+    student = pipeline.of(section("student", range(teachers, teachers + students), "T", TOKEN_NS))
+    names = [s.name for s in student]
+    return plan([section("teacher", range(teachers), "T", ns, "forward"), *student], [("teacher", names[-1]), *pairwise(names)])
 
 
 def shared_encoder(samples: Samples, encoders: int, replicas: int, load: float) -> Plan:

@@ -41,6 +41,7 @@ def command(
     accept: ACCEPT = None,
     costs: Annotated[str, typer.Option(help="a file of measured costs, made by secc profile", metavar="FILE")] = "",
     dtype: Annotated[str, typer.Option(help="bf16: compute in it, with weights, gradient sums and optimizer in float32")] = "",
+    run_ahead: Annotated[str, typer.Option(help="memory on a rank for frozen sections to run ahead of the step: GIB or auto")] = "auto",
     check: Annotated[bool, typer.Option(help="compare the plan with the eager model, if it fits here")] = True,
     json: JSON = False,
 ) -> None:
@@ -53,7 +54,7 @@ def command(
         cluster, global_batch, strategy, objective, step_time, tuple(set_ or ()), tuple(section or ()), max_sections, stats_samples, widths,
         fuse=fuse,
         without=tuple(no_fuse_rule or ()), accept=tuple(accept or ()), stats=stats,
-        skip_bad_samples=skip_bad_samples, costs=costs, dtype=dtype,
+        skip_bad_samples=skip_bad_samples, costs=costs, dtype=dtype, run_ahead=run_ahead,
     )  # fmt: skip
     with progress(quiet=json) as show:
         compiled = compile_model(model, options, show)

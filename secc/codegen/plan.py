@@ -72,6 +72,7 @@ def build(module: ModuleOp, model: plan.ModelRef, versions: Mapping[str, str]) -
         reasons=_reasons(graph),
         dtype=attribute(graph, "dtype", ""),
         labels_key=graph.labels.data if graph.labels else "",
+        run_ahead_gib=attribute(graph, "run_ahead_gib", 0.0),
         recorded=_recorded(graph),
         draws=draws.draws(graph.attributes.get(draws.ATTRIBUTE)),
         fusions=fusion.fusions(graph),

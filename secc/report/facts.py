@@ -8,6 +8,8 @@ from typing import Any
 from secc.cluster import Cluster
 from secc.report import cuts, reasons
 from secc.report.table import Table, bytes_text, ranks_text, seconds_text
+from secc.runtime.ahead import sections
+from secc.runtime.graph import Graph
 from secc.runtime.plan import Edge, Plan, Recorded, Section
 
 WHAT_MODES_OWE = {
@@ -52,6 +54,9 @@ def summary(plan: Plan) -> list[tuple[str, str]]:
         ("widths", _widths(plan)),
         ("hash", plan.hash[:16]),
     ]
+    if plan.run_ahead_gib:
+        names = ", ".join(dict.fromkeys(s.whole for s in sections(plan, Graph(plan))))
+        facts.insert(-1, ("ahead of the step", f"{names}: a rank keeps up to {plan.run_ahead_gib:.3g} GiB of results for the next one"))
     if plan.dtype:
         facts.insert(-1, ("precision", f"modules compute in {plan.dtype}; masters, gradient sums and optimizer in float32"))
     return facts
