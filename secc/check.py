@@ -21,6 +21,7 @@ from torch import nn
 
 from secc.compiler import Compiled
 from secc.errors import UserError
+from secc.frontend.decisions import Decisions
 from secc.frontend.reference import SEED, Difference, Keyed, Result, compare, eager, gradients
 from secc.runtime import plan as plan_schema
 from secc.runtime.comm import Transport
@@ -107,10 +108,31 @@ def check(compiled: Compiled, model: nn.Module) -> list[PatternCheck]:
         return [_check_pattern(compiled, rank, pattern) for pattern in compiled.survey.unions()]
 
 
+def _check_decisions(compiled: Compiled, rank: OneRank, pattern: frozenset[str]) -> None:
+    """Raises UserError where the loss moves with a condition that samples alone decide otherwise than together."""
+    assert compiled.model is not None
+    if compiled.plan.checks.get("accepted"):
+        return
+    found = Decisions(compiled.plan, compiled.user, compiled.survey, list(rank.sections.values()), compiled.source.meta)
+    for where, samples in found.split(pattern):
+        draws = Keyed(compiled.model, compiled.plan.draws, compiled.plan.symbols).of(compiled.user, samples)
+        reference = _reference(compiled, compiled.user.collate(samples), draws)
+        try:
+            parts = rank.step(samples, 1)
+        except UserError:
+            continue  # a sample that goes a way of its own is refused when it comes
+        if not compare(parts, reference, compiled.plan.dtype).exact:
+            message = (
+                f"the loss depends on what Python reads of the whole batch: for {len(samples)} samples it is not what it is for each alone"
+            )
+            raise UserError(message, where or str(compiled.user.path), "decide for each sample, with torch.where or a mask")
+
+
 def _check_pattern(compiled: Compiled, rank: OneRank, pattern: frozenset[str]) -> PatternCheck:
     """The largest micro-batch of the survey, which holds samples of several lengths and, where there are some, of smaller patterns."""
     samples = compiled.survey.batches(pattern)[-1]
     assert compiled.model is not None
+    _check_decisions(compiled, rank, pattern)
     draws = Keyed(compiled.model, compiled.plan.draws, compiled.plan.symbols).of(compiled.user, samples)
     batch = compiled.user.collate(samples)
     with _only_torch_draws(compiled):

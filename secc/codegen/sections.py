@@ -48,12 +48,13 @@ class Method:
 
 @dataclass(frozen=True)
 class Guard:
-    """A method that reads a value again, and what it must be (a Python literal)."""
+    """A method that reads a value again, what it must be (a Python literal), and where the user's forward reads it."""
 
     name: str
     lines: list[str]
     value: str
     equals: str
+    place: str
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def slice_of(ops: Sequence[Operation], values: Sequence[SSAValue]) -> list[Opera
 def _guard(graph: GraphOp, body: BodyOp, name: str, op: GuardOp) -> Guard:
     printer = BodyPrinter(graph, {})
     lines = printer.lines(slice_of(list(body.body.block.ops), [op.value]))
-    return Guard(name, lines, printer.value(op.value), op.equals.data)
+    return Guard(name, lines, printer.value(op.value), op.equals.data, op.where.data if op.where else "")
 
 
 def terms_module(graph: GraphOp) -> str:

@@ -102,6 +102,11 @@ class _Outlined:
         found = self._probe(name, size)
         return None if found is None else replace(found, recording=Outline.of(found.recording).skeleton(self._sources))
 
+    def held_out(self) -> Iterator[Observed]:
+        """As outlines too."""
+        for found in self._probe.held_out():
+            yield replace(found, recording=Outline.of(found.recording).skeleton(self._sources))
+
     def empty(self) -> Iterator[Observed]:
         """None: what is counted is recorded anew."""
         yield from ()

@@ -42,8 +42,8 @@ class Batches:
         self._collated = collated
         self.free = frozenset(s.name for s in inputs.symbols if s.kind == "width")
         turns = ((turn, [collated(s) for s in survey.batches(pattern, turn=turn)]) for turn in range(_TURNS))
-        turn, self.ragged = _most_independent(turns)
-        self.even = [collated(s) for s in survey.batches(pattern, even=True, turn=turn)]
+        self._turn, self.ragged = _most_independent(turns)
+        self.even = [collated(s) for s in survey.batches(pattern, even=True, turn=self._turn)]
 
     def record(self) -> list[Observed]:
         """Ragged and even micro-batches recorded; of the even ones only the first if forward takes the same way through it.
@@ -102,6 +102,12 @@ class Batches:
             return replace(found, parts=tuple(shapes_alone(self._recorder, self._user, s) for s in b.samples))
         except (UserError, ValueError):
             return None  # the model or collate refuses this width
+
+    def held_out(self) -> Iterator[Observed]:
+        """Ragged micro-batches of a turn that was not captured: in the place of each, other samples."""
+        for samples in self._survey.batches(self._pattern, turn=self._turn + 1):
+            found = self._observe(self._collated(samples))
+            yield replace(found, parts=tuple(shapes_alone(self._recorder, self._user, s) for s in samples))
 
     def empty(self) -> Iterator[Observed]:
         """The first ragged micro-batch with all labels ignored, or with one of its masks empty, which may leave no rows to count."""

@@ -67,6 +67,10 @@ class Probe(Protocol):
         """A micro-batch like the one in which `name` is smallest, but of this size, None if there is none."""
         ...
 
+    def held_out(self) -> Iterator[Observed]:
+        """Micro-batches of other samples."""
+        ...
+
     def empty(self) -> Iterator[Observed]:
         """Micro-batches in which values may leave no rows to count."""
         ...
@@ -146,6 +150,9 @@ def _merged(group: Sequence[Observed], probe: Probe | None, names: Names | None)
             break
         known.append(more)
     free = probe.free if probe is not None else ()
+    if probe is not None and _Merge(known, free, names).divides():
+        ways = [way(o.recording) for o in known]
+        known += [o for o in probe.held_out() if way(o.recording) in ways]
     if probe is not None and _Merge(known, free, names).counts():
         for empty in probe.empty():
             if signature(empty.recording.graph) == signature(known[0].recording.graph):
@@ -182,6 +189,11 @@ class _Merge:
         """A symbol and a size of it at which an explanation might fail. Nothing is changed."""
         self._explain()
         return self._fitter.doubt
+
+    def divides(self) -> bool:
+        """Whether a floor division explains some number, which values of the inputs may have by chance. Nothing is changed."""
+        self._explain()
+        return self._fitter.divided
 
     def counts(self) -> bool:
         """Whether an op takes a number that inputs' values decide, which without rows might be another. Nothing is changed."""

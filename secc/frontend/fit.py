@@ -28,20 +28,21 @@ class Fitter:
     """Expressions over symbols; `rows` are the sizes at each observation, in the order of the values to explain.
 
     `free` are the symbols for which an observation can be had at any greater size. `doubt` is such a symbol and size, if an explanation
-    was given that an observation there may refute.
+    was given that an observation there may refute. `divided`: a floor division was, which a few numbers often fit by chance.
     """
 
     def __init__(self, rows: Sequence[Mapping[str, int]], free: Collection[str] = ()) -> None:
         self.rows = [dict(r) for r in rows]
         self.moving = [n for n in self.rows[0] if len({r[n] for r in self.rows}) > 1]
         self.doubt: tuple[str, int] | None = None
+        self.divided = False
         self._free = frozenset(free)
         self._integers: dict[Column, Expr | None] = {}
 
     def with_symbol(self, name: str, values: Sequence[int]) -> Fitter:
         """A fitter that knows one more symbol."""
         found = Fitter([{**row, name: value} for row, value in zip(self.rows, values, strict=True)], self._free)
-        found.doubt = self.doubt
+        found.doubt, found.divided = self.doubt, self.divided
         return found
 
     def integer(self, values: Sequence[int]) -> Expr | None:
@@ -106,7 +107,7 @@ class Fitter:
         yield from _fits(values, ((*pair, one) for pair in itertools.combinations(small, 2)))
         yield from _fits(values, itertools.combinations(small, 3))
         if found := strides(self.rows, values, self.moving, self._free):
-            self.doubt = self.doubt or telling(found, self.rows, self._free)
+            self.doubt, self.divided = self.doubt or telling(found, self.rows, self._free), True
             yield found[0].expr()
 
     def _factors(self) -> Iterator[tuple[Expr, Column]]:

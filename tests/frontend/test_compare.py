@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -203,6 +203,43 @@ def test_a_read_that_changes_nothing_is_dropped_and_one_that_never_moved_guards(
     (case,), _ = generalise(observe(model, SIZES) + observe(model, SIZES, full=True))
     assert [g.meta["read"] for g in case.guards] == [("item", True)]
     assert_exact(model, case, batch(6, 15, 3))
+
+
+class HeldOut:
+    """Has other micro-batches, and none of a width that can be chosen."""
+
+    free = frozenset[str]()
+
+    def __init__(self, observed: list[Observed]) -> None:
+        self.observed = observed
+
+    def __call__(self, name: str, size: int) -> None:
+        return None
+
+    def held_out(self) -> Iterator[Observed]:
+        yield from self.observed
+
+    def empty(self) -> Iterator[Observed]:
+        yield from ()
+
+
+def test_a_count_that_is_a_floor_division_by_chance_is_not_taken_for_one() -> None:
+    model = Model(lambda m, h, mask: h.sum() / int(mask[:, 0].sum()))
+
+    def counting(samples: int, counted: int, width: int) -> dict[str, torch.Tensor]:
+        found = batch(samples, width, samples)
+        found["mask"][:, 0] = torch.arange(samples) < counted
+        return found
+
+    def observed(*sizes: tuple[int, int, int]) -> list[Observed]:
+        recorder = Recorder(model, ["body", "head"])
+        return [Observed(fold(recorder.record(counting(*s))), {"B": s[0], "S": s[2]}) for s in sizes]
+
+    captures = [(2, 1, 11), (3, 1, 17), (4, 2, 13), (5, 2, 24), (7, 3, 19)]
+    (by_chance,), _ = generalise(observed(*captures))
+    assert "B//2" in expressions(by_chance)
+    (case,), _ = generalise(observed(*captures), HeldOut(observed((4, 4, 12), (6, 2, 15))))
+    assert_exact(model, case, counting(6, 5, 14))
 
 
 def test_what_values_of_inputs_decide_is_refused_by_place_and_value() -> None:

@@ -1,0 +1,79 @@
+"""A condition that Python reads of a whole batch: micro-batches may decide for themselves only where the loss does not move with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from secc.check import checked
+from secc.compiler import Compiled, Options, compile_model
+from secc.errors import UserError
+
+MODEL = """
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.mid, self.head = nn.Embedding(30, 8), nn.Linear(8, 8), nn.Linear(8, 30)
+
+    def forward(self, input_ids, labels):
+        x, keep = self.embed(input_ids), labels != -100
+        BRANCH
+        x = self.mid(x)
+        losses = nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), reduction="none")
+        return losses.sum() / keep.sum()
+
+
+def model():
+    return Model()
+
+
+def dataset():
+    made = []
+    for i in range(40):
+        g = torch.Generator().manual_seed(i)
+        ids = torch.randint(1, 30, (4 + i % 9,), generator=g)
+        made.append({"input_ids": ids, "labels": torch.where(ids < 4, -100, ids)})
+    return made
+"""
+PLACE = "model.py:13"
+
+
+def compiled(branch: str, tmp_path: Path, global_batch: int = 12) -> Compiled:
+    (tmp_path / "model.py").write_text(MODEL.replace("BRANCH", branch))
+    return checked(compile_model(tmp_path / "model.py", Options(cluster="local:2", global_batch=global_batch)), required=True)
+
+
+DEPENDS = (
+    "x = x * 2 if keep.sum() > 70 else x",
+    "x = x * 2 if keep.sum().item() > 70 else x",
+    "x = x * 2 if keep.all() else x",
+    "x = x * (2 if bool((input_ids == 7).any()) else 1)",
+)
+
+
+@pytest.mark.parametrize("branch", DEPENDS)
+def test_a_loss_that_moves_with_what_the_whole_batch_decides_is_refused_by_place(branch: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="the loss depends on what Python reads of the whole batch") as error:
+        compiled(branch, tmp_path)
+    assert error.value.where == PLACE and "torch.where" in error.value.remedy
+
+
+MAKES_NO_DIFFERENCE = (
+    "x = x if keep.all() else torch.where((labels == -100)[..., None], x * 1.0, x)",
+    "x = x.mul(2) if keep.sum() > 70 else x + x",
+    "assert keep.sum() <= labels.numel()",
+)
+
+
+@pytest.mark.parametrize("branch", MAKES_NO_DIFFERENCE)
+def test_micro_batches_may_decide_what_the_loss_does_not_move_with(branch: str, tmp_path: Path) -> None:
+    assert all(p["exact"] for p in compiled(branch, tmp_path).plan.checks["patterns"])
+
+
+def test_a_threshold_that_no_global_batch_reaches_is_taken(tmp_path: Path) -> None:
+    assert compiled(DEPENDS[0], tmp_path, global_batch=4).plan.checks["patterns"]
