@@ -8,17 +8,18 @@ attribute `notes`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from xdsl.context import Context
 from xdsl.dialects.builtin import ModuleOp
-from xdsl.ir import Operation
+from xdsl.ir import Operation, OpResult
 from xdsl.passes import ModulePass
 
-from secc.ir.analysis import Statistics, nbytes
+from secc.ir.analysis import Statistics, nbytes, with_gradient
 from secc.ir.boundary import Boundary, Prices
-from secc.ir.dialect import CallOp, GraphOp, SectionOp, graph_of, section_of, set_section, strings, texts
-from secc.ir.edges import Crossing, crossings, edges_of, label
+from secc.ir.dialect import CallOp, CaseOp, GraphOp, SectionOp, graph_of, section_of, set_section, strings, texts
+from secc.ir.edges import edges_of, label
 from secc.ir.merging import merge_sections, note
 from secc.ir.placement import repeat, settle_mode
 from secc.ir.spare import drop, drop_misfits, spare_cases
@@ -57,7 +58,7 @@ class SinkBoundaries(ModulePass):
 
 def settle(graph: GraphOp, src: str, dst: str, prices: Prices) -> bool:
     """Move the boundary between two sections to where the fewest bytes cross; False if there is no possible boundary."""
-    if not _crossings(graph, src, dst):
+    if not any(True for _ in _crossings(graph, src, dst)):
         return True
     chosen = Boundary(graph, src, dst, prices).computed_by_dst()
     if chosen is not None:
@@ -109,14 +110,19 @@ def _own_blocks(graph: GraphOp, section: SectionOp, moved: list[str]) -> None:
     section.blocks = texts([*kept, *(b for b in moved if b in calls and b not in kept)])
 
 
-def _crossings(graph: GraphOp, src: str, dst: str) -> list[Crossing]:
-    return [c for case in graph.cases for c in crossings(case) if (c.src, c.dst) == (src, dst)]
+def _crossings(graph: GraphOp, src: str, dst: str) -> Iterator[tuple[CaseOp, OpResult]]:
+    """The values that one section sends to another, each with its case."""
+    for case in graph.cases:
+        for op in case.body.block.ops:
+            if section_of(op) == src:
+                yield from ((case, r) for r in op.results if any(section_of(u.operation) == dst for u in r.uses))
 
 
 def _sent(graph: GraphOp, src: str, dst: str) -> float:
     """Expected bytes that go from one section to the other for a sample, gradients included."""
-    statistics = Statistics(graph)
-    return sum(statistics.mean_in(c.case, nbytes(c.value)) * (2 if c.grad else 1) for c in _crossings(graph, src, dst))
+    statistics, wanted = Statistics(graph), {case: with_gradient(case) for case in graph.cases}
+    found = _crossings(graph, src, dst)
+    return sum(statistics.mean_in(case, nbytes(value)) * (2 if value in wanted[case] else 1) for case, value in found)
 
 
 def _size(count: float) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import cached_property
 from math import ceil
 
 from xdsl.dialects.builtin import StringAttr
@@ -34,7 +35,7 @@ class Load:
     """A section as the cost model sees it: its cost, times as texts, and the patterns it is active for.
 
     `backward_ns` has a text for each way to recompute. With `tp` and `pp`, cost and times are those of one rank of a replica. `memo` keeps
-    what the texts gave.
+    what the texts gave, `dealt` how samples are dealt out.
     """
 
     section: SectionOp
@@ -47,12 +48,15 @@ class Load:
     tp: int = 1
     pp: int = 1
     memo: dict[object, tuple[int, int]] = field(init=False, repr=False, compare=False, default_factory=dict[object, tuple[int, int]])
+    dealt: dict[tuple[int, int], list[tuple[Pattern, int, Fraction]]] = field(
+        init=False, repr=False, compare=False, default_factory=dict[tuple[int, int], list[tuple[Pattern, int, Fraction]]]
+    )
 
-    @property
+    @cached_property
     def name(self) -> str:
         return self.section.sym.data
 
-    @property
+    @cached_property
     def share(self) -> Fraction:
         """The share of samples for which the section is active."""
         return sum((p.share for p in self.active), Fraction(0))
@@ -77,6 +81,21 @@ class Workload:
     crossings: tuple[Crossing, ...]
     unshardable: str = ""
     kinds: tuple[Workload, ...] = ()
+    sized: dict[tuple[frozenset[str], int], dict[str, int]] = field(
+        init=False, repr=False, compare=False, default_factory=dict[tuple[frozenset[str], int], dict[str, int]]
+    )
+
+    @cached_property
+    def sources(self) -> frozenset[str]:
+        """The sections that feed others."""
+        return frozenset(c.src for c in self.crossings)
+
+    def sizes(self, pattern: Pattern, samples: int) -> dict[str, int]:
+        """Of a micro-batch of so many samples of a pattern."""
+        key = pattern.when, samples
+        if key not in self.sized:
+            self.sized[key] = micro_batch(self.graph, pattern.sizes, samples)
+        return self.sized[key]
 
     def on(self, kind: int) -> Workload:
         """The workload as a candidate of this kind sees it."""
@@ -152,7 +171,8 @@ def replica_of(work: Workload, load: Load, tp: int, pp: int, ranks: int) -> Load
 
 def declared_layers(graph: GraphOp, section: SectionOp) -> int:
     """The layers of the stacks that the section's blocks belong to, also where they could not be measured."""
-    blocks = [graph.blocks[path] for path in strings(section.blocks)]
+    declared = graph.blocks
+    blocks = [declared[path] for path in strings(section.blocks)]
     return sum({b.component: b.layers.data for b in blocks if b.layers is not None}.values())
 
 
@@ -186,22 +206,19 @@ def _only_none(load: Load, key: str, pins: Pins, reason: str) -> None:
 
 def candidate(work: Workload, load: Load, dp: int, size: int, sharding: str = "none", recompute: str = "none") -> Candidate:
     """The times and memory of a section in `dp` replicas with micro-batches of `size` samples."""
-    busiest = Fraction(-(-work.samples(load) // dp))
     total, count, fill, drain = Fraction(0), Fraction(0), 0, 0
     gathers = passing(load.cost, dp, sharding, work.cluster, load.tp * load.pp)
-    for pattern in load.active:
-        samples = busiest * pattern.share / load.share
-        alike = min(size, ceil(samples))
+    for pattern, alike, number in _dealt(work, load, dp, size):
         forward, backward = _times(work, load, pattern, alike, recompute)
         if gathers is not None:
             forward, backward = gathers.forward_ns(forward), gathers.backward_ns(backward)
-        total += samples / alike * (forward + backward)
-        count += samples / alike
+        total += number * (forward + backward)
+        count += number
         fill, drain = max(fill, forward), max(drain, backward)
     micro_batches = max(1, ceil(count))
     total += (load.pp - 1) * (fill + drain)  # until the last stage has work, and after the first one has none
     rank = room(work, load, dp, size, sharding, recompute, micro_batches)
-    in_turn = min(micro_batches, max(load.pp, IN_TURN if any(c.src == load.name for c in work.crossings) else 1))
+    in_turn = min(micro_batches, max(load.pp, IN_TURN if load.name in work.sources else 1))
     return Candidate(
         dp=dp,
         micro_batch=size,
@@ -224,7 +241,7 @@ def held(work: Workload, load: Load, c: Candidate) -> list[Candidate]:
 
     Each place in flight is then taken in rounds, for which consumers elsewhere have to return gradients.
     """
-    if not c.in_flight or not any(e.src == load.name for e in work.crossings):
+    if not c.in_flight or load.name not in work.sources:
         return [c]
     activation, _ = _kept(work, load, c.micro_batch, c.recompute)
     least, capacity = min(c.micro_batches, max(load.pp, IN_TURN)), work.cluster.device.usable
@@ -258,10 +275,19 @@ def times_of(work: Workload, load: Load, dp: int, sharding: str, recompute: str)
     return own if gathers is None else gathers.texts(*own)
 
 
+def _dealt(work: Workload, load: Load, dp: int, size: int) -> list[tuple[Pattern, int, Fraction]]:
+    """What the busiest of `dp` replicas gets: of each pattern the samples in a micro-batch, and how many of these."""
+    busiest = -(-work.samples(load) // dp)
+    if (busiest, size) not in load.dealt:
+        samples = [(pattern, busiest * pattern.share / load.share) for pattern in load.active]
+        load.dealt[busiest, size] = [(p, min(size, ceil(n)), n / min(size, ceil(n))) for p, n in samples]
+    return load.dealt[busiest, size]
+
+
 def _times(work: Workload, load: Load, pattern: Pattern, samples: int, recompute: str) -> tuple[int, int]:
     key = (pattern.when, samples, recompute)
     if key not in load.memo:
-        sizes = micro_batch(work.graph, pattern.sizes, samples)
+        sizes = work.sizes(pattern, samples)
         load.memo[key] = evaluate(load.forward_ns, sizes), evaluate(load.backward_ns[recompute], sizes)
     return load.memo[key]
 
@@ -277,7 +303,7 @@ def _kept(work: Workload, load: Load, size: int, recompute: str) -> tuple[int, i
         activation = working = 0
         again, saved = load.cost.again.get(recompute), load.under(recompute).saved
         for pattern in load.active:
-            sizes = micro_batch(work.graph, pattern.sizes, size)
+            sizes = work.sizes(pattern, size)
             ends = sum(evaluate(c.size, sizes) for c in work.crossings if load.name in (c.src, c.dst))
             activation = max(activation, evaluate(saved, sizes) + ends)
             working = max(working, evaluate(again.working, sizes) if again else 0)

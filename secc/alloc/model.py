@@ -103,6 +103,8 @@ def _run(model: Model, limit: float) -> tuple[cp_model.CpSolver, Any]:
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = SEED
     solver.parameters.max_deterministic_time = limit
+    solver.parameters.cp_model_probing_level = 0  # fixing each of thousands of candidates in turn takes longer than the search
+    solver.parameters.linearization_level = 2
     solver.parameters.presolve_inclusion_work_limit = 0  # of OR-Tools 9.15: cuts off optima that are solutions, and calls the rest optimal
     status = solver.solve(model.cp)
     if status not in {cp_model.OPTIMAL, cp_model.FEASIBLE, cp_model.INFEASIBLE}:

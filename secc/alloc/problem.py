@@ -105,7 +105,8 @@ def shapes(work: Workload, load: Load, pins: Pins, ranks: int, free: bool = True
 
 def _tps(graph: GraphOp, section: SectionOp) -> list[int]:
     """The tp above 1 that the section's blocks were found to take; blocks in which there is nothing to cut do not matter."""
-    found = [graph.blocks[path].attributes.get("tp") for path in strings(section.blocks)]
+    declared = graph.blocks
+    found = [declared[path].attributes.get("tp") for path in strings(section.blocks)]
     listed = [{int(i.value.data) for i in values if isinstance(i, IntegerAttr)} for values in found if isinstance(values, ArrayAttr)]
     return sorted(set.intersection(*listed)) if listed else []
 
@@ -147,4 +148,4 @@ def _independent(src: Load, dst: Load) -> Fraction:
 
 def _largest(work: Workload, crossing: Crossing, src: Load, samples: int) -> int:
     """Bytes of the tensors of a micro-batch of `samples`, at the largest pattern."""
-    return max((evaluate(crossing.size, micro_batch(work.graph, p.sizes, samples)) for p in src.active), default=0)
+    return max((evaluate(crossing.size, work.sizes(p, samples)) for p in src.active), default=0)

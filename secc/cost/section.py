@@ -345,7 +345,8 @@ def _dtype(calls: list[CallOp]) -> str:
 def _parameters(graph: GraphOp, name: str, calls: list[CallOp]) -> tuple[int, int, int, int]:
     """(entries, trainable entries, bytes, trainable bytes), a tied parameter once."""
     paths = sorted({call.target.data for call in calls})
-    counts = [_block_parameters(graph.blocks[path]) for path in paths]
+    blocks = graph.blocks
+    counts = [_block_parameters(blocks[path]) for path in paths]
     counts += _glue_parameters(graph, name, paths)
     counts += [_repeated(op, paths) for op in graph.body.block.ops if isinstance(op, TieOp)]
     return sum(c[0] for c in counts), sum(c[1] for c in counts), sum(c[2] for c in counts), sum(c[3] for c in counts)
@@ -354,7 +355,8 @@ def _parameters(graph: GraphOp, name: str, calls: list[CallOp]) -> tuple[int, in
 def _unit_bytes(graph: GraphOp, calls: list[CallOp], param_bytes: int) -> tuple[int, int]:
     """Bytes of the parameters of the largest layer of a stack, and of what no stack has."""
     layers = {c.target.data: n for c in calls if (n := number(c, "layers", number(c, "units", 0)))}
-    sizes = {path: _block_parameters(graph.blocks[path])[2] for path in layers}
+    blocks = graph.blocks
+    sizes = {path: _block_parameters(blocks[path])[2] for path in layers}
     largest_layer = max((-(-size // layers[path]) for path, size in sizes.items()), default=0)
     return largest_layer, max(0, param_bytes - sum(sizes.values()))
 

@@ -20,7 +20,7 @@ from secc.ir.digraph import Cut
 from secc.ir.edges import places
 from secc.ir.expr import Expr
 from secc.ir.recorded import SPARE, label
-from secc.ir.types import tensor
+from secc.ir.types import TensorType, tensor
 
 _GLUE = 0.02  # price of glue computed elsewhere, in bytes sent for each byte of its results: memory is this much faster than a network
 
@@ -40,8 +40,14 @@ class Boundary:
         self.graph, self.src, self.dst = graph, src, dst
         self.statistics, self.cut = Statistics(graph), Cut()
         self.sections = {s.sym.data: s for s in graph.sections}
-        self.prices = prices
+        self.prices, self._sendable = prices, dict[tuple[TensorType, str], bool]()
         self.room = prices.growth * sum(graph.blocks[b].params.data for b in strings(self.sections[dst].blocks))
+
+    def can_send(self, kind: TensorType, src: str) -> bool:
+        """Whether a tensor of a type can be sent from a section to `dst`."""
+        if (kind, src) not in self._sendable:
+            self._sendable[kind, src] = can_send(self.graph, kind, self.sections[src], self.sections[self.dst])
+        return self._sendable[kind, src]
 
     def computed_by_dst(self) -> set[Operation] | None:
         """The ops of the two sections that `dst` is to compute, in all cases; None if there is no possible boundary."""
@@ -99,14 +105,11 @@ class _Network:
             elsewhere = section not in {self.b.src, self.b.dst}
             if elsewhere and any(section_of(u.operation) == self.b.dst for u in result.uses):
                 price = 0.0
-            elif self._can_send(result, section if elsewhere else self.b.src):
+            elif self.b.can_send(tensor(result), section if elsewhere else self.b.src):
                 price = self._bytes(result)
             else:
                 price = None
             self.cut.arc(self.at[op], self._value(result), price)
-
-    def _can_send(self, value: OpResult, src: str) -> bool:
-        return can_send(self.b.graph, tensor(value), self.b.sections[src], self.b.sections[self.b.dst])
 
     def _value(self, value: OpResult) -> tuple[object, int]:
         return self.at[value.owner], value.index

@@ -37,11 +37,14 @@ class _Printer(Printer):
     """xDSL's printer, with letters beyond ASCII as they are."""
 
     def print_string_literal(self, string: str) -> None:
-        self.print_string('"')
-        for character in string.replace("\\", "\\\\"):
-            escaped = character == '"' or not character.isprintable()
-            self.print_string("".join(f"\\{byte:02X}" for byte in character.encode()) if escaped else character)
-        self.print_string('"')
+        self.print_string(f'"{_escaped(string)}"')
+
+
+def _escaped(string: str) -> str:
+    if string.isprintable() and "\\" not in string and '"' not in string:
+        return string
+    kept = (c if c != '"' and c.isprintable() else "".join(f"\\{b:02X}" for b in c.encode()) for c in string.replace("\\", "\\\\"))
+    return "".join(kept)
 
 
 def context() -> Context:
