@@ -90,7 +90,11 @@ class Planner:
             module = self.source.make(captured)
             start = print_module(module)
             stages = tuple(pin for pin in staged.stages if pin.partition("=")[0] not in self.pinned)
-            passes, run = self._run(module, self.source.text(**options, sections=staged.sections, set=self.asked + stages))
+            text = self.source.text(**options, sections=staged.sections, set=self.asked + stages)
+            try:
+                passes, run = self._run(module, text)
+            except UserError as error:
+                raise staged.impossible(error) from error
         done = [pipeline.described(step) for step in passes if step.name not in _behind(passes)]
         with self.step("cut blocks over ranks"):
             if self._annotate(module, captured):
@@ -118,7 +122,7 @@ class Planner:
             captured = capture(source.user, source.meta, source.drawn, source.inputs, staged.cut, recorder=source.captured.recorder)
             staging.check(staged, captured)
         except UserError as error:
-            raise Impossible(error, staged.choices) from error
+            raise staged.impossible(error) from error
         return captured
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 from xdsl.dialects.builtin import ModuleOp
 
-from secc.errors import UserError
+from secc.errors import Impossible, UserError
 from secc.frontend.capture import Capture
 from secc.frontend.frontier import layers
 from secc.ir.analysis import number_of
@@ -32,6 +32,13 @@ class Staging:
     sections: tuple[str, ...]
     stages: tuple[str, ...]
     choices: tuple[str, ...]
+
+    def impossible(self, error: UserError) -> Impossible:
+        """What went wrong with the blocks open, as a reason against the stages."""
+        if isinstance(error, Impossible):
+            return error
+        message = f"{' and '.join(self.choices)} cannot be had: with {' and '.join(self.cut)} cut into layers, {error.message}"
+        return Impossible(UserError(message, error.where, "leave pp out for that section"), self.choices)
 
 
 def find(module: ModuleOp, meta: nn.Module, dumps: Mapping[str, str]) -> Staging:

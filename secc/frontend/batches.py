@@ -11,7 +11,7 @@ import torch
 from secc.errors import UserError
 from secc.frontend.inputs import IGNORED, Inputs
 from secc.frontend.survey import Pattern, Sample, Survey, by_volume
-from secc.frontend.ways import Observed, Shapes, way
+from secc.frontend.ways import FEWEST, Observed, Shapes, way
 from secc.runtime.recorder import Recorder
 from secc.runtime.recorder.fold import fold
 from secc.runtime.recorder.outline import Outline
@@ -46,7 +46,7 @@ class Batches:
         self.even = [collated(s) for s in survey.batches(pattern, even=True, turn=self._turn)]
 
     def record(self) -> list[Observed]:
-        """Ragged and even micro-batches recorded; of the even ones only the first if forward takes the same way through it.
+        """Ragged and even micro-batches recorded; of the even ones only the first if ragged ones enough take the same way.
 
         Conditions on the inputs that were the same in all of them are looked for in single samples. Micro-batches of one for which they
         are others (a clip without padding) are recorded as well.
@@ -59,7 +59,7 @@ class Batches:
 
     def _recorded(self, ragged: Sequence[Batch], even: Sequence[Batch]) -> list[Observed]:
         found = [self._observe(b) for b in (*ragged, even[0])]
-        if way(found[-1].recording) not in [way(o.recording) for o in found[:-1]]:
+        if [way(o.recording) for o in found].count(way(found[-1].recording)) < FEWEST:
             found += [self._observe(b) for b in even[1:]]
         return found
 

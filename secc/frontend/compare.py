@@ -19,15 +19,15 @@ from torch._ops import OpOverload
 
 from secc.frontend.counts import Counts, Source
 from secc.frontend.fit import Fitter
-from secc.frontend.ways import Diagnostic, Observed, difference, signature, way
+from secc.frontend.ways import FEWEST, Diagnostic, Observed, difference, signature, way
 from secc.ir import template
 from secc.ir.expr import Expr, symbol, symbols
 from secc.ir.naming import DATA
 from secc.runtime.recorder import Read, is_read, take
 from secc.runtime.recorder.finish import needed
 
-FEWEST = 3  # captures that a case needs, so that sizes can be explained and checked
 _PROBES = 24  # further captures at most to put explanations to the test
+_WIDER = (3, 8)  # by how much probes are wider than captures that are all of one width
 
 aten = torch.ops.aten
 
@@ -141,7 +141,7 @@ def merged(group: Sequence[Observed], probe: Probe | None, names: Names | None =
 
 
 def _merged(group: Sequence[Observed], probe: Probe | None, names: Names | None) -> Generic:
-    known = list(group)
+    known = list(group) + (_wider(group, probe) if probe is not None else [])
     for _ in range(_PROBES if probe is not None else 0):
         assert probe is not None
         doubt = _Merge(known, probe.free, names).doubt()
@@ -161,6 +161,14 @@ def _merged(group: Sequence[Observed], probe: Probe | None, names: Names | None)
                 except Unexplained:
                     continue  # without rows forward does something else
     return _Merge(known, free, names).run()
+
+
+def _wider(group: Sequence[Observed], probe: Probe) -> list[Observed]:
+    """Probes along widths that are the same in all captures of a group: what depends on such a width would look constant."""
+    first = group[0]
+    still = sorted(name for name in probe.free if len({o.sizes[name] for o in group}) == 1)
+    found = [probe(name, first.sizes[name] + more) for name in still for more in _WIDER]
+    return [o for o in found if o is not None and signature(o.recording.graph) == signature(first.recording.graph)]
 
 
 def _rejects(case: Generic, reads: Sequence[Read]) -> bool:

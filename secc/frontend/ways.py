@@ -17,6 +17,7 @@ from secc.runtime.recorder import Recording, is_read
 Shapes = Mapping[str, tuple[int, ...]]
 
 _REMEDY = "put it into an nn.Module of its own, which is called as it is"
+FEWEST = 3  # captures that a case needs, so that sizes can be explained and checked
 
 
 @dataclass(frozen=True)

@@ -148,3 +148,41 @@ def test_a_count_that_is_0_where_nothing_counts_stays_so(models: Path, tmp_path:
     file.write_text((models / "counts_rows.py").read_text().replace("max(len(y), 1)", "len(y)"))
     (case,) = captured(load(file)).cases
     assert "aten.clamp_min.default" not in [str(n.target) for n in case.generic.graph.nodes]
+
+
+ONE_WIDTH = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.layer = nn.Embedding(9, 4), nn.Linear(4, 4)
+
+    def forward(self, ids, side, mask):
+        h = self.layer(self.embed(ids)).mean((1, 2))
+        if not mask.bool().all():
+            h = h * (torch.arange(2 + side.shape[1]) + 1.0).log().sum()
+        return (h * (side * mask).sum(1)).sum()
+
+def model():
+    return Model()
+
+def dataset():
+    def sample(i):
+        length = (7, 4)[i % 2] if i < 12 else (11, 3)[i % 2]
+        side = torch.arange(length) % 5
+        return {"ids": torch.arange(5 + i % 6) % 9, "side": side, "mask": torch.ones_like(side)}
+    return [sample(i) for i in range(24)]
+
+def collate(samples):
+    return {k: nn.utils.rnn.pad_sequence([s[k] for s in samples], batch_first=True) for k in samples[0]}
+"""
+
+
+def test_a_width_that_all_captures_of_a_way_share_is_no_constant(tmp_path: Path) -> None:
+    """Whatever is padded at all is padded to 7 in the captures, and the model's own table has as many entries and two."""
+    (tmp_path / "model.py").write_text(ONE_WIDTH)
+    user = load(tmp_path / "model.py")
+    found = captured(user)
+    assert_exact(user, found, [user.sample(i) for i in range(12, 17)], real_model(user))
