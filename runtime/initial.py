@@ -4,12 +4,11 @@
     --init PATH=DIR     the component at a module path; may be given several times
 
 A component's checkpoint mostly comes from elsewhere. Its names may have a prefix more or less than the component's own (`model.layers…` or
-`layers…`), and Hugging Face's hub has names from before its models were rearranged, which its own tables translate.
+`layers…`), and Hugging Face's hub has names and tensors from before its models were rearranged, which its own tables translate.
 """
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from torch import nn
 
 from secc.runtime.errors import UserError
+from secc.runtime.hub import Source, translated
 from secc.runtime.safetensors import Entry, entries
 
 Init = tuple[tuple[str, Path], ...]  # (module path, "" for the whole model; directory)
@@ -45,7 +45,7 @@ def load(model: nn.Module, init: Init, aliases: Mapping[str, str], report: bool 
                 entry.read_into(state[first])
 
 
-def _check(state: Mapping[str, torch.Tensor], found: Mapping[str, Entry | None], init: Init) -> None:
+def _check(state: Mapping[str, torch.Tensor], found: Mapping[str, Source | None], init: Init) -> None:
     for name, entry in found.items():
         if entry is not None and entry.shape != tuple(state[name].shape):
             message = f"--init: {name} has shape {list(entry.shape)}, not {list(state[name].shape)}"
@@ -57,17 +57,18 @@ def _check(state: Mapping[str, torch.Tensor], found: Mapping[str, Entry | None],
         raise UserError(f"--init: {len(missing)} of {len(found)} tensors are missing: {_some(missing)}", where, remedy)
 
 
-def _find(model: nn.Module, init: Init, state: Mapping[str, torch.Tensor]) -> tuple[dict[str, Entry], list[str]]:
-    """Each name of the state dict -> its entry, and the stored names without a place. Later sources go before earlier ones."""
-    found: dict[str, Entry] = {}
+def _find(model: nn.Module, init: Init, state: Mapping[str, torch.Tensor]) -> tuple[dict[str, Source], list[str]]:
+    """Each name of the state dict -> its source, and the stored names without a place. Later sources go before earlier ones."""
+    found: dict[str, Source] = {}
     spare: list[str] = []
     for path, directory in _sources(model, init):
         prefix = f"{path}." if path else ""
         wanted = {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}
         stored = entries(directory)
-        places = _places(model.get_submodule(path), wanted, list(stored))
-        found |= {prefix + places[name]: entry for name, entry in stored.items() if name in places}
-        spare += [f"{directory.name}/{name}" for name in stored if name not in places]
+        places = _places(model.get_submodule(path), wanted, stored)
+        found |= {prefix + name: source for name, source in places.items()}
+        used = {name for source in places.values() for name in source.names}
+        spare += [f"{directory.name}/{name}" for name in stored if name not in used]
     return found, spare
 
 
@@ -89,43 +90,26 @@ def _sources(model: nn.Module, init: Init) -> Iterator[tuple[str, Path]]:
         yield from parts
 
 
-def _places(module: nn.Module, wanted: Mapping[str, torch.Tensor], stored: list[str]) -> dict[str, str]:
-    """Stored name -> name in the module, in the way of reading that finds most of the module: as they are, if that finds all."""
-    best: dict[str, str] = {}
+def _places(module: nn.Module, wanted: Mapping[str, torch.Tensor], stored: Mapping[str, Entry]) -> dict[str, Source]:
+    """What each tensor of the module is read from, in the way of reading that finds most of the module: as they are, if that finds all."""
+    best: dict[str, Source] = {}
     for names in _ways(module, wanted, stored):
-        places = {old: new for old, new in names.items() if new in wanted}
-        if len(set(places.values())) > len(set(best.values())):
+        places = {name: source for name, source in names.items() if name in wanted}
+        if len(places) > len(best):
             best = places
-        if len(set(best.values())) == len(wanted):
+        if len(best) == len(wanted):
             break
     return best
 
 
-def _ways(module: nn.Module, wanted: Iterable[str], stored: list[str]) -> Iterator[dict[str, str]]:
-    yield {name: name for name in stored}
+def _ways(module: nn.Module, wanted: Iterable[str], stored: Mapping[str, Entry]) -> Iterator[Mapping[str, Source]]:
+    yield stored
     for first in dict.fromkeys(name.split(".")[0] for name in stored):
-        yield {name: name.removeprefix(f"{first}.") for name in stored}
+        yield {name.removeprefix(f"{first}."): entry for name, entry in stored.items()}
     own = set(wanted)
     for first in dict.fromkeys(name.split(".")[0] for name in own):
-        yield {name: f"{first}.{name}" if f"{first}.{name}" in own else name for name in stored}
-    yield _translated(module, stored)
-
-
-def _translated(module: nn.Module, stored: list[str]) -> dict[str, str]:
-    """The names by Hugging Face's own tables, where the module is theirs. Tensors that would have to be joined are left out."""
-    base = sys.modules.get("transformers.modeling_utils")
-    if base is None or not isinstance(module, base.PreTrainedModel):
-        return {}
-    try:
-        tables = importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(module)
-        loading = importlib.import_module("transformers.core_model_loading")
-        renamings = [t for t in tables if isinstance(t, loading.WeightRenaming)]
-        converters = [t for t in tables if isinstance(t, loading.WeightConverter)]
-        state = module.state_dict()
-        named = {n: loading.rename_source_key(n, renamings, converters, module.base_model_prefix, state) for n in stored}
-    except (ImportError, AttributeError, TypeError):
-        return {}  # a release that keeps its tables elsewhere
-    return {old: new for old, (new, joined) in named.items() if joined is None}
+        yield {f"{first}.{name}" if f"{first}.{name}" in own else name: entry for name, entry in stored.items()}
+    yield translated(module, stored)
 
 
 def _some(names: Iterable[str]) -> str:

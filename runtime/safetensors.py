@@ -34,6 +34,11 @@ class Entry:
     shape: tuple[int, ...]
     begin: int
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The stored tensors that it takes: itself."""
+        return (self.name,)
+
     def read_into(self, target: torch.Tensor) -> None:
         """Copy the tensor into `target`, of the same shape and any device. Raises UserError for a dtype that means something else there."""
         if self.dtype != target.dtype and not (self.dtype in _WHOLE and target.dtype in _WHOLE):

@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers as T
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from secc.runtime import weights
+from secc.runtime.errors import UserError
 from secc.runtime.plan import Mesh, ModelRef, Plan, Section
 from secc.runtime.user_model import UserModel, load
 from secc.runtime.weights import build_model, parameter_table
@@ -110,3 +111,39 @@ def test_hub_names_are_translated_and_prefixes_found(checkpoints: Path, tmp_path
     assert all(torch.equal(found[n], t) for n, t in expected.items())
     found = build_model(plan, user, 1, CPU, seed=0, init=init).teacher.state_dict()
     assert all(torch.equal(found[n], t) for n, t in taught.items())
+
+
+MIXTURES = {
+    "Mixtral": dict(TEXT, num_local_experts=3, num_experts_per_tok=2),
+    "Qwen3Moe": dict(TEXT, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=16),
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_in_files_of_their_own_are_joined(name: str, tmp_path: Path) -> None:
+    """The hub has one tensor an expert, the module one for all; `save_pretrained` writes as the hub does."""
+    torch.manual_seed(5)
+    config = getattr(T, f"{name}Config")(**MIXTURES[name])
+    teacher = getattr(T, f"{name}ForCausalLM")(config)
+    teacher.save_pretrained(tmp_path / "teacher")
+    files = [*(tmp_path / "teacher").glob("*.safetensors")]
+    assert any(".experts.2." in n for file in files for n in load_file(file))
+    user = user_of(tmp_path, "nn.Linear(2, 2)", f"T.{name}ForCausalLM(T.{name}Config(**{MIXTURES[name]!r}))")
+    model = user.model()
+    for part in ("seen", "project"):
+        (tmp_path / part).mkdir()
+        save_file(dict(model.get_submodule(part).state_dict()), tmp_path / part / "model.safetensors")
+    init = tuple((part, tmp_path / part) for part in ("seen", "teacher", "project"))
+    found = build_model(plan_of(model), user, 1, CPU, seed=0, init=init).teacher.state_dict()
+    expected = teacher.state_dict()
+    assert found.keys() == expected.keys() and all(torch.equal(found[n], t) for n, t in expected.items())
+
+
+def test_a_mixture_that_lacks_an_expert_is_refused_by_name(tmp_path: Path) -> None:
+    teacher = T.MixtralForCausalLM(T.MixtralConfig(**MIXTURES["Mixtral"]))
+    teacher.save_pretrained(tmp_path / "teacher")
+    (file,) = (tmp_path / "teacher").glob("*.safetensors")
+    save_file({n: t for n, t in load_file(file).items() if ".experts.1.w1" not in n}, file)
+    user = user_of(tmp_path, "nn.Linear(2, 2)", f"T.MixtralForCausalLM(T.MixtralConfig(**{MIXTURES['Mixtral']!r}))")
+    with pytest.raises(UserError, match=r"tensors are missing: .*experts"):
+        build_model(plan_of(user.model()), user, 1, CPU, seed=0, init=(("teacher", tmp_path / "teacher"),))
