@@ -11,7 +11,7 @@ import io
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -27,13 +27,13 @@ from secc.codegen.write import write
 from secc.cost import table as costs
 from secc.cost.examples import Samples
 from secc.cost.fused import PREFIX
-from secc.cost.measure import measure
+from secc.cost.measure import Costs, measure
 from secc.errors import UserError
 from secc.frontend import import_ir, statistics, widths
 from secc.frontend.capture import Capture, capture
 from secc.frontend.cuts.limits import note_limits
 from secc.frontend.fusion.declare import declare
-from secc.frontend.fusion.find import find
+from secc.frontend.fusion.find import Looked, find
 from secc.frontend.heads import note_linear
 from secc.frontend.inputs import Inputs, describe
 from secc.frontend.sampling import survey
@@ -116,6 +116,15 @@ class Compiled:
         write(directory, {"plan.json": plan_schema.to_json(self.plan)} | section_files(self.plan, self.module, self.constants))
 
 
+@dataclass(frozen=True)
+class _Known:
+    """What need not be found again when layers are captured: costs of blocks, also with fused operators, and places to fuse."""
+
+    costs: Costs = field(default_factory=dict)
+    fused: Costs = field(default_factory=dict)
+    looked: Looked = field(default_factory=Looked)
+
+
 class _Clock:
     """Tells the user which step is running, and keeps how long each took."""
 
@@ -141,11 +150,11 @@ def compile_model(path: str | Path, options: Options, progress: Callable[[str], 
     with clock.step("compare widths"):
         width = options.widths if options.widths != "auto" else widths.choose(user, drawn, inputs, model, captured.draws)
 
-    batches = [user.collate([d.sample]) for d in drawn.drawn if d.sample is not None]
+    known, batches = _Known(), [user.collate([d.sample]) for d in drawn.drawn if d.sample is not None]
 
     def make(captured: Capture) -> ModuleOp:
         samples = Samples(batches, captured.constants)
-        module = _module(user, meta, samples, captured, width, options, clock)
+        module = _module(user, meta, samples, captured, width, options, clock, known)
         with clock.step("look how blocks can be cut"):
             note_limits(module, meta, model, user, drawn, samples, parse(options.cluster))
         return module
@@ -187,7 +196,9 @@ def front(path: str | Path, options: Options, step: Step) -> tuple[UserModel, nn
     return user, meta, ref, drawn, inputs, captured
 
 
-def _module(user: UserModel, meta: nn.Module, samples: Samples, captured: Capture, width: str, options: Options, clock: _Clock) -> ModuleOp:
+def _module(
+    user: UserModel, meta: nn.Module, samples: Samples, captured: Capture, width: str, options: Options, clock: _Clock, known: _Known
+) -> ModuleOp:
     """The IR of a capture, with what else passes need to know: what blocks cost, and what in them can be fused."""
     module = import_ir.to_ir(captured)
     note_linear(module, meta)
@@ -197,25 +208,25 @@ def _module(user: UserModel, meta: nn.Module, samples: Samples, captured: Captur
     if reason := unshardable(user, meta):
         graph_of(module).attributes["unshardable"] = StringAttr(reason)
     with clock.step("measure blocks"):
-        measure(module, meta, samples)
+        measure(module, meta, samples, known=known.costs)
         if options.costs:
             table = costs.read(Path(options.costs))
             table.check(parse(options.cluster))
             table.write(module, meta)
     with clock.step("look for what fused operators can compute"):
-        _look_for_fusions(module, meta, options, samples)
+        _look_for_fusions(module, meta, options, samples, known)
     return module
 
 
-def _look_for_fusions(module: ModuleOp, meta: nn.Module, options: Options, samples: Samples) -> None:
+def _look_for_fusions(module: ModuleOp, meta: nn.Module, options: Options, samples: Samples, known: _Known) -> None:
     """Declare what `fuse-blocks` may rewrite in the user's modules, and measure the calls with all of it too."""
     if reason_against(_when(options), options.cluster):
         return
     graph = graph_of(module)
-    declare(graph, find(meta, graph.blocks, options.without))
+    declare(graph, find(meta, graph.blocks, options.without, known.looked))
     if graph.rewrites:
         with installed(meta, rewrites(graph), fused_module(graph)):
-            measure(module, meta, samples, PREFIX)
+            measure(module, meta, samples, PREFIX, known.fused)
 
 
 def unshardable(user: UserModel, meta: nn.Module) -> str:

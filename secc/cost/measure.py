@@ -31,11 +31,12 @@ from secc.ir.types import TensorType, tensor
 from secc.runtime.recompute import units
 
 Key = tuple[object, ...]
+Costs = dict[Key, CallCost | None]
 FITTED = ("flops", "attention", "work", "attention_work", "moved", "saved", "kept", "working", "again", "again_moved")
 WORK = frozenset({"work", "attention_work", "again"})
 
 
-def measure(module: ModuleOp, model: nn.Module, samples: Samples = NO_SAMPLES, prefix: str = "") -> None:
+def measure(module: ModuleOp, model: nn.Module, samples: Samples = NO_SAMPLES, prefix: str = "", known: Costs | None = None) -> None:
     """Put `flops`, `saved` (texts over symbols), `ops` and `cost` (counted or default) on every `sec.call`, and bytes on blocks and ties.
 
     The keys on calls get a `prefix`: a model whose modules are rewritten is measured beside the user's own.
@@ -43,7 +44,7 @@ def measure(module: ModuleOp, model: nn.Module, samples: Samples = NO_SAMPLES, p
     A call with `units` that may run again also gets `kept`, `working` and `again` (see `secc.cost.estimate.CallCost`).
 
     `model` is the user's, on any device; it is neither run with values nor changed. `samples` are for blocks that read values
-    of their integer arguments.
+    of their integer arguments. `known` has what calls of the same modules cost, and keeps what this one finds.
     """
     graph = graph_of(module)
     for path, block in graph.blocks.items():
@@ -51,7 +52,7 @@ def measure(module: ModuleOp, model: nn.Module, samples: Samples = NO_SAMPLES, p
     for op in graph.body.block.ops:
         if isinstance(op, TieOp):
             _note_bytes(op, [model.get_parameter(strings(op.names)[0])])
-    measuring = _Measuring(graph, model, Examples(graph, samples))
+    measuring = _Measuring(graph, model, Examples(graph, samples), {} if known is None else known)
     for case in graph.cases:
         for op in case.ops:
             if isinstance(op, CallOp):
@@ -82,9 +83,8 @@ def _note_cost(call: CallOp, cost: CallCost, prefix: str) -> None:
 class _Measuring:
     """Costs of calls, alike ones measured once."""
 
-    def __init__(self, graph: GraphOp, model: nn.Module, examples: Examples) -> None:
-        self._graph, self._model, self._examples = graph, model, examples
-        self._known: dict[Key, CallCost | None] = {}
+    def __init__(self, graph: GraphOp, model: nn.Module, examples: Examples, known: Costs) -> None:
+        self._graph, self._model, self._examples, self._known = graph, model, examples, known
 
     def cost(self, case: CaseOp, call: CallOp) -> CallCost:
         """Counted on the meta device, else from samples, else the estimate."""

@@ -67,12 +67,23 @@ class _Site:
     misses: tuple[Miss, ...] = ()
 
 
-def find(model: nn.Module, blocks: Iterable[str], skip: Collection[str] = ()) -> Fusions:
-    """What the rules but those in `skip` find in the modules of `blocks` (paths). `model` may be on the meta device; it is not changed."""
-    search = _Search(skip)
+@dataclass
+class Looked:
+    """What methods and functions came to, for one choice of rules."""
+
+    methods: dict[Any, _Site] = field(default_factory=dict[Any, _Site])
+    functions: dict[FunctionType, _Site] = field(default_factory=dict[FunctionType, _Site])
+
+
+def find(model: nn.Module, blocks: Iterable[str], skip: Collection[str] = (), looked: Looked | None = None) -> Fusions:
+    """What the rules but those in `skip` find in the modules of `blocks` (paths). `model` may be on the meta device; it is not changed.
+
+    `looked` is what an earlier search of the same model came to, and keeps what this one does.
+    """
+    search = _Search(skip, looked or Looked())
     for path, module in _modules(model, blocks):
         search.visit(path, module)
-    return Fusions([f for f in search.forms.values()], list(dict.fromkeys(search.misses)))
+    return Fusions([f for f in search.forms.values()], list(search.misses))
 
 
 def _modules(model: nn.Module, blocks: Iterable[str]) -> Iterable[tuple[str, nn.Module]]:
@@ -86,12 +97,10 @@ def _modules(model: nn.Module, blocks: Iterable[str]) -> Iterable[tuple[str, nn.
 
 
 class _Search:
-    def __init__(self, skip: Collection[str]) -> None:
-        self._skip = skip
+    def __init__(self, skip: Collection[str], looked: Looked) -> None:
+        self._skip, self._looked = skip, looked
         self.forms: dict[Any, Form] = {}
-        self.misses: list[Miss] = []
-        self._methods: dict[Any, _Site] = {}
-        self._functions: dict[FunctionType, _Site] = {}
+        self.misses: dict[Miss, None] = {}
         self._called: dict[type, dict[tuple[str, str], FunctionType]] = {}
 
     def visit(self, path: str, module: nn.Module) -> None:
@@ -124,16 +133,18 @@ class _Search:
     def _method(self, module: nn.Module, method: str) -> _Site:
         function = getattr(type(module), method, None)
         key = function, sites.signature(module)
-        if key not in self._methods:
-            self._methods[key] = self._look(f"{type(module).__name__}.{method}", function, lambda: trace_method(module, method), module)
-            self.misses += self._methods[key].misses
-        return self._methods[key]
+        known = self._looked.methods
+        if key not in known:
+            known[key] = self._look(f"{type(module).__name__}.{method}", function, lambda: trace_method(module, method), module)
+        self.misses |= dict.fromkeys(known[key].misses)
+        return known[key]
 
     def _function(self, function: FunctionType) -> _Site:
-        if function not in self._functions:
-            self._functions[function] = self._look(function.__name__, function, lambda: trace_function(function), None)
-            self.misses += self._functions[function].misses
-        return self._functions[function]
+        known = self._looked.functions
+        if function not in known:
+            known[function] = self._look(function.__name__, function, lambda: trace_function(function), None)
+        self.misses |= dict.fromkeys(known[function].misses)
+        return known[function]
 
     def _look(self, site: str, function: Any, trace: Any, module: nn.Module | None) -> _Site:
         """Trace a site and apply the rules."""
