@@ -95,6 +95,12 @@ def timed_schedule(plan: Plan, samples: Sequence[SampleMeta], *, order: str = "w
         return _timed_schedule(plan, samples, order)
 
 
+def ordered(plan: Plan, samples: Sequence[SampleMeta]) -> Candidate:
+    """The order that `schedule` makes programs of."""
+    with collector_paused():
+        return _ordered(Composer(plan, samples, Graph(plan)))
+
+
 def arranged_schedule(plan: Plan, samples: Sequence[SampleMeta], cuts: Mapping[str, Cut], ahead: Iterable[str] = ()) -> Schedule:
     """The schedule of micro-batches that are given, each section's replicas taking theirs in the order in which they stand in `cuts`.
 
@@ -119,11 +125,16 @@ def _timed_schedule(plan: Plan, samples: Sequence[SampleMeta], order: str) -> tu
     if order == "dataset":
         found = _candidate(composer, composer.dataset_order(), in_turn=True)
         return _emitted(composer, found), found.makespan
+    best = _ordered(composer)
+    return _emitted(composer, best), best.makespan
+
+
+def _ordered(composer: Composer) -> Candidate:
     least = composer.least()
     best = _best(composer, least)
     found = best.order, best.makespan
     best.tables, (best.order, best.makespan) = improve(best.step, composer.graph, best.tables, best.early, found, least)
-    return _emitted(composer, best), best.makespan
+    return best
 
 
 def _best(composer: Composer, least: int) -> Candidate:

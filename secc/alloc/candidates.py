@@ -27,6 +27,7 @@ from secc.ir.dialect import GraphOp, SectionOp, strings
 from secc.runtime.expr import evaluate
 
 IN_TURN = 2  # micro-batches in flight of a section whose consumers share its ranks: one waits for them while the next runs
+AHEAD = 2  # times as many micro-batches in flight as a pipeline has stages, where memory allows
 PARTS = (1, 2)  # of a rank's memory, the parts that a section may fill with what it holds for consumers elsewhere
 
 
@@ -295,6 +296,16 @@ def _times(work: Workload, load: Load, pattern: Pattern, samples: int, recompute
 def room(work: Workload, load: Load, dp: int, size: int, sharding: str, recompute: str, micro_batches: int) -> Memory:
     """Bytes on a rank; a micro-batch keeps what backward needs, and the tensors that come in and go out. The largest pattern counts."""
     return memory(load.cost, *_kept(work, load, size, recompute), dp, sharding, micro_batches)
+
+
+def stage_room(work: Workload, load: Load, c: Candidate, stage: int) -> int:
+    """How many micro-batches a stage may hold: as many as help and memory allows, at least one for itself and each stage behind it.
+
+    `load` is that of a rank of the stage.
+    """
+    least, most = c.pp - stage, AHEAD * c.pp
+    rank = room(work, load, c.dp, c.micro_batch, c.sharding, c.recompute, most)
+    return next((n for n in range(most, least, -1) if rank.total(n) <= work.cluster.device.usable), least)
 
 
 def _kept(work: Workload, load: Load, size: int, recompute: str) -> tuple[int, int]:

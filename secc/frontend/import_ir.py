@@ -18,7 +18,7 @@ from secc.errors import UserError
 from secc.frontend.anew import outline_nodes
 from secc.frontend.capture import Block, Capture, Case
 from secc.frontend.statistics import means
-from secc.ir import draws, expr, recorded, template
+from secc.ir import draws, expr, recorded, samples, template
 from secc.ir.attributes import number
 from secc.ir.dialect import (
     BlockOp,
@@ -69,6 +69,8 @@ def to_ir(capture: Capture) -> ModuleOp:
         graph.attributes[recorded.ATTRIBUTE] = StringAttr(json.dumps(anew))
     if capture.draws:
         graph.attributes[draws.ATTRIBUTE] = texts(draws.text(d) for d in capture.draws)
+    if not inputs.given:
+        graph.attributes[samples.ATTRIBUTE] = _samples(capture)
     return ModuleOp([graph])
 
 
@@ -77,6 +79,14 @@ def _sited(capture: Capture) -> set[str]:
     sites = {(str(n.target), n.meta["site"]) for case in capture.cases for n in case.generic.graph.nodes if n.op == "call_module"}
     several = {path for path, times in Counter(path for path, _ in sites).items() if times > 1}
     return several | {path for path, _ in sites if draws.in_block(capture.draws, path)}
+
+
+def _samples(capture: Capture) -> Attribute:
+    """The sizes of samples that are known, evenly taken from them where they are many."""
+    inputs = capture.inputs
+    length = len(inputs.sizes)
+    taken = [k * length // samples.MOST for k in range(samples.MOST)] if length > samples.MOST else range(length)
+    return samples.attribute([s.name for s in inputs.symbols], ((inputs.patterns[k], inputs.sizes[k]) for k in taken))
 
 
 def _anew(case: Case) -> dict[str, Any]:

@@ -1,0 +1,136 @@
+"""The solver's best plan against plans near it, each under the real order, which finds what the closed forms misjudge.
+
+The first ones are the solver's: its best of all, the best with every section apart, and with all on the same devices. From the one with
+the shortest step under the order (`secc.alloc.trial`), plans that differ in one thing are tried, those first that the closed forms like
+best: one section run in another way on as many ranks, or ranks handed from one group to another. The shortest goes on, until none is
+shorter or so many have been tried. A plan whose order holds more than the memory there is does not count.
+
+As in the solver, replicas of several ranks have to be faster by a margin. Everything is counted and nothing timed, so that the same
+inputs give the same plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice, product
+
+from secc.alloc.evaluate import evaluate
+from secc.alloc.model import solve
+from secc.alloc.trial import Ranks, Trial, Tried
+from secc.alloc.types import Assignment, Candidate, Problem
+
+MOST_TRIALS = 60
+TRIED_AT_ONCE = 8  # neighbours of the best one, before the best of them goes on
+ALIKE = 6  # ways to run one section on as many ranks, of those that the closed forms like best
+SHIFTS = (1, 2, 4, 8)  # of the numbers of ranks that a group may have, how many up or down
+
+
+@dataclass(frozen=True)
+class Winner:
+    """The plan with the shortest step, that step under the order and by the closed forms, and how many plans were tried."""
+
+    assignment: Assignment
+    tried: Tried
+    closed_ns: int
+    trials: int
+
+
+def contest(trial: Trial, problem: Problem, best: Assignment, hand_out: Callable[[Assignment], Ranks], margin: float) -> Winner:
+    """The best under the real order of the solver's plan `best` and those near it. `hand_out` gives the ranks of a plan's groups."""
+    return _Contest(trial, problem, hand_out, margin).run(best)
+
+
+class _Contest:
+    def __init__(self, trial: Trial, problem: Problem, hand_out: Callable[[Assignment], Ranks], margin: float) -> None:
+        self.trial, self.problem, self.hand_out, self.margin = trial, problem, hand_out, margin
+        self.known: dict[tuple[tuple[int, ...], tuple[str, ...]], Tried] = {}
+        self.by_ranks = {s: _by_ranks(cs) for s, cs in problem.sections.items()}
+
+    def run(self, best: Assignment) -> Winner:
+        shortest = min([best, *self._others()], key=self._score)
+        while len(self.known) < MOST_TRIALS:
+            new = sorted(((self._closed(a), i, a) for i, a in enumerate(self._unknown(self._neighbours(shortest)))), key=lambda x: x[:2])
+            found = [a for _, _, a in new[: min(TRIED_AT_ONCE, MOST_TRIALS - len(self.known))]]
+            challenger = min(found, key=self._score, default=shortest)
+            if self._score(challenger) >= self._score(shortest):
+                break
+            shortest = challenger
+        return Winner(shortest, self._tried(shortest), self._closed(shortest), len(self.known))
+
+    def _others(self) -> Iterator[Assignment]:
+        """The solver's best plans of other kinds, where it was free to choose."""
+        for strategy in ("apart", "colocate") if self.problem.strategy == "auto" and len(self.problem.sections) > 1 else ():
+            found = solve(replace(self.problem, strategy=strategy))
+            if found is not None:
+                yield found.assignment
+
+    # -- what a plan is worth -----------------------------------------------------------------------------------------------------
+
+    def _score(self, a: Assignment) -> tuple[bool, float]:
+        tried = self._tried(a)
+        wide = any(self.problem.sections[s][i].width for s, i in a.choice.items())
+        return tried.memory > self.problem.capacity, tried.time_ns * (1 + self.margin * wide)
+
+    def _tried(self, a: Assignment) -> Tried:
+        if _key(a) not in self.known:
+            self.known[_key(a)] = self.trial.run(a, self.hand_out(a))
+        return self.known[_key(a)]
+
+    def _closed(self, a: Assignment) -> int:
+        return evaluate(self.problem, a).time_ns
+
+    # -- plans near it ------------------------------------------------------------------------------------------------------------
+
+    def _unknown(self, found: Iterable[Assignment]) -> list[Assignment]:
+        return list({_key(a): a for a in found if _key(a) not in self.known}.values())
+
+    def _neighbours(self, a: Assignment) -> Iterator[Assignment]:
+        ranks = {g: self.problem.sections[g][a.choice[g]].ranks for g in a.group.values()}
+        for s in a.choice:
+            yield from self._best(a, {s: ranks[a.group[s]]}, ALIKE)
+        for g, h in product(ranks, ranks):
+            for shift in SHIFTS if g != h else ():
+                more, fewer = self._beside(g, ranks[g], shift), self._beside(h, ranks[h], -shift)
+                if more and fewer:
+                    changed = {s: more if a.group[s] == g else fewer for s in a.choice if a.group[s] in (g, h)}
+                    yield from self._best(a, changed, 1)
+
+    def _beside(self, section: str, ranks: int, shift: int) -> int | None:
+        """The number of ranks so many steps up or down of those that a section may have."""
+        counts = sorted(self.by_ranks[section])
+        at = counts.index(ranks) + shift
+        return counts[at] if 0 <= at < len(counts) else None
+
+    def _best(self, a: Assignment, ranks: Mapping[str, int], most: int) -> list[Assignment]:
+        """The plans with other candidates on so many ranks for some sections, one after the other; best first by the closed forms."""
+        found = [a]
+        for s, count in ranks.items():
+            options = (replace(b, choice={**b.choice, s: i}) for b in found for i in self.by_ranks[s].get(count, ()))
+            partial = s != list(ranks)[-1]
+            found = list(islice(self._legal(options) if not partial else self._fast(options), most))
+        return found
+
+    def _legal(self, options: Iterable[Assignment]) -> list[Assignment]:
+        timed: list[tuple[int, int, Assignment]] = []
+        for i, option in enumerate(options):
+            try:
+                timed.append((self._closed(option), i, option))
+            except ValueError:
+                continue
+        return [option for _, _, option in sorted(timed, key=lambda t: t[:2])]
+
+    def _fast(self, options: Iterable[Assignment]) -> list[Assignment]:
+        """Options of which other sections are not settled yet: those whose own candidates take the least time."""
+        return sorted(options, key=lambda o: sum(self.problem.sections[s][i].time_ns for s, i in o.choice.items()))
+
+
+def _key(a: Assignment) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    return tuple(a.choice.values()), tuple(a.group.values())
+
+
+def _by_ranks(candidates: Iterable[Candidate]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for i, c in enumerate(candidates):
+        found.setdefault(c.ranks, []).append(i)
+    return found

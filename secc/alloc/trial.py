@@ -1,0 +1,187 @@
+"""What a choice of the solver takes under the order that ranks run: the order of one drawn global batch, and the step that it makes.
+
+The solver's times are of mean samples and closed forms. Here the choice becomes a plan of sections, stages and edges, without code, whose
+wavefront order (`secc.runtime.wavefront`) is computed for samples with the sizes that the dataset's have: what encoders' fill and drain,
+ragged micro-batches, pipelines' bubbles and uneven replicas cost is in it. Messages take their time at the samples' mean size, without
+contention; reductions and the optimizer follow a section's last backward. A rank's memory counts the micro-batches that are in flight in
+that order at the size of a mean one, as the solver does.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import accumulate, pairwise
+
+from secc.alloc.candidates import Load, Workload, on_rank, room, stage_room, update_ns
+from secc.alloc.types import Assignment, Candidate, Problem
+from secc.cost import time
+from secc.cost.load import is_active, micro_batch
+from secc.ir import samples as drawn_samples
+from secc.ir.dialect import strings
+from secc.runtime.expr import evaluate
+from secc.runtime.plan import Cost, Edge, Mesh, ModelRef, Plan, Section, Symbol
+from secc.runtime.program import SampleMeta
+from secc.runtime.wavefront import Candidate as Order
+from secc.runtime.wavefront import ordered
+
+Ranks = Mapping[str, Sequence[int]]  # of each group
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A choice under the real order: ns of a step, and bytes on the fullest rank."""
+
+    time_ns: int
+    memory: int
+
+
+class Trial:
+    """Tries choices of one problem on one drawn global batch; of mean samples where the graph lists none."""
+
+    def __init__(self, work: Workload, problem: Problem) -> None:
+        self.work, self.problem = work, problem
+        self.samples = drawn_samples.drawn(work.graph, work.global_batch) or _means(work)
+        self.waits = {(e.src, e.dst): self._message_ns(e.src, e.dst) for e in problem.edges}
+
+    def run(self, assignment: Assignment, ranks: Ranks) -> Tried:
+        """A step of the choice on these ranks."""
+        chosen = {s: cs[assignment.choice[s]] for s, cs in self.problem.sections.items()}
+        plan = self._plan(assignment, chosen, ranks)
+        order = ordered(plan, self.samples)
+        timeline = _Timeline(plan, order, self.waits)
+        return Tried(self._closed(plan, chosen, timeline), self._fullest(plan, chosen, timeline))
+
+    # -- the plan -----------------------------------------------------------------------------------------------------------------
+
+    def _plan(self, assignment: Assignment, chosen: Mapping[str, Candidate], ranks: Ranks) -> Plan:
+        group = assignment.group
+        stages = {s: self._stages(s, c, ranks[group[s]], self._holds(s, group)) for s, c in chosen.items()}
+        edges = [
+            Edge(f"{e.src} to {e.dst}", stages[e.src][-1].name, stages[e.dst][0].name, "int8", ("0",), 0, "0", e.grad)
+            for e in self.work.crossings
+        ]
+        for own in stages.values():
+            passes = own[0].mode != "forward"
+            edges += [Edge(f"{a.name} to {b.name}", a.name, b.name, "int8", ("0",), -1, "", passes) for a, b in pairwise(own)]
+        graph = self.work.graph
+        symbols = tuple(
+            Symbol(n, s.kind.data, s.key.data, s.dim.data) for n, s in graph.symbols.items() if s.kind.data in drawn_samples.KINDS
+        )
+        return Plan(
+            version=0,
+            hash="",
+            model=ModelRef("", ""),
+            world_size=1 + max(r for own in ranks.values() for r in own),
+            global_batch=self.work.global_batch,
+            widths=graph.widths.data if graph.widths else "global",
+            symbols=symbols,
+            inputs=(),
+            sections=tuple(stage for own in stages.values() for stage in own),
+            edges=tuple(edges),
+            terms=(),
+            ties=(),
+            cluster={},
+            solver={},
+            prediction={},
+        )
+
+    def _holds(self, section: str, group: Mapping[str, str]) -> bool:
+        """Whether a section holds micro-batches for consumers on other ranks."""
+        return any(e.src == section and group[e.dst] != group[section] for e in self.problem.edges)
+
+    def _stages(self, section: str, c: Candidate, ranks: Sequence[int], holds: bool) -> list[Section]:
+        load = self._load(section, c)
+        cost, when = Cost(load.forward_ns, load.backward_ns[c.recompute]), strings(load.section.when)
+        found: list[Section] = []
+        for i in range(c.pp):
+            own = tuple(r for k, r in enumerate(ranks) if k // c.tp % c.pp == i)
+            held = c.in_flight if holds else stage_room(self.work, load, c, i) if c.pp > 1 and load.mode != "forward" else 0
+            made = Section(section, "", load.mode, when, (), (), Mesh(own, c.dp, 1, c.tp), c.micro_batch, cost=cost, in_flight=held)
+            found.append(replace(made, name=f"{section} {i}", pipeline=section, stage=i) if c.pp > 1 else made)
+        return found
+
+    def _load(self, section: str, c: Candidate) -> Load:
+        return on_rank(self.work.loads[section], c.tp, c.pp, self.work.cluster)
+
+    # -- what the order leaves out --------------------------------------------------------------------------------------------------
+
+    def _message_ns(self, src: str, dst: str) -> int:
+        """The message of a mean sample that both ends see."""
+        crossing = next(c for c in self.work.crossings if (c.src, c.dst) == (src, dst))
+        both = [p for p in self.work.loads[src].active if is_active(self.work.loads[dst].section, p)]
+        sizes = [(p.share, evaluate(crossing.size, micro_batch(self.work.graph, p.sizes, 1))) for p in both]
+        share = sum((s for s, _ in sizes), Fraction(0))
+        return time.message_ns(int(sum(s * n for s, n in sizes) / share), self.work.cluster) if share else 0
+
+    def _closed(self, plan: Plan, chosen: Mapping[str, Candidate], timeline: _Timeline) -> int:
+        """The end of the step: a rank reduces its sections' gradients one after the other, and steps."""
+        last: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for s in plan.sections:
+            c = chosen[s.whole]
+            update = update_ns(self.work, self._load(s.whole, c), c.dp, c.sharding)
+            last[s.mesh.ranks[0]].append((timeline.ends[s.name], update))
+        return max(_one_after_another(ends) for ends in last.values())
+
+    def _fullest(self, plan: Plan, chosen: Mapping[str, Candidate], timeline: _Timeline) -> int:
+        """Bytes on the fullest rank, of its sections: all that stays, and what is in flight at once."""
+        found: dict[int, int] = defaultdict(int)
+        for s in plan.sections:
+            c, load = chosen[s.whole], self._load(s.whole, chosen[s.whole])
+            memory = room(self.work, load, c.dp, c.micro_batch, c.sharding, c.recompute, c.micro_batches)
+            for rank in s.mesh.ranks[:: c.tp]:
+                found[rank] += memory.total(timeline.in_flight.get((s.name, rank), 0) if s.mode != "forward" else 1)
+        return max(found.values())
+
+
+class _Timeline:
+    """When the jobs of an order run, with messages between ranks: each section's end, and the most that it holds on a rank at once."""
+
+    def __init__(self, plan: Plan, order: Order, waits: Mapping[tuple[str, str], int]) -> None:
+        jobs, numbers = order.step.jobs, order.step.numbers
+        section_of = [""] * len(jobs.rank)
+        for name, n in numbers.items():
+            for job in (j for m in range(n.count) for j in n.jobs(m)):
+                section_of[job] = plan.section(name).whole
+        ready, free, ends = [0] * len(jobs.rank), [0] * jobs.ranks, [0] * len(jobs.rank)
+        starts = list(ready)
+        for job in order.order:
+            rank, section = jobs.rank[job], section_of[job]
+            starts[job] = max(free[rank], ready[job])
+            free[rank] = ends[job] = end = starts[job] + jobs.duration[job]
+            for then in jobs.successors[job]:
+                at = end
+                if jobs.rank[then] != rank and section_of[then] != section:
+                    at += waits.get((section, section_of[then]), 0) or waits.get((section_of[then], section), 0)
+                ready[then] = max(ready[then], at)
+        self.ends = {name: max((ends[j] for m in range(n.count) for j in n.jobs(m)), default=0) for name, n in numbers.items()}
+        self.in_flight: dict[tuple[str, int], int] = {}
+        changes: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
+        for name, n in numbers.items():
+            for m in range(n.count) if n.last >= 0 else ():
+                changes[name, jobs.rank[n.forward + m]] += [(starts[n.forward + m], 1), (ends[n.last + m], -1)]
+        for place, found in changes.items():
+            self.in_flight[place] = max(accumulate(change for _, change in sorted(found)))
+
+
+def _one_after_another(ends: Sequence[tuple[int, int]]) -> int:
+    """When work of so many ns each, possible from `ends` on, is done."""
+    now = 0
+    for end, update in sorted(ends):
+        now = max(now, end) + update
+    return now
+
+
+def _means(work: Workload) -> tuple[SampleMeta, ...]:
+    """A global batch of mean samples, patterns by their shares."""
+    patterns = list(dict.fromkeys(p for load in work.loads.values() for p in load.active))
+    found: list[SampleMeta] = []
+    due = Fraction(0)
+    for p in patterns:
+        due += p.share * work.global_batch
+        sizes = micro_batch(work.graph, p.sizes, 1)
+        while len(found) < round(due):
+            found.append(SampleMeta(len(found), p.when, sizes))
+    return tuple(found)

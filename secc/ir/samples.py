@@ -1,0 +1,52 @@
+"""Sizes of the dataset's samples in the IR, which are what means leave out: the spread.
+
+The graph's attribute `samples` has the symbols' names, such as `B S n`, then a text for each pattern: its optional keys and the sizes of
+one sample after the other, such as `pixel_values | 1,80,2 1,64,1`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+
+from xdsl.dialects.builtin import ArrayAttr, StringAttr
+
+from secc.ir.dialect import GraphOp, texts
+from secc.runtime.program import SampleMeta
+
+ATTRIBUTE = "samples"  # of a graph
+MOST = 1024  # that a graph lists
+KINDS = ("rows", "width")
+SEED = 0
+
+Sizes = Mapping[str, int]
+
+
+def attribute(symbols: Sequence[str], samples: Iterable[tuple[frozenset[str], Sizes]]) -> ArrayAttr[StringAttr]:
+    """The attribute for samples given by pattern and sizes."""
+    lines: dict[frozenset[str], list[str]] = {}
+    for pattern, sizes in samples:
+        lines.setdefault(pattern, []).append(",".join(str(sizes[name]) for name in symbols))
+    by_pattern = (" | ".join((" ".join(sorted(pattern)), " ".join(found))) for pattern, found in lines.items())
+    return texts([" ".join(symbols), *by_pattern])
+
+
+def drawn(graph: GraphOp, count: int) -> tuple[SampleMeta, ...]:
+    """`count` samples in an order drawn from a fixed seed, each of the graph's once before any is there again; () where it lists none."""
+    found = graph.attributes.get(ATTRIBUTE)
+    if not isinstance(found, ArrayAttr):
+        return ()
+    names, *lines = [line.data for line in found if isinstance(line, StringAttr)]
+    known = [sample for line in lines for sample in _parse(line, names.split())]
+    order: list[tuple[frozenset[str], Sizes]] = []
+    rng = random.Random(SEED)
+    while known and len(order) < count:
+        rng.shuffle(known)
+        order += known[: count - len(order)]
+    return tuple(SampleMeta(i, pattern, sizes) for i, (pattern, sizes) in enumerate(order))
+
+
+def _parse(line: str, names: Sequence[str]) -> list[tuple[frozenset[str], Sizes]]:
+    keys, _, samples = line.partition("|")
+    pattern = frozenset(keys.split())
+    return [(pattern, dict(zip(names, map(int, sizes.split(",")), strict=True))) for sizes in samples.split()]
