@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -18,13 +19,15 @@ from xdsl.passes import ModulePass
 from secc.alloc import ahead
 from secc.alloc import pins as pins_
 from secc.alloc.candidates import Load, Workload, on_rank, times_of, workload
+from secc.alloc.contest import Winner, contest
 from secc.alloc.evaluate import Value, evaluate
 from secc.alloc.infeasible import explain
 from secc.alloc.model import least_memory, solve
 from secc.alloc.pins import Pins
 from secc.alloc.problem import problem, usable_ranks
 from secc.alloc.reasons import reasons
-from secc.alloc.types import STRATEGIES, Candidate, Problem, Solution
+from secc.alloc.trial import Trial
+from secc.alloc.types import STRATEGIES, Assignment, Candidate, Problem, Solution
 from secc.cluster import GIB, Cluster, parse
 from secc.errors import UserError
 from secc.ir.attributes import integer, integers, number
@@ -77,7 +80,8 @@ class Allocate(ModulePass):
             solution = solve(asked, margin=MARGIN)
         if solution is None:
             raise explain(work, asked, pins)
-        _write(graph, work, asked, solution, pins, size)
+        won = contest(Trial(work, asked, size), asked, solution.assignment, partial(_hand_out, asked), MARGIN)
+        _write(graph, work, asked, replace(solution, assignment=won.assignment, time_ns=won.closed_ns), won, pins, size)
 
     def _ranks(self, cluster: Cluster) -> int:
         if self.ranks > cluster.ranks:
@@ -112,14 +116,14 @@ class Allocate(ModulePass):
             )
 
 
-def _write(graph: GraphOp, work: Workload, asked: Problem, solution: Solution, pins: Pins, size: int | None) -> None:
+def _write(graph: GraphOp, work: Workload, asked: Problem, solution: Solution, won: Winner, pins: Pins, size: int | None) -> None:
     value = evaluate(asked, solution.assignment)
-    kept, running = ahead.room(work, asked, solution, value, size)
+    kept, running = ahead.room(work, asked, solution.assignment, value, size)
     for name, load in work.loads.items():
         if pins.splits_backward(name):
             load.section.attributes["backward"] = StringAttr("split")
     chosen = {s: cs[solution.assignment.choice[s]] for s, cs in asked.sections.items()}
-    ranks = _hand_out(solution, chosen)
+    ranks = _hand_out(asked, solution.assignment)
     for name in work.loads:
         own = work.on(chosen[name].kind)
         load = own.loads[name]
@@ -130,11 +134,11 @@ def _write(graph: GraphOp, work: Workload, asked: Problem, solution: Solution, p
         graph.attributes["run_ahead_gib"] = number(kept / GIB)
     label = "default" if any(load.label == "default" for load in work.loads.values()) else "roofline"
     graph.attributes |= {
-        "world_size": integer(solution.ranks),
+        "world_size": integer(value.ranks),
         "global_batch": integer(work.global_batch),
         "cluster": StringAttr(_cluster(work, asked, solution, chosen).to_json()),
         "reasons": StringAttr(json.dumps(reasons(work, asked, solution, pins.refused))),
-        "solver": StringAttr(json.dumps({"status": solution.status, "gap": solution.gap, **_objective(asked)})),
+        "solver": StringAttr(json.dumps({"status": solution.status, "gap": solution.gap, **_contest(won), **_objective(asked)})),
         "prediction": StringAttr(
             json.dumps({"step_time_s": solution.time_ns / 10**9, "label": label, **_missing(work, value, solution, chosen)})
         ),
@@ -144,6 +148,11 @@ def _write(graph: GraphOp, work: Workload, asked: Problem, solution: Solution, p
 def _objective(asked: Problem) -> dict[str, Any]:
     """What else than the least time was asked for."""
     return {} if asked.deadline is None else {"objective": "gpus", "deadline_s": asked.deadline / 10**9}
+
+
+def _contest(won: Winner) -> dict[str, Any]:
+    """The step by the closed forms that the solver minimises, and under the order that ranks run, for which so many plans were tried."""
+    return {"closed_form_s": won.closed_ns / 10**9, "simulated_s": won.tried.time_ns / 10**9, "tried": won.trials}
 
 
 def _cluster(work: Workload, asked: Problem, solution: Solution, chosen: dict[str, Candidate]) -> Cluster:
@@ -169,11 +178,12 @@ def _feeds_others(asked: Problem, solution: Solution, section: str) -> bool:
     return any(e.src == section and group[e.dst] != group[section] for e in asked.edges)
 
 
-def _hand_out(solution: Solution, chosen: dict[str, Candidate]) -> dict[str, list[int]]:
+def _hand_out(asked: Problem, assignment: Assignment) -> dict[str, list[int]]:
     """Ranks for each group, in a row, kind of device by kind: those before a group are a multiple of its tp, since tp are powers of two."""
+    chosen = {s: cs[assignment.choice[s]] for s, cs in asked.sections.items()}
     work: dict[str, int] = {}
     widest: dict[str, int] = {}
-    for s, group in solution.assignment.group.items():
+    for s, group in assignment.group.items():
         work[group] = work.get(group, 0) + chosen[s].time_ns * chosen[s].ranks
         widest[group] = max(widest.get(group, 1), chosen[s].tp)
     start, ranks = 0, dict[str, list[int]]()

@@ -16,7 +16,7 @@ from math import ceil
 
 from secc.alloc.candidates import Workload
 from secc.alloc.evaluate import Value
-from secc.alloc.types import Candidate, Edge, Problem, Solution
+from secc.alloc.types import Assignment, Candidate, Edge, Problem
 from secc.cost.load import micro_batch
 from secc.errors import UserError
 from secc.runtime.expr import evaluate
@@ -63,12 +63,12 @@ def _priced(edge: Edge, candidates: tuple[Candidate, ...], size: int) -> Edge:
     return replace(edge, sent=tuple(b + size for b in edge.sent), latency=tuple(latency))
 
 
-def room(work: Workload, asked: Problem, solution: Solution, value: Value, size: int | None) -> tuple[int, set[str]]:
-    """Bytes on a rank, given (`size`) or chosen, and the sections that run ahead with them under a solution: (0, none) where none does.
+def room(work: Workload, asked: Problem, assignment: Assignment, value: Value, size: int | None) -> tuple[int, set[str]]:
+    """Bytes on a rank, given (`size`) or chosen, and the sections that run ahead with them under an assignment: (0, none) where none does.
 
     Raises UserError where bytes are given and none can.
     """
-    group, ahead = solution.assignment.group, able(work)
+    group, ahead = assignment.group, able(work)
     shared = {group[s] for s in group if s not in ahead}
     running = {s for s in ahead if group[s] not in shared and any(e.src == s and group[e.dst] != group[s] for e in asked.edges)}
     if not running and size:
@@ -77,16 +77,16 @@ def room(work: Workload, asked: Problem, solution: Solution, value: Value, size:
     if not running:
         return 0, set()
     if size is None:
-        kinds = {s: asked.sections[s][solution.assignment.choice[s]].kind for s in running}
+        kinds = {s: asked.sections[s][assignment.choice[s]].kind for s in running}
         left = min(work.on(kinds[s]).cluster.device.usable - value.memory[group[s]] for s in running)
-        size = max(0, min(left, max(_wanted(work, asked, solution, s) for s in running)))
+        size = max(0, min(left, max(_wanted(work, asked, assignment, s) for s in running)))
     return size, running if size else set()
 
 
-def _wanted(work: Workload, asked: Problem, solution: Solution, section: str) -> int:
+def _wanted(work: Workload, asked: Problem, assignment: Assignment, section: str) -> int:
     """Bytes of the micro-batches that a replica of `section` should have ready for all its consumers elsewhere."""
-    chosen = {s: cs[solution.assignment.choice[s]] for s, cs in asked.sections.items()}
-    own, group, total = chosen[section], solution.assignment.group, 0
+    chosen = {s: cs[assignment.choice[s]] for s, cs in asked.sections.items()}
+    own, group, total = chosen[section], assignment.group, 0
     for c in work.crossings:
         if c.src == section and group[c.dst] != group[section]:
             dst = chosen[c.dst]

@@ -48,8 +48,9 @@ class _Contest:
         self.by_ranks = {s: _by_ranks(cs) for s, cs in problem.sections.items()}
 
     def run(self, best: Assignment) -> Winner:
-        shortest = min([best, *self._others()], key=self._score)
-        while len(self.known) < MOST_TRIALS:
+        free = self.problem.deadline is None  # with a deadline the fewest devices are wanted, and the solver has them
+        shortest = min([best, *(self._others() if free else ())], key=self._score)
+        while free and len(self.known) < MOST_TRIALS:
             new = sorted(((self._closed(a), i, a) for i, a in enumerate(self._unknown(self._neighbours(shortest)))), key=lambda x: x[:2])
             found = [a for _, _, a in new[: min(TRIED_AT_ONCE, MOST_TRIALS - len(self.known))]]
             challenger = min(found, key=self._score, default=shortest)
@@ -70,7 +71,7 @@ class _Contest:
     def _score(self, a: Assignment) -> tuple[bool, float]:
         tried = self._tried(a)
         wide = any(self.problem.sections[s][i].width for s, i in a.choice.items())
-        return tried.memory > self.problem.capacity, tried.time_ns * (1 + self.margin * wide)
+        return not tried.fits, tried.time_ns * (1 + self.margin * wide)
 
     def _tried(self, a: Assignment) -> Tried:
         if _key(a) not in self.known:
@@ -130,6 +131,7 @@ def _key(a: Assignment) -> tuple[tuple[int, ...], tuple[str, ...]]:
 
 
 def _by_ranks(candidates: Iterable[Candidate]) -> dict[int, list[int]]:
+    """The places of the candidates on so many ranks."""
     found: dict[int, list[int]] = {}
     for i, c in enumerate(candidates):
         found.setdefault(c.ranks, []).append(i)

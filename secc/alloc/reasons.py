@@ -49,7 +49,7 @@ def _memory(work: Workload, asked: Problem, assignment: Assignment, load: Load, 
     return {
         "parts": parts | ({"other sections on these ranks": shared} if shared > 0 else {}),
         "used": group,
-        "usable": _capacity(asked, c),
+        "usable": asked.usable(c),
         "margin": device.memory - device.usable,
         "largest_tensor": {"tensor": tensor, "bytes": size},
     }
@@ -61,11 +61,6 @@ def parts_of(work: Workload, asked: Problem, assignment: Assignment, load: Load,
     apart = [e for e in asked.edges if group[e.src] != group[e.dst]]
     messages = sum(e.sent[own] for e in apart if e.src == name) + sum(e.returned[own] for e in apart if e.dst == name)
     return memory_parts(work, load, c, any(e.src == name for e in apart), messages)
-
-
-def _capacity(asked: Problem, c: Candidate) -> int:
-    """What tensors can have on each of a candidate's ranks."""
-    return min((p.capacity for k, p in enumerate(asked.pools) if asked.on(c, k)), default=asked.capacity)
 
 
 def _alternatives(
@@ -89,7 +84,7 @@ def _alternatives(
             "layout": {key: getattr(other, key) for key in ("dp", "tp", "pp", "micro_batch", "sharding", "recompute")},
             "step_time_s": value.time_ns / 10**9,
             "memory": value.memory[assignment.group[name]],
-            "fits": value.memory[assignment.group[name]] <= _capacity(asked, other),
+            "fits": value.memory[assignment.group[name]] <= asked.usable(other),
         }
         best[what] = min(best.get(what, priced), priced, key=_rank)
     yield from best.values()

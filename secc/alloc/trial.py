@@ -15,12 +15,16 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate, pairwise
 
-from secc.alloc.candidates import Load, Workload, on_rank, room, stage_room, update_ns
+from secc.alloc import ahead
+from secc.alloc.candidates import Load, Workload, on_rank, room, stage_room, times_of, update_ns
+from secc.alloc.evaluate import evaluate as value
 from secc.alloc.types import Assignment, Candidate, Problem
+from secc.cluster import GIB
 from secc.cost import time
-from secc.cost.load import is_active, micro_batch
+from secc.cost.load import Pattern, is_active, micro_batch, patterns
 from secc.ir import samples as drawn_samples
 from secc.ir.dialect import strings
+from secc.runtime.costs import Costs
 from secc.runtime.expr import evaluate
 from secc.runtime.plan import Cost, Edge, Mesh, ModelRef, Plan, Section, Symbol
 from secc.runtime.program import SampleMeta
@@ -32,17 +36,20 @@ Ranks = Mapping[str, Sequence[int]]  # of each group
 
 @dataclass(frozen=True)
 class Tried:
-    """A choice under the real order: ns of a step, and bytes on the fullest rank."""
+    """A choice under the real order: ns of a step, and whether what its ranks hold then fits."""
 
     time_ns: int
-    memory: int
+    fits: bool
 
 
 class Trial:
-    """Tries choices of one problem on one drawn global batch; of mean samples where the graph lists none."""
+    """Tries choices of one problem on one drawn global batch; of mean samples where the graph lists none.
 
-    def __init__(self, work: Workload, problem: Problem) -> None:
-        self.work, self.problem = work, problem
+    `run_ahead` are bytes that frozen sections may keep for the next global batch, None for what memory allows (`secc.alloc.ahead`).
+    """
+
+    def __init__(self, work: Workload, problem: Problem, run_ahead: int | None = 0) -> None:
+        self.work, self.problem, self.run_ahead = work, problem, run_ahead
         self.samples = drawn_samples.drawn(work.graph, work.global_batch) or _means(work)
         self.waits = {(e.src, e.dst): self._message_ns(e.src, e.dst) for e in problem.edges}
 
@@ -51,8 +58,8 @@ class Trial:
         chosen = {s: cs[assignment.choice[s]] for s, cs in self.problem.sections.items()}
         plan = self._plan(assignment, chosen, ranks)
         order = ordered(plan, self.samples)
-        timeline = _Timeline(plan, order, self.waits)
-        return Tried(self._closed(plan, chosen, timeline), self._fullest(plan, chosen, timeline))
+        timeline = _Timeline(plan, order, self.waits | {(s, s): self._between_stages(s, c) for s, c in chosen.items() if c.pp > 1})
+        return Tried(self._closed(plan, chosen, order, timeline), self._fits(plan, chosen, timeline))
 
     # -- the plan -----------------------------------------------------------------------------------------------------------------
 
@@ -60,12 +67,13 @@ class Trial:
         group = assignment.group
         stages = {s: self._stages(s, c, ranks[group[s]], self._holds(s, group)) for s, c in chosen.items()}
         edges = [
-            Edge(f"{e.src} to {e.dst}", stages[e.src][-1].name, stages[e.dst][0].name, "int8", ("0",), 0, "0", e.grad)
+            Edge(f"{e.src} to {e.dst}", stages[e.src][-1].name, stages[e.dst][0].name, "int8", (f"({e.size})",), 0, "0", e.grad)
             for e in self.work.crossings
         ]
         for own in stages.values():
             passes = own[0].mode != "forward"
             edges += [Edge(f"{a.name} to {b.name}", a.name, b.name, "int8", ("0",), -1, "", passes) for a, b in pairwise(own)]
+        room_ahead, _ = ahead.room(self.work, self.problem, assignment, value(self.problem, assignment), self.run_ahead)
         graph = self.work.graph
         symbols = tuple(
             Symbol(n, s.kind.data, s.key.data, s.dim.data) for n, s in graph.symbols.items() if s.kind.data in drawn_samples.KINDS
@@ -86,6 +94,7 @@ class Trial:
             cluster={},
             solver={},
             prediction={},
+            run_ahead_gib=room_ahead / GIB,
         )
 
     def _holds(self, section: str, group: Mapping[str, str]) -> bool:
@@ -93,47 +102,81 @@ class Trial:
         return any(e.src == section and group[e.dst] != group[section] for e in self.problem.edges)
 
     def _stages(self, section: str, c: Candidate, ranks: Sequence[int], holds: bool) -> list[Section]:
-        load = self._load(section, c)
-        cost, when = Cost(load.forward_ns, load.backward_ns[c.recompute]), strings(load.section.when)
+        work, load = self._load(section, c)
+        cost, when = Cost(*times_of(work, load, c.dp, c.sharding, c.recompute)), strings(load.section.when)
         found: list[Section] = []
         for i in range(c.pp):
             own = tuple(r for k, r in enumerate(ranks) if k // c.tp % c.pp == i)
-            held = c.in_flight if holds else stage_room(self.work, load, c, i) if c.pp > 1 and load.mode != "forward" else 0
-            made = Section(section, "", load.mode, when, (), (), Mesh(own, c.dp, 1, c.tp), c.micro_batch, cost=cost, in_flight=held)
+            held = c.in_flight if holds else stage_room(work, load, c, i) if c.pp > 1 and load.mode != "forward" else 0
+            made = Section(
+                section,
+                "",
+                load.mode,
+                when,
+                (),
+                (),
+                Mesh(own, c.dp, 1, c.tp),
+                c.micro_batch,
+                c.recompute,
+                c.sharding,
+                cost=cost,
+                in_flight=held,
+            )
             found.append(replace(made, name=f"{section} {i}", pipeline=section, stage=i) if c.pp > 1 else made)
         return found
 
-    def _load(self, section: str, c: Candidate) -> Load:
-        return on_rank(self.work.loads[section], c.tp, c.pp, self.work.cluster)
+    def _load(self, section: str, c: Candidate) -> tuple[Workload, Load]:
+        """The workload on the candidate's kind of device, and the section on one of its ranks."""
+        work = self.work.on(c.kind)
+        return work, on_rank(work.loads[section], c.tp, c.pp, work.cluster)
 
     # -- what the order leaves out --------------------------------------------------------------------------------------------------
 
     def _message_ns(self, src: str, dst: str) -> int:
         """The message of a mean sample that both ends see."""
         crossing = next(c for c in self.work.crossings if (c.src, c.dst) == (src, dst))
-        both = [p for p in self.work.loads[src].active if is_active(self.work.loads[dst].section, p)]
-        sizes = [(p.share, evaluate(crossing.size, micro_batch(self.work.graph, p.sizes, 1))) for p in both]
+        return self._mean_ns(crossing.size, [p for p in self.work.loads[src].active if is_active(self.work.loads[dst].section, p)], 1)
+
+    def _between_stages(self, section: str, c: Candidate) -> int:
+        """The message of a mean micro-batch from one stage to the next: what enters a layer."""
+        load = self.work.loads[section]
+        return self._mean_ns(f"({load.cost.summed})//{max(1, load.cost.layers)}", load.active, c.micro_batch)
+
+    def _mean_ns(self, size: str, patterns: Sequence[Pattern], samples: int) -> int:
+        sizes = [(p.share, evaluate(size, micro_batch(self.work.graph, p.sizes, samples))) for p in patterns]
         share = sum((s for s, _ in sizes), Fraction(0))
         return time.message_ns(int(sum(s * n for s, n in sizes) / share), self.work.cluster) if share else 0
 
-    def _closed(self, plan: Plan, chosen: Mapping[str, Candidate], timeline: _Timeline) -> int:
-        """The end of the step: a rank reduces its sections' gradients one after the other, and steps."""
+    def _closed(self, plan: Plan, chosen: Mapping[str, Candidate], order: Order, timeline: _Timeline) -> int:
+        """The end of the step: a rank reduces its sections' gradients one after the other, computes ahead for the next step, and steps."""
         last: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for s in plan.sections:
             c = chosen[s.whole]
-            update = update_ns(self.work, self._load(s.whole, c), c.dp, c.sharding)
+            early = self._early_ns(plan, s, order) if s.name in order.early else 0
+            update = early + update_ns(*self._load(s.whole, c), c.dp, c.sharding)
             last[s.mesh.ranks[0]].append((timeline.ends[s.name], update))
         return max(_one_after_another(ends) for ends in last.values())
 
-    def _fullest(self, plan: Plan, chosen: Mapping[str, Candidate], timeline: _Timeline) -> int:
-        """Bytes on the fullest rank, of its sections: all that stays, and what is in flight at once."""
+    def _early_ns(self, plan: Plan, section: Section, order: Order) -> int:
+        """What the busiest replica computes in a step for the next one, which is alike."""
+        micros = [m for m in order.tables[section.name].micro_batches if m.index in order.early[section.name]]
+        forward, _ = Costs(plan, self.samples).of(section, [m.samples for m in micros])
+        total = [0] * section.mesh.dp
+        for m, ns in zip(micros, forward, strict=True):
+            total[m.replica] += ns
+        return max(total)
+
+    def _fits(self, plan: Plan, chosen: Mapping[str, Candidate], timeline: _Timeline) -> bool:
+        """Whether every rank has memory for its sections: all that stays, and what is in flight at once."""
         found: dict[int, int] = defaultdict(int)
+        usable: dict[int, int] = {}
         for s in plan.sections:
-            c, load = chosen[s.whole], self._load(s.whole, chosen[s.whole])
-            memory = room(self.work, load, c.dp, c.micro_batch, c.sharding, c.recompute, c.micro_batches)
+            c = chosen[s.whole]
+            memory = room(*self._load(s.whole, c), c.dp, c.micro_batch, c.sharding, c.recompute, c.micro_batches)
             for rank in s.mesh.ranks[:: c.tp]:
                 found[rank] += memory.total(timeline.in_flight.get((s.name, rank), 0) if s.mode != "forward" else 1)
-        return max(found.values())
+                usable[rank] = self.problem.usable(c)
+        return all(held <= usable[rank] for rank, held in found.items())
 
 
 class _Timeline:
@@ -153,7 +196,7 @@ class _Timeline:
             free[rank] = ends[job] = end = starts[job] + jobs.duration[job]
             for then in jobs.successors[job]:
                 at = end
-                if jobs.rank[then] != rank and section_of[then] != section:
+                if jobs.rank[then] != rank:
                     at += waits.get((section, section_of[then]), 0) or waits.get((section_of[then], section), 0)
                 ready[then] = max(ready[then], at)
         self.ends = {name: max((ends[j] for m in range(n.count) for j in n.jobs(m)), default=0) for name, n in numbers.items()}
@@ -176,10 +219,9 @@ def _one_after_another(ends: Sequence[tuple[int, int]]) -> int:
 
 def _means(work: Workload) -> tuple[SampleMeta, ...]:
     """A global batch of mean samples, patterns by their shares."""
-    patterns = list(dict.fromkeys(p for load in work.loads.values() for p in load.active))
     found: list[SampleMeta] = []
     due = Fraction(0)
-    for p in patterns:
+    for p in patterns(work.graph):
         due += p.share * work.global_batch
         sizes = micro_batch(work.graph, p.sizes, 1)
         while len(found) < round(due):

@@ -106,6 +106,10 @@ class Problem:
     deadline: int | None = None
     pools: tuple[Pool, ...] = ()
 
+    def usable(self, c: Candidate) -> int:
+        """Bytes that a rank of a candidate has."""
+        return min((pool.capacity for k, pool in enumerate(self.pools) if self.on(c, k)), default=self.capacity)
+
     def on(self, c: Candidate, pool: int) -> int:
         """How many ranks of a pool a candidate takes."""
         return self.pools[pool].ranks if c.kind == ALL else c.ranks if c.kind == pool else 0

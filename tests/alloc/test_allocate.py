@@ -78,7 +78,8 @@ def test_fewest_ranks_for_a_step_time() -> None:
     module = allocated(cluster="1x4xcpu", objective="gpus", step_time=2.2 * fastest)
     assert attribute(graph_of(module), "world_size", 0) <= 2 and prediction(module)["step_time_s"] <= 2.2 * fastest
     solver = json.loads(attribute(graph_of(module), "solver", "{}"))
-    assert solver == {"status": "OPTIMAL", "gap": 0.0, "objective": "gpus", "deadline_s": pytest.approx(2.2 * fastest)}
+    asked = {"status": "OPTIMAL", "gap": 0.0, "objective": "gpus", "deadline_s": pytest.approx(2.2 * fastest)}
+    assert {key: solver[key] for key in asked} == asked
 
 
 def test_a_step_time_that_nothing_reaches_names_the_best() -> None:
@@ -132,7 +133,7 @@ def test_replicas_of_several_ranks_where_memory_demands_them() -> None:
     """40 GB of parameters and 120 GB of gradients and states: no device holds them, four do."""
     module = allocated(cuttable(large(10_000_000_000, 10_000_000_000)), cluster="1x8xH100")
     assert section(module, "lm", "tp") * section(module, "lm", "pp") >= 4 and section(module, "lm", "tp") in (1, 2, 4)
-    plain = allocated(cuttable(VLM.read_text()), cluster="1x8xH100")
+    plain = allocated(cuttable(VLM.read_text()), cluster="1x8xH100", global_batch=512)
     assert section(plain, "lm", "tp") == section(plain, "lm", "pp") == 1
 
 
