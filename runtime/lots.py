@@ -2,8 +2,8 @@
 
 Samples are ordered by size, so neighbours are alike, and a lot is a run of neighbours. The cut with the least modelled time (padding, and
 what every micro-batch costs besides its samples) is found by dynamic programming over where lots end; among equals, fewer and more
-even lots. Large lots are few and may leave replicas uneven, so several limits on the number of samples are tried, and the one whose
-longest replica is shortest is taken.
+even lots. Large lots are few and may leave replicas uneven, so several limits on the number of samples are tried, and dealing samples
+one by one before each replica's are cut, which balances best where little is padded. What makes the longest replica shortest is taken.
 """
 
 from __future__ import annotations
@@ -34,9 +34,29 @@ def lots(
         longest = max(after.get(rank, 0) for rank in ranks)
         if best is None or longest < best[0]:
             best = longest, [(lot, r) for (_, lot), r in zip(weighed, owner, strict=True)], after
+    single = [(table[0][i] + others[p], p) for group, table in zip(groups, times, strict=True) for i, p in enumerate(group)]
+    after = dict(load)
+    found = _each_cut(costs, section, groups, sorted(single, key=lambda x: (-x[0], x[1])), ranks, dict(load))
+    for (lot, r), time in found:
+        after[ranks[r]] = after.get(ranks[r], 0) + time + sum(others[p] for p in lot)
+    if best is None or max(after.get(rank, 0) for rank in ranks) < best[0]:
+        best = 0, [pair for pair, _ in found], after
     assert best is not None
     load.update(best[2])
     return best[1]
+
+
+def _each_cut(
+    costs: Costs, section: Section, groups: Sequence[Sequence[int]], single: Sequence[tuple[int, int]], ranks: Ranks, load: dict[int, int]
+) -> list[tuple[tuple[Lot, int], int]]:
+    """((lot, replica), time): `single` (weight, sample) dealt one by one to the least loaded, and what each replica got cut by itself."""
+    owner = dict(zip((p for _, p in single), balance((w for w, _ in single), ranks, load), strict=True))
+    found: list[tuple[tuple[Lot, int], int]] = []
+    for r in range(len(ranks)):
+        for group in groups:
+            own = [p for p in group if owner[p] == r]
+            found += [((lot, r), time) for lot, time in (_cut(own, _times(costs, section, own)) if own else ())]
+    return found
 
 
 def _limits(most: int) -> list[int]:
