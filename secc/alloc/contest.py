@@ -23,6 +23,7 @@ from secc.alloc.types import Assignment, Candidate, Problem
 MOST_TRIALS = 60
 TRIED_AT_ONCE = 8  # neighbours of the best one, before the best of them goes on
 ALIKE = 6  # ways to run one section on as many ranks, of those that the closed forms like best
+ALIKE_STEPS = 1000  # steps that differ by less than one part in so many are about alike
 SHIFTS = (1, 2, 4, 8)  # of the numbers of ranks that a group may have, how many up or down
 
 
@@ -45,9 +46,11 @@ class _Contest:
     def __init__(self, trial: Trial, problem: Problem, hand_out: Callable[[Assignment], Ranks], margin: float) -> None:
         self.trial, self.problem, self.hand_out, self.margin = trial, problem, hand_out, margin
         self.known: dict[tuple[tuple[int, ...], tuple[str, ...]], Tried] = {}
+        self.step = 1  # ns that make a difference
         self.by_ranks = {s: _by_ranks(cs) for s, cs in problem.sections.items()}
 
     def run(self, best: Assignment) -> Winner:
+        self.step = max(1, self._tried(best).time_ns // ALIKE_STEPS)
         free = self.problem.deadline is None  # with a deadline the fewest devices are wanted, and the solver has them
         shortest = min([best, *(self._others() if free else ())], key=self._score)
         while free and len(self.known) < MOST_TRIALS:
@@ -68,10 +71,11 @@ class _Contest:
 
     # -- what a plan is worth -----------------------------------------------------------------------------------------------------
 
-    def _score(self, a: Assignment) -> tuple[bool, float]:
-        tried = self._tried(a)
-        wide = any(self.problem.sections[s][i].width for s, i in a.choice.items())
-        return not tried.fits, tried.time_ns * (1 + self.margin * wide)
+    def _score(self, a: Assignment) -> tuple[bool, int, int]:
+        """Less is better: what fits, the shorter step, the plainer plan. Steps that are about alike count as equal."""
+        tried, chosen = self._tried(a), [self.problem.sections[s][i] for s, i in a.choice.items()]
+        wide = any(c.width for c in chosen)
+        return not tried.fits, round(tried.time_ns * (1 + self.margin * wide) / self.step), sum(c.extras for c in chosen)
 
     def _tried(self, a: Assignment) -> Tried:
         if _key(a) not in self.known:

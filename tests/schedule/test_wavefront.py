@@ -54,7 +54,7 @@ def test_the_same_input_gives_the_same_schedule(p, samples, order):
 def test_micro_batches_hold_one_pattern_each(p, samples):
     for micros in schedule(p, samples).micro_batches.values():
         for m in micros:
-            assert len({samples[s].pattern for s in m.samples}) == 1
+            assert len({samples[s].pattern for s in m.samples}) <= 1  # none where others gather
 
 
 def test_language_model_starts_and_ends_with_text():

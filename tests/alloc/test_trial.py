@@ -1,0 +1,89 @@
+"""Choices of the solver under the order that ranks run, and the contest between them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from secc.alloc.candidates import workload
+from secc.alloc.contest import contest
+from secc.alloc.evaluate import evaluate
+from secc.alloc.model import solve
+from secc.alloc.pins import Pins
+from secc.alloc.problem import problem
+from secc.alloc.trial import Trial
+from secc.alloc.types import Assignment, Problem
+from secc.cluster import parse
+from secc.ir import samples, text
+from secc.ir.dialect import graph_of
+
+VLM = Path(__file__).parents[1] / "passes" / "allocate_vlm.mlir"
+
+
+def vlm(ragged: bool = True):
+    """The example's workload on four CPUs, its problem, and a trial; half of the samples have images, of one to four times their mean size."""
+    module = text.parse(VLM.read_text())
+    graph = graph_of(module)
+    if ragged:
+        images = [(frozenset({"pixel_values"}), {"B": 1, "S": 40 + 20 * k, "n": 1 + k % 4}) for k in range(8)]
+        texts = [(frozenset[str](), {"B": 1, "S": 20 + 20 * k, "n": 0}) for k in range(8)]
+        graph.attributes[samples.ATTRIBUTE] = samples.attribute(["B", "S", "n"], images + texts)
+    work = workload(graph, parse("1x4xcpu"), 32)
+    asked = problem(work, 4, "auto", Pins())
+    return module, asked, Trial(work, asked)
+
+
+def handed(asked: Problem, a: Assignment) -> dict[str, list[int]]:
+    """The ranks of the groups, one after the other."""
+    found: dict[str, list[int]] = {}
+    for g in dict.fromkeys(a.group.values()):
+        start = sum(map(len, found.values()))
+        found[g] = list(range(start, start + asked.sections[g][a.choice[g]].ranks))
+    return found
+
+
+def test_samples_print_and_parse_with_the_graph() -> None:
+    module, _, trial = vlm()
+    graph = graph_of(text.parse(text.print_module(module)))
+    assert samples.drawn(graph, 32) == trial.samples
+    assert sorted(s.sizes["n"] for s in trial.samples) == sorted(2 * [0] * 8 + 4 * [1, 2, 3, 4])  # all of them, twice
+    assert samples.drawn(graph_of(text.parse(VLM.read_text())), 32) == ()
+
+
+def test_a_plan_without_anything_to_wait_for_takes_what_the_closed_form_says() -> None:
+    """All on one device, of mean samples: work is all there is."""
+    _, asked, trial = vlm(ragged=False)
+    one = replace(
+        asked, sections={s: tuple(c for c in cs if c.ranks == 1) for s, cs in asked.sections.items()}, strategy="colocate", ranks=1
+    )
+    solution = solve(one)
+    assert solution is not None
+    tried = Trial(trial.work, one).run(solution.assignment, handed(one, solution.assignment))
+    assert tried.fits and tried.time_ns == pytest.approx(solution.time_ns, rel=0.01)
+
+
+def test_what_is_in_flight_must_fit() -> None:
+    _, asked, trial = vlm()
+    solution = solve(asked)
+    assert solution is not None
+    ranks = handed(asked, solution.assignment)
+    assert trial.run(solution.assignment, ranks).fits
+    assert not Trial(trial.work, replace(asked, capacity=1 << 20)).run(solution.assignment, ranks).fits
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_the_winner_is_no_longer_than_the_solver_s_plan(ragged: bool) -> None:
+    _, asked, trial = vlm(ragged)
+    solution = solve(asked)
+    assert solution is not None
+
+    def hand_out(a: Assignment) -> dict[str, list[int]]:
+        return handed(asked, a)
+
+    first = trial.run(solution.assignment, hand_out(solution.assignment))
+    won = contest(trial, asked, solution.assignment, hand_out, 0.0)
+    assert won.tried.time_ns <= first.time_ns * 1.002 and won.tried.fits and won.trials > 1
+    assert won.closed_ns == evaluate(asked, won.assignment).time_ns
+    assert won == contest(Trial(trial.work, asked), asked, solution.assignment, hand_out, 0.0)
