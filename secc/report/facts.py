@@ -49,7 +49,7 @@ def summary(plan: Plan) -> list[tuple[str, str]]:
             f"{plan.world_size} on {plan.cluster.get('text') or plan.cluster.get('name') or plan.cluster.get('kind', 'this machine')}",
         ),
         ("global batch", f"{plan.global_batch} samples"),
-        ("predicted step", f"{float(step):.4g} s" if step is not None else "not predicted"),
+        ("predicted step", f"{float(step):.4g} s{_tried(plan)}" if step is not None else "not predicted"),
         ("allocation", f"{status}" + (f", gap {float(gap):.2%}" if gap is not None else "")),
         ("widths", _widths(plan)),
         ("hash", plan.hash[:16]),
@@ -60,6 +60,13 @@ def summary(plan: Plan) -> list[tuple[str, str]]:
     if plan.dtype:
         facts.insert(-1, ("precision", f"modules compute in {plan.dtype}; masters, gradient sums and optimizer in float32"))
     return facts
+
+
+def _tried(plan: Plan) -> str:
+    """What the order made of the step when the plan was chosen."""
+    simulated, tried = plan.solver.get("simulated_s"), plan.solver.get("tried", 1)
+    others = f", the shortest of {tried} plans tried" if tried > 1 else ""
+    return f" by closed forms, {float(simulated):.4g} s in the order that ranks run{others}" if simulated is not None else ""
 
 
 def _widths(plan: Plan) -> str:

@@ -22,16 +22,16 @@ from secc.ir.dialect import graph_of
 VLM = Path(__file__).parents[1] / "passes" / "allocate_vlm.mlir"
 
 
-def vlm(ragged: bool = True):
-    """The example's workload on four CPUs, its problem, and a trial; half of the samples have images, of one to four times their mean size."""
+def vlm(ragged: bool = True, ranks: int = 4):
+    """The example on CPUs: its module, problem and trial; half of the samples have images, of one to four times their mean size."""
     module = text.parse(VLM.read_text())
     graph = graph_of(module)
     if ragged:
         images = [(frozenset({"pixel_values"}), {"B": 1, "S": 40 + 20 * k, "n": 1 + k % 4}) for k in range(8)]
         texts = [(frozenset[str](), {"B": 1, "S": 20 + 20 * k, "n": 0}) for k in range(8)]
         graph.attributes[samples.ATTRIBUTE] = samples.attribute(["B", "S", "n"], images + texts)
-    work = workload(graph, parse("1x4xcpu"), 32)
-    asked = problem(work, 4, "auto", Pins())
+    work = workload(graph, parse(f"1x{ranks}xcpu"), 32)
+    asked = problem(work, ranks, "auto", Pins())
     return module, asked, Trial(work, asked)
 
 
@@ -54,13 +54,10 @@ def test_samples_print_and_parse_with_the_graph() -> None:
 
 def test_a_plan_without_anything_to_wait_for_takes_what_the_closed_form_says() -> None:
     """All on one device, of mean samples: work is all there is."""
-    _, asked, trial = vlm(ragged=False)
-    one = replace(
-        asked, sections={s: tuple(c for c in cs if c.ranks == 1) for s, cs in asked.sections.items()}, strategy="colocate", ranks=1
-    )
-    solution = solve(one)
+    _, asked, trial = vlm(ragged=False, ranks=1)
+    solution = solve(asked)
     assert solution is not None
-    tried = Trial(trial.work, one).run(solution.assignment, handed(one, solution.assignment))
+    tried = trial.run(solution.assignment, handed(asked, solution.assignment))
     assert tried.fits and tried.time_ns == pytest.approx(solution.time_ns, rel=0.01)
 
 
