@@ -31,6 +31,8 @@ from secc.runtime.program import SampleMeta
 from secc.runtime.wavefront import Candidate as Order
 from secc.runtime.wavefront import ordered
 
+UNLIMITED = 1 << 62  # bytes
+
 Ranks = Mapping[str, Sequence[int]]  # of each group
 
 
@@ -73,7 +75,13 @@ class Trial:
         for own in stages.values():
             passes = own[0].mode != "forward"
             edges += [Edge(f"{a.name} to {b.name}", a.name, b.name, "int8", ("0",), -1, "", passes) for a, b in pairwise(own)]
-        room_ahead, _ = ahead.room(self.work, self.problem, assignment, value(self.problem, assignment), self.run_ahead)
+        room_ahead, _ = ahead.room(
+            self.work,
+            self.problem,
+            assignment,
+            value(replace(self.problem, capacity=UNLIMITED, pools=(), deadline=None), assignment),
+            self.run_ahead,
+        )
         graph = self.work.graph
         symbols = tuple(
             Symbol(n, s.kind.data, s.key.data, s.dim.data) for n, s in graph.symbols.items() if s.kind.data in drawn_samples.KINDS

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from secc.alloc.ahead import LEAD
@@ -34,7 +36,11 @@ def test_a_frozen_section_on_its_own_ranks_gets_room_for_what_its_consumers_want
 
 def test_nothing_waits_for_what_was_computed_before() -> None:
     always = FROZEN.replace('when [] share "0.5"', 'when [] share "0.0"')  # no text to train on until the first images are encoded
-    times = [prediction(allocated(always, strategy="apart", run_ahead=text))["step_time_s"] for text in ("auto", "0")]
+    pins = ("vision.dp=1", "lm.dp=2", "vision.micro_batch=1", "lm.micro_batch=2")
+    found = [allocated(always, strategy="apart", run_ahead=text, set=pins) for text in ("auto", "0")]
+    times = [prediction(module)["step_time_s"] for module in found]
+    simulated = [json.loads(attribute(graph_of(module), "solver", "{}"))["simulated_s"] for module in found]
+    assert simulated[0] < simulated[1]
     assert times[0] < times[1]
 
 

@@ -24,7 +24,7 @@ VLM = Path(__file__).parents[1] / "passes" / "allocate_vlm.mlir"
 
 def vlm(ragged: bool = True, ranks: int = 4):
     """The example on CPUs: its module, problem and trial; half of the samples have images, of one to four times their mean size."""
-    module = text.parse(VLM.read_text())
+    module = text.parse(VLM.read_text().replace('optional ["pixel_values"]', 'optional ["pixel_values"] widths "own"'))
     graph = graph_of(module)
     if ragged:
         images = [(frozenset({"pixel_values"}), {"B": 1, "S": 40 + 20 * k, "n": 1 + k % 4}) for k in range(8)]
