@@ -18,6 +18,7 @@ from xdsl.passes import ModulePass
 from secc.errors import UserError
 from secc.ir.dialect import CaseOp, GraphOp, SectionOp, graph_of, texts
 from secc.ir.groups import Group, Grouping, Links, initial_groups, pins
+from secc.ir.merging import note
 from secc.ir.naming import identifier, tail, unique
 from secc.ir.placement import place
 from secc.passes.dce import DeadCodeElimination
@@ -64,7 +65,7 @@ def _merge_cycles(grouping: Grouping) -> None:
     for first, *others in grouping.cycles():
         for other in others:
             _refuse_pinned(first, other)
-            grouping.merge(first, other)
+            grouping.merge(first, other, "each needs values of the other")
 
 
 def _refuse_pinned(a: Group, b: Group) -> None:
@@ -83,7 +84,7 @@ def _merge_stackless(grouping: Grouping) -> None:
             continue
         modes = {group.mode, "train"} if group.mode == "dgrad" else {group.mode}
         alike = [n for n in grouping.neighbours(group) if n.when == group.when and n.mode in modes and not n.pinned]
-        _merge_into_best(grouping, group, alike)
+        _merge_into_best(grouping, group, alike, f"it has no stack of layers, {_share(grouping, group)} of the work")
 
 
 def _merge_small(grouping: Grouping, share: float) -> None:
@@ -93,19 +94,27 @@ def _merge_small(grouping: Grouping, share: float) -> None:
         if group in grouping.groups:
             factor = _BEHIND if not group.has_stack and grouping.has_producers(group) else 1
             if group.weight < factor * share * whole:
-                _merge_into_best(grouping, group, grouping.neighbours(group))
+                why = f"{_share(grouping, group)} of the work, less than the {factor * share:.2g} that is worth ranks of its own"
+                _merge_into_best(grouping, group, grouping.neighbours(group), why)
 
 
 def _merge_to(grouping: Grouping, sections: int) -> None:
     """Merge the smallest group that can be merged until there are so many sections. Pinned sections stay."""
     while len(grouping.groups) > sections:
         free = sorted((g for g in grouping.groups if not g.pinned), key=lambda g: g.weight)
-        if not any(_merge_into_best(grouping, g, grouping.neighbours(g) or [n for n in grouping.groups if n is not g]) for g in free):
+        why = f"at most {sections} sections were asked for"
+        if not any(_merge_into_best(grouping, g, grouping.neighbours(g) or [n for n in grouping.groups if n is not g], why) for g in free):
             names = ", ".join(g.pinned or g.component for g in grouping.groups)
             raise UserError(f"no two of the sections {names} can be merged", remedy="raise max-sections= or name fewer sections")
 
 
-def _merge_into_best(grouping: Grouping, group: Group, candidates: list[Group]) -> bool:
+def _share(grouping: Grouping, group: Group) -> str:
+    """A group's part of the model's work."""
+    whole = sum(g.weight for g in grouping.groups)
+    return f"{group.weight / whole if whole else 0:.2g}"
+
+
+def _merge_into_best(grouping: Grouping, group: Group, candidates: list[Group], why: str) -> bool:
     """Merge `group` into the candidate that loses least by it; False if there is none that closes no cycle."""
 
     def loss(candidate: Group) -> tuple[bool, bool, bool, bool, int, float]:
@@ -117,7 +126,7 @@ def _merge_into_best(grouping: Grouping, group: Group, candidates: list[Group]) 
 
     for candidate in sorted(candidates, key=loss):
         if grouping.may_merge(candidate, group):
-            grouping.merge(candidate, group)
+            grouping.merge(candidate, group, why)
             return True
     return False
 
@@ -139,7 +148,9 @@ def _declare(graph: GraphOp, grouping: Grouping) -> None:
         taken.append(name)
         when, blocks = texts(sorted(group.when)), texts(sorted(group.blocks, key=list(graph.blocks).index))
         properties = {"sym": StringAttr(name), "mode": StringAttr(group.mode), "when": when, "blocks": blocks}
-        _before_cases(graph, SectionOp.create(properties=properties))
+        section = SectionOp.create(properties=properties)
+        note(section, *group.notes)
+        _before_cases(graph, section)
 
 
 def _before_cases(graph: GraphOp, op: SectionOp) -> None:

@@ -2,12 +2,14 @@
 
 A teacher's head goes into the student's section, so that hidden states travel in place of logits; slicing and pooling glue goes to the
 producer, expanding glue to the consumer; of two tensors computed from one another one is sent. Each pair of sections is a minimum cut
-(`secc.ir.boundary`). Where no boundary can be carried by edges, the two sections become one. What was done is kept in the sections'
-attribute `notes`.
+(`secc.ir.boundary`), priced by the cluster where one is given: work computed twice at its devices' rate, bytes at the link that edges
+take, and a section takes over weights of up to an eighth of a device's memory. Where no boundary can be carried by edges, the two sections
+become one. What was done is kept in the sections' attribute `notes`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,22 +18,28 @@ from xdsl.dialects.builtin import ModuleOp
 from xdsl.ir import Operation, OpResult
 from xdsl.passes import ModulePass
 
+from secc.cluster import Link, parse
 from secc.ir.analysis import Statistics, nbytes, with_gradient
-from secc.ir.boundary import Boundary, Prices
+from secc.ir.boundary import Boundary, Prices, weight_bytes, work_of
 from secc.ir.dialect import CallOp, CaseOp, GraphOp, SectionOp, graph_of, section_of, set_section, strings, texts
 from secc.ir.edges import edges_of, label
 from secc.ir.merging import merge_sections, note
 from secc.ir.placement import repeat, settle_mode
 from secc.ir.spare import drop, drop_misfits, spare_cases
+from secc.ir.types import tensor
+
+ROOM = 8  # the part of a device's memory that weights of other sections may take
 
 
 @dataclass(frozen=True)
 class SinkBoundaries(ModulePass):
-    """`flops_per_byte`: the FLOPs that cost as much time as sending a byte. `growth`: of its parameters, by which a section may grow."""
+    """`cluster` as `secc.cluster.parse` reads it; "" for text of which none is known, where `flops_per_byte` cost as much time as sending a
+    byte and a section may grow by the share `growth` of its weights."""
 
     name = "sink-boundaries"
     flops_per_byte: int = Prices.flops_per_byte
     growth: float = Prices.growth
+    cluster: str = ""
 
     def apply(self, ctx: Context, op: ModuleOp) -> None:
         graph = graph_of(op)
@@ -47,7 +55,7 @@ class SinkBoundaries(ModulePass):
         names = [s.sym.data for s in graph.sections]
         for j, dst in enumerate(names):
             for src in names[:j]:
-                if not settle(graph, src, dst, Prices(self.flops_per_byte, self.growth)):
+                if not settle(graph, src, dst, self._prices(graph), self._link()):
                     if spare := spare_cases(graph):
                         drop(graph, spare)
                         return True
@@ -55,22 +63,45 @@ class SinkBoundaries(ModulePass):
                     return True
         return False
 
+    def _link(self) -> Link | None:
+        """What edges between sections may have to take."""
+        cluster = parse(self.cluster) if self.cluster else None
+        return cluster.link(cluster.ranks) if cluster is not None else None
 
-def settle(graph: GraphOp, src: str, dst: str, prices: Prices) -> bool:
-    """Move the boundary between two sections to where the fewest bytes cross; False if there is no possible boundary."""
+    def _prices(self, graph: GraphOp) -> Prices:
+        link = self._link()
+        if link is None:
+            return Prices(self.flops_per_byte, self.growth)
+        device = parse(self.cluster).device
+        flops = device.rate("bf16" if "dtype" in graph.attributes else _dtype(graph)) * 10**6  # a second
+        return Prices(max(1, flops // link.bytes_per_s), room=device.usable // ROOM)
+
+
+def _dtype(graph: GraphOp) -> str:
+    """What most blocks give: what they compute in."""
+    calls = [op for case in graph.cases for op in case.ops if isinstance(op, CallOp) and op.results]
+    found = Counter(tensor(call.results[0]).dtype.data for call in calls)
+    return max(sorted(found), key=lambda name: found[name], default="f32")
+
+
+def settle(graph: GraphOp, src: str, dst: str, prices: Prices, link: Link | None = None) -> bool:
+    """Move the boundary between two sections to where the fewest bytes cross; False if there is no possible boundary.
+
+    With a `link`, the note says how long a sample's messages take over it.
+    """
     if not any(True for _ in _crossings(graph, src, dst)):
         return True
     chosen = Boundary(graph, src, dst, prices).computed_by_dst()
     if chosen is not None:
-        _Move(graph, src, dst, chosen).run()
+        _Move(graph, src, dst, chosen, link).run()
     return chosen is not None
 
 
 class _Move:
     """Moves the ops of a pair of sections to the side that the cut chose."""
 
-    def __init__(self, graph: GraphOp, src: str, dst: str, computed_by_dst: set[Operation]) -> None:
-        self.graph, self.src, self.dst, self.chosen = graph, src, dst, computed_by_dst
+    def __init__(self, graph: GraphOp, src: str, dst: str, computed_by_dst: set[Operation], link: Link | None) -> None:
+        self.graph, self.src, self.dst, self.chosen, self.link = graph, src, dst, computed_by_dst, link
         self.sections = {s.sym.data: s for s in graph.sections}
 
     def run(self) -> None:
@@ -87,9 +118,26 @@ class _Move:
         for name in (self.src, self.dst):
             _own_blocks(self.graph, self.sections[name], blocks)
             settle_mode(self.graph, self.sections[name])
-        sizes = f"{_size(before)} -> {_size(_sent(self.graph, self.src, self.dst))} per sample from {self.src} to {self.dst}"
-        what = f"{', '.join(blocks)} moved into {self.dst}" if blocks else "the boundary moved within glue"
-        note(self.sections[self.dst], f"{what}: {sizes}")
+        note(self.sections[self.dst], self._said(blocks, before, _sent(self.graph, self.src, self.dst)))
+
+    def _said(self, blocks: list[str], before: float, after: float) -> str:
+        """What moved, the bytes before and after, what work and weights came along, and what a sample's messages take."""
+        calls = [op for case in self.graph.cases for op in case.ops if isinstance(op, CallOp) and op.target.data in blocks]
+        left = {op.target.data for op in calls if section_of(op) == self.src}
+        moved = [f"{', '.join(b for b in blocks if b not in left)} moved into {self.dst}"] if set(blocks) - left else []
+        both = [f"{', '.join(sorted(left))} computed in both"] if left else []
+        what = "; ".join(moved + both) or "the boundary moved within glue"
+        said = f"{what}: {_size(before)} -> {_size(after)} per sample from {self.src} to {self.dst}"
+        if blocks:
+            statistics = Statistics(self.graph)
+            here = [op for op in calls if section_of(op) == self.dst]
+            work = sum(statistics.mean_in(_case(op), work_of(self.graph, op)) for op in here)
+            held = sum(weight_bytes(block) for path, block in self.graph.blocks.items() if path in blocks)
+            said += f", with {_size(work, 'FLOP')} a sample and {_size(held)} of weights"
+        if self.link is not None:
+            times = (f"{10**3 * size / self.link.bytes_per_s:.3g}" for size in (before, after))
+            said += f"; a sample's messages take {' -> '.join(times)} ms at {self.link.bytes_per_s / 10**9:g} GB/s"
+        return said
 
     def _take(self, op: Operation) -> bool:
         """Compute an op of `src` in `dst`: move it if nothing else uses it, else compute it in both."""
@@ -125,13 +173,19 @@ def _sent(graph: GraphOp, src: str, dst: str) -> float:
     return sum(statistics.mean_in(case, nbytes(value)) * (2 if value in wanted[case] else 1) for case, value in found)
 
 
-def _size(count: float) -> str:
-    """Bytes for people."""
-    for unit in ("B", "kB", "MB"):
+def _case(op: Operation) -> CaseOp:
+    case = op.parent_op()
+    assert isinstance(case, CaseOp)
+    return case
+
+
+def _size(count: float, unit: str = "B") -> str:
+    """Bytes, or FLOPs, for people."""
+    for prefix in ("", "k", "M", "G"):
         if count < 1000:
-            return f"{count:.4g} {unit}"
+            return f"{count:.4g} {prefix}{unit}"
         count /= 1000
-    return f"{count:.4g} GB"
+    return f"{count:.4g} T{unit}"
 
 
 def _merge(graph: GraphOp, src: str, dst: str, reason: str) -> None:

@@ -55,7 +55,7 @@ Step = Callable[[str], contextlib.AbstractContextManager[None]]
 FITS_BYTES = 2 << 30  # a model up to this size is built here to show its plan exact
 PASSES = (
     "canonicalize,dce,normalize-loss,dce,fuse-linear-loss{fuse-linear-loss},annotate-patterns,infer-modes,coarsen{coarsen},"
-    "fuse-blocks{fuse-blocks},annotate-costs,sink-boundaries,allocate{allocate},place,split-stages,shard-tensors,shard-logits,"
+    "fuse-blocks{fuse-blocks},annotate-costs,sink-boundaries{sink},allocate{allocate},place,split-stages,shard-tensors,shard-logits,"
     "insert-transfers,lower"
 )
 
@@ -273,7 +273,9 @@ def pipeline_text(options: Options) -> str:
         **({"objective": options.objective, "step-time": options.step_time} if options.objective != "time" or options.step_time else {}),
     }  # fmt: skip
     text = _fusing(options).replace("normalize-loss", f"normalize-loss{_spec({'accept': options.accept})}")
-    return text.replace("{coarsen}", _spec(coarsen)).replace("{allocate}", _spec(allocate))
+    for name, asked in {"coarsen": coarsen, "sink": {"cluster": options.cluster}, "allocate": allocate}.items():
+        text = text.replace(f"{{{name}}}", _spec(asked))
+    return text
 
 
 def _fusing(options: Options) -> str:

@@ -23,6 +23,7 @@ from secc.runtime.expr import evaluate
 
 PRODUCTS, BYTES, ISSUE, MEASURED = "products and attention", "memory traffic", "issuing operations", "measured blocks"
 TP_SUMS, GRADIENTS, OPTIMIZER, BUBBLES = "sums over tp", "sums of gradients", "optimizer", "filling and draining stages"
+GATHERS = "gathering weights that nothing hides"
 _NONE = {"ops": 0, "work": "0", "backward_work": "0", "glue_bytes": "0", "forward_ns": "0", "backward_ns": "0"}
 _KEPT = {
     PRODUCTS: (("work", "backward_work"), ("work",)),
@@ -41,7 +42,8 @@ def time_parts(work: Workload, load: Load, c: Candidate) -> dict[str, int]:
     shards = c.dp if c.sharding != "none" else 1
     found[OPTIMIZER] = time.optimizer_ns(rank.cost, work.cluster.device, shards) if load.mode == "train" else 0
     found[GRADIENTS] = update_ns(work, rank, c.dp, c.sharding) - found[OPTIMIZER]
-    found[BUBBLES if c.pp > 1 else "other"] = c.time_ns - sum(found.values())
+    found[BUBBLES] = (c.pp - 1) * (c.fill_ns + c.drain_ns) // c.pp
+    found[GATHERS if c.sharding == "zero3" else "other"] = c.time_ns - sum(found.values())
     return {name: ns for name, ns in sorted(found.items(), key=lambda part: -part[1]) if ns > c.time_ns // 1000}
 
 
@@ -82,7 +84,7 @@ def memory_parts(work: Workload, load: Load, c: Candidate, ahead: bool, messages
         "weights": found.parameters,
         "gradients": found.gradients,
         "optimizer states": found.optimizer,
-        "gradients on their way": found.buffers,
+        ("gathered layers, gradients on their way" if c.sharding == "zero3" else "gradients on their way"): found.buffers,
         f"activations of {count} micro-batch{'es' if count != 1 else ''}": kept,
         "recomputing a layer": found.working,
         "messages": messages,

@@ -2,9 +2,9 @@
 
 Every op of the producer section `src` and of the consumer section `dst` is a node, on the sink's side if `dst` computes it. A value whose
 producer is on the source's side and that is wanted on the other is sent: that costs its expected bytes per sample, twice if its
-gradient comes back, and is forbidden where no edge can carry it. An op of `src` may move to `dst`, or be computed in both, for the price
-of its work; an op of `dst` may move to `src` if all it needs is there. Cases share their nodes (ops at the same place in the user's
-code), so that all are cut alike.
+gradient comes back, and is forbidden where no edge can carry it. A block of `src` may move to `dst` where there is room for its weights:
+its work is then done once as before, by the ranks that `allocate` gives it there. Computing it in both costs its work. An op of `dst` may
+move to `src` if all it needs is there. Cases share their nodes (ops at the same place in the user's code), so that all are cut alike.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from xdsl.ir import Operation, OpResult, SSAValue
 
-from secc.ir.analysis import Origin, Statistics, flops_of, is_random, mode_of, nbytes, origins, producer, with_gradient
+from secc.ir.analysis import Origin, Statistics, flops_of, is_random, mode_of, nbytes, number_of, origins, producer, with_gradient
 from secc.ir.carry import can_send
-from secc.ir.dialect import CallOp, CaseOp, GlueOp, GraphOp, ParamOp, section_of, strings
+from secc.ir.dialect import BlockOp, CallOp, CaseOp, GlueOp, GraphOp, ParamOp, section_of, strings
 from secc.ir.digraph import Cut
 from secc.ir.edges import places
 from secc.ir.expr import Expr
@@ -27,10 +27,12 @@ _GLUE = 0.02  # price of glue computed elsewhere, in bytes sent for each byte of
 
 @dataclass(frozen=True)
 class Prices:
-    """What a FLOP is worth in bytes sent (their quotient), and the share of its parameters by which a section may grow."""
+    """What a FLOP is worth in bytes sent (their quotient), and the weights that a section may take over: bytes, or where `room` is None a
+    share of its own."""
 
     flops_per_byte: int = 20000
     growth: float = 0.25
+    room: int | None = None
 
 
 class Boundary:
@@ -40,8 +42,9 @@ class Boundary:
         self.graph, self.src, self.dst = graph, src, dst
         self.statistics, self.cut = Statistics(graph), Cut()
         self.sections = {s.sym.data: s for s in graph.sections}
-        self.prices, self._sendable = prices, dict[tuple[TensorType, str], bool]()
-        self.room = prices.growth * sum(graph.blocks[b].params.data for b in strings(self.sections[dst].blocks))
+        self.prices, self._sendable, self.blocks = prices, dict[tuple[TensorType, str], bool](), graph.blocks
+        own = sum(weight_bytes(self.blocks[b]) for b in strings(self.sections[dst].blocks))
+        self.room = prices.growth * own if prices.room is None else prices.room
 
     def can_send(self, kind: TensorType, src: str) -> bool:
         """Whether a tensor of a type can be sent from a section to `dst`."""
@@ -66,6 +69,8 @@ class _Network:
     def __init__(self, boundary: Boundary, case: CaseOp) -> None:
         self.b, self.case, self.cut = boundary, case, boundary.cut
         self.at, self.origin, self.wanted = places(case), origins(case), with_gradient(case)
+        self.movable = {op for op in case.ops if section_of(op) == boundary.src and self._may_move_down(op)}
+        self.blocks_move = any(isinstance(op, CallOp) for op in self.movable)
 
     def build(self) -> None:
         for op in self.case.ops:
@@ -79,9 +84,28 @@ class _Network:
                 self._values(op)
 
     def _producer_op(self, op: Operation) -> None:
-        self.cut.source(self.at[op], self._price(op) if self._may_move_down(op) else None)
+        movable = op in self.movable
+        once = 1.0 if isinstance(op, CallOp) else self._price(op)
+        self.cut.source(self.at[op], once if movable else None)
+        if movable and self.blocks_move:
+            self._own_copy(op)
         self._operands(op)
         self._values(op)
+
+    def _own_copy(self, op: Operation) -> None:
+        """A node for what `src` computes of an op, where others need it there. A block that is computed in both costs its work."""
+        copy = self._copy(op)
+        self.cut.arc(self.at[op], copy, None)
+        if isinstance(op, CallOp):
+            self.cut.arc(copy, self.at[op], self._price(op))
+        for user in (u.operation for r in op.results for u in r.uses):
+            if section_of(user) in {self.b.src, self.b.dst}:
+                self.cut.arc(self._copy(user), copy, None)
+            else:
+                self.cut.source(copy, None)
+
+    def _copy(self, op: Operation) -> object:
+        return ("copy", self.at[op]) if self.blocks_move and op in self.movable else self.at[op]
 
     def _consumer_op(self, op: Operation) -> None:
         movable = self._may_move_up(op)
@@ -121,13 +145,13 @@ class _Network:
     def _price(self, op: Operation) -> float:
         """What it costs to compute an op in the other section, in bytes; at least one, so that nothing moves in vain."""
         if isinstance(op, CallOp):
-            return max(1.0, self.b.statistics.mean_in(self.case, _flops(self.b.graph, op)) / self.b.prices.flops_per_byte)
+            return max(1.0, self.b.statistics.mean_in(self.case, work_of(self.b.graph, op)) / self.b.prices.flops_per_byte)
         return max(1.0, _GLUE * sum(self._bytes(r) for r in op.results))
 
     def _may_move_down(self, op: Operation) -> bool:
         """Glue that reads no parameter that trains, and frozen blocks that the consumer has room for."""
         if isinstance(op, CallOp):
-            return mode_of(op) == "forward" and self.b.graph.blocks[op.target.data].params.data <= self.b.room
+            return mode_of(op) == "forward" and weight_bytes(self.b.blocks[op.target.data]) <= self.b.room
         return isinstance(op, GlueOp) and not is_random(op) and not reads_parameters(op)
 
     def _may_move_up(self, op: Operation) -> bool:
@@ -145,7 +169,13 @@ def reads_parameters(op: Operation) -> bool:
     return any(isinstance(producer(o), ParamOp) and tensor(o).requires_grad for o in op.operands)
 
 
-def _flops(graph: GraphOp, call: CallOp) -> Expr | int:
+def weight_bytes(block: BlockOp) -> int:
+    """Bytes of a block's weights; in float32 where nobody noted their dtype."""
+    known = number_of(block, "bytes")
+    return 4 * block.params.data if known is None else int(known)
+
+
+def work_of(graph: GraphOp, call: CallOp) -> Expr | int:
     """FLOPs of a call; before they are measured, two for each parameter and row of its first result."""
     known = flops_of(call)
     if known is not None:

@@ -63,6 +63,7 @@ class Group:
     weight: float
     has_stack: bool
     pinned: str = ""  # the name that the user gave it
+    notes: list[str] = field(default_factory=list[str])  # what joined it, and why
 
     def absorb(self, other: Group) -> None:
         """Take the blocks of `other`; the heavier of the two gives the component."""
@@ -74,6 +75,7 @@ class Group:
         self.weight += other.weight
         self.has_stack |= other.has_stack
         self.pinned = self.pinned or other.pinned
+        self.notes += other.notes
 
 
 class Grouping:
@@ -112,8 +114,9 @@ class Grouping:
         merged = {(one if u == two else u, one if v == two else v) for u, v in self.flows()}
         return digraph.acyclic(range(len(self.groups)), merged)
 
-    def merge(self, keep: Group, other: Group) -> None:
-        """Make `other` a part of `keep`."""
+    def merge(self, keep: Group, other: Group, why: str) -> None:
+        """Make `other` a part of `keep`, and note why."""
+        keep.notes.append(f"{other.component} joined {keep.component}: {why}")
         keep.absorb(other)
         self.groups.remove(other)
 
