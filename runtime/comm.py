@@ -15,15 +15,16 @@ import hashlib
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from secc.runtime.edges import EdgeLayout, Pair
 from secc.runtime.plan import Plan
-from secc.runtime.program import Instruction, returns_gradient
+from secc.runtime.program import Instruction, Schedule, returns_gradient
 from secc.runtime.routes import bounds, replicas, routes
-from secc.runtime.sends import SENDS
+from secc.runtime.sends import SENDS, limit_of
 
 WINDOW = 16  # receives that are posted ahead of the program
 
@@ -80,11 +81,22 @@ class Transport:
     def __init__(self, plan: Plan, rank: int, device: torch.device, debug: bool = False) -> None:
         self.rank, self.device, self.debug = rank, device, debug
         self._edges = {e.name: i for i, e in enumerate(plan.edges)}
-        self._groups = {key: dist.new_group(ranks) for key, ranks in channels(plan).items()}
+        self._sections = plan.sections
+        self._groups = self._made_groups(plan)
         self._step = _Step({}, [])
 
+    def _made_groups(self, plan: Plan) -> dict[tuple[str, str, bool], Any]:
+        return {key: dist.new_group(ranks) for key, ranks in channels(plan).items()}
+
+    def start(self, layouts: Mapping[str, EdgeLayout], schedule: Schedule) -> None:
+        """Start a step of this rank's program."""
+        self.begin(layouts, schedule.programs[self.rank], limit_of(schedule, sections=self._sections))
+
+    def come_to(self, index: int) -> None:
+        """The program has come to an instruction."""
+
     def begin(self, layouts: Mapping[str, EdgeLayout], program: Iterable[Instruction], limit: int = SENDS) -> None:
-        """Start a step: the first receives of the program are posted. At most `limit` sends will be left unreceived."""
+        """The first receives of the program are posted. At most `limit` sends will be left unreceived."""
         self._step = _Step(layouts, [message_of(i) for i in program if i.kind == "RECV"], limit=limit)
         self._post_ahead()
 
@@ -99,9 +111,9 @@ class Transport:
         parts: list[tuple[dist.Work, torch.Tensor]] = []
         if self.debug:
             header = self._header(message, values.numel(), values.dtype)
-            parts.append((_started(dist.isend(header, peer, group, tag=tag)), header))
-        wire = _wire(values)
-        parts.append((_started(dist.isend(wire, peer, group, tag=tag + 1)), wire))
+            parts.append((started(dist.isend(header, peer, group, tag=tag)), header))
+        sent_as = wire(values)
+        parts.append((started(dist.isend(sent_as, peer, group, tag=tag + 1)), sent_as))
         sent[message] = parts
 
     def _received(self, message: Message) -> None:
@@ -144,7 +156,7 @@ class Transport:
         if buffer.numel() == 0:
             return _Receive(buffer)
         group = self._channel(message, message.peer, self.rank)
-        return _Receive(buffer, _started(dist.irecv(_wire(buffer), message.peer, group, tag=self._tag(message) + 1)))
+        return _Receive(buffer, started(dist.irecv(wire(buffer), message.peer, group, tag=self._tag(message) + 1)))
 
     def _checked(self, message: Message) -> _Receive:
         """The header first; only if it is the expected one, the values."""
@@ -153,8 +165,8 @@ class Transport:
         if numel > 0:
             expected = self._header(message, numel, layout.dtype)
             found = torch.empty_like(expected)
-            _started(dist.irecv(found, peer, self._channel(message, peer, self.rank), tag=self._tag(message))).wait()
-            _compare(message, found, expected)
+            started(dist.irecv(found, peer, self._channel(message, peer, self.rank), tag=self._tag(message))).wait()
+            compare(message, found, expected)
         receive = self._post(message)
         if receive.work is not None:
             receive.work.wait()
@@ -193,14 +205,14 @@ def channels(plan: Plan) -> dict[tuple[str, str, bool], list[int]]:
     return groups
 
 
-def _compare(message: Message, found: torch.Tensor, expected: torch.Tensor) -> None:
+def compare(message: Message, found: torch.Tensor, expected: torch.Tensor) -> None:
     names = ("edge and direction", "samples and part", "number of entries", "dtype")
     wrong = [n for n, a, b in zip(names, found.tolist(), expected.tolist(), strict=True) if a != b]
     if wrong:
         raise RuntimeError(f"the header of {message} from rank {message.peer} differs in {', '.join(wrong)}")
 
 
-def _wire(tensor: torch.Tensor) -> torch.Tensor:
+def wire(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory in a dtype that every backend sends."""
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
@@ -210,7 +222,7 @@ def _completed(parts: Iterable[tuple[dist.Work, torch.Tensor]]) -> bool:
     return all(work.is_completed() for work, _ in parts)
 
 
-def _started(work: dist.Work | None) -> dist.Work:
+def started(work: dist.Work | None) -> dist.Work:
     if work is None:
         raise RuntimeError("this rank is not a member of the process group of the message")
     return work

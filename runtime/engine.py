@@ -23,7 +23,6 @@ from secc.runtime.program import Instruction, MicroBatch, SampleMeta, Schedule, 
 from secc.runtime.randomness.draws import Draws, Randomness, backward_of, forward_of, sample_keys
 from secc.runtime.routes import Part, Ranks, gathered, replicas, routes
 from secc.runtime.section import Batch, Section, Tensors
-from secc.runtime.sends import limit_of
 from secc.runtime.sizes import padded
 from secc.runtime.split_backward import split_backward
 from secc.runtime.tensor_parallel.group import Group
@@ -140,9 +139,10 @@ class _Execution:
         program = self.step.schedule.programs[self.engine.rank]
         transport = self.engine.transport
         self.take_over()
-        transport.begin(self.layouts, program, limit_of(self.step.schedule, sections=self.engine.plan.sections))
+        transport.start(self.layouts, self.step.schedule)
         last = {i.section: i for i in program if i.kind in ("B", "W")}
-        for i in program:
+        for index, i in enumerate(program):
+            transport.come_to(index)
             if last.get(i.section) is i:
                 self.engine.on_last(i.section)
             match i.kind:

@@ -30,6 +30,7 @@ class Options:
     save_every: int | None = None
     resume: Path | None = None
     trace: Path | None = None
+    comm: str = "channels"
     debug_comm: bool = False
     shuffle: bool = False
     skip_bad_samples: bool = False
@@ -58,6 +59,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--save-every", type=_at_least(1), metavar="K", help="write one after every K steps")
     p.add_argument("--resume", type=Path, metavar="DIR", help="go on from a checkpoint, or from the latest one in DIR")
     p.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace of all ranks")
+    text = "how messages between sections go: as they come, or in rounds that all ranks enter in one order (default channels)"
+    p.add_argument("--comm", choices=("channels", "rounds"), default="channels", help=text)
     p.add_argument("--debug-comm", action="store_true", help="send and check a header with every message between sections")
     p.add_argument("--shuffle", action="store_true", help="shuffle the dataset in every epoch")
     p.add_argument("--skip-bad-samples", action="store_true", help="leave samples that do not load out of their step, and name them")

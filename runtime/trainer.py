@@ -21,6 +21,7 @@ from secc.runtime.data import GlobalBatch
 from secc.runtime.elementwise import refusal
 from secc.runtime.engine import Engine, StepInput
 from secc.runtime.errors import UserError
+from secc.runtime.exchanges import Exchanges
 from secc.runtime.fusion.install import install, read
 from secc.runtime.gradients import Reducer, holders
 from secc.runtime.loading import Loading
@@ -35,6 +36,8 @@ from secc.runtime.steps import Step, steps
 from secc.runtime.tensor_parallel import styles
 from secc.runtime.tensor_parallel.group import make_groups
 from secc.runtime.weights import canonical_names, owners
+
+TRANSPORTS = {"channels": Transport, "rounds": Exchanges}
 
 
 class Trainer:
@@ -56,7 +59,7 @@ class Trainer:
         self.reducer = Reducer(held, params, run.rank, run.device, run.cuts, dtype_of(self.plan.dtype), run.gathered.flats)
         used = {canonical[n] for s in self.plan.sections for n in s.params}
         compute_in(model, self.plan.dtype, but=params.keys() - used)
-        transport = Transport(self.plan, run.rank, run.device, self.options.debug_comm)
+        transport = TRANSPORTS[self.options.comm](self.plan, run.rank, run.device, self.options.debug_comm)
         held_sections = {s.name: s for s in sections}
         for section in sections:
             section.group = groups.get(section.name)

@@ -51,7 +51,7 @@ def test_every_schedule_has_a_limit_up_to_its_sends(plan, batch) -> None:
 
 @pytest.mark.gloo
 def test_training_with_one_unreceived_send_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("secc.runtime.engine.limit_of", lambda found, sections: limit_of(found, 1, sections))
+    monkeypatch.setattr("secc.runtime.comm.limit_of", lambda found, sections: limit_of(found, 1, sections))
     plain = reference(3)
     write_plan(tmp_path / "plan", UNEVEN, micro_batch=1)
     train(tmp_path / "plan", UNEVEN, 3)
@@ -98,4 +98,5 @@ def test_buffers_are_freed_while_the_step_runs(monkeypatch: pytest.MonkeyPatch) 
 
 
 class _Plan:
+    sections = ()
     edges = (type("Edge", (), {"name": "e"}),)

@@ -32,8 +32,15 @@ def assert_gradients(found: dict[str, torch.Tensor | None], expected: dict[str, 
 
 @pytest.mark.parametrize(
     ("layout", "widths", "arguments"),
-    [(APART, "own", ["--debug-comm"]), (UNEVEN, "own", []), (TOGETHER, "global", []), (UNEVEN, "global", ["--order", "dataset"])],
-    ids=["apart", "uneven", "together", "dataset-order"],
+    [
+        (APART, "own", ["--debug-comm"]),
+        (UNEVEN, "own", []),
+        (TOGETHER, "global", []),
+        (UNEVEN, "global", ["--order", "dataset"]),
+        (UNEVEN, "own", ["--comm", "rounds", "--debug-comm"]),
+        (UNEVEN, "own", ["--comm", "rounds", "--order", "dataset"]),
+    ],
+    ids=["apart", "uneven", "together", "dataset-order", "rounds", "rounds-dataset-order"],
 )
 def test_steps_equal_plain_pytorch(tmp_path: Path, plain: Reference, layout: Layout, widths: str, arguments: list[str]) -> None:
     write_plan(tmp_path / "plan", layout, widths)
