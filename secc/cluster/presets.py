@@ -11,19 +11,21 @@ from secc.cluster.types import GIB, Device, Link
 GB = 10**9
 
 
-def _gpu(kind: str, bf16: float, f32: float, memory: int, hbm_gb_s: int) -> Device:
-    """A GPU from TFLOP/s in bf16 and f32 (CUDA cores, as torch multiplies float32 by default), bytes of memory and GB/s of HBM."""
-    rates = (("bf16", round(bf16 * 1000)), ("f16", round(bf16 * 1000)), ("f32", round(f32 * 1000)), ("f64", round(f32 * 500)))
+def _gpu(kind: str, bf16: float, f32: float, f64: float, memory: int, hbm_gb_s: int) -> Device:
+    """A GPU from TFLOP/s in bf16, f32 and f64 (CUDA cores, as torch multiplies float32 by default), bytes of memory and GB/s of HBM."""
+    rates = (("bf16", round(bf16 * 1000)), ("f16", round(bf16 * 1000)), ("f32", round(f32 * 1000)), ("f64", round(f64 * 1000)))
     # One eager PyTorch operator takes the host about 5 us; a CUDA context with NCCL's buffers about 1.5 GiB.
     return Device(kind, "cuda", rates, memory, hbm_gb_s * GB, 70, 5_000, GIB * 3 // 2, "roofline")
 
 
-H100 = _gpu("H100", 989, 67, 80 * GIB, 3350)
-H200 = _gpu("H200", 989, 67, 141 * GB, 4800)
-A100 = _gpu("A100", 312, 19.5, 80 * GIB, 2039)
-A800 = _gpu("A800", 312, 19.5, 80 * GIB, 2039)
-B200 = _gpu("B200", 2250, 75, 180 * GB, 7700)
-L40S = _gpu("L40S", 362, 91.6, 48 * GB, 864)
+H100 = _gpu("H100", 989, 67, 34, 80 * GIB, 3350)
+H200 = _gpu("H200", 989, 67, 34, 141 * GB, 4800)
+A100 = _gpu("A100", 312, 19.5, 9.7, 80 * GIB, 2039)
+A800 = _gpu("A800", 312, 19.5, 9.7, 80 * GIB, 2039)
+# Other sources give the B200 80 TFLOPS in f32 and 8 TB/s; the HGX board's figures are for eight GPUs as they are sold in nodes.
+B200 = _gpu("B200", 2250, 75, 37, 180 * GB, 7700)
+# Ada has one unit for f64 beside 64 for f32, unlike the others, which have one beside two.
+L40S = _gpu("L40S", 362, 91.6, 1.43, 48 * GB, 864)
 
 # One process with one thread: no vendor's figure fits, so these are defaults of the order that a server core reaches.
 CPU = Device("cpu", "cpu", (("bf16", 10), ("f16", 5), ("f32", 20), ("f64", 10)), 8 * GIB, 8 * GB, 50, 5_000, 0, "default")
@@ -48,37 +50,37 @@ _ASSUMED = "assumed: of the order that one core of a server reaches; `secc profi
 # Where each kind's figures come from: rates, memory (size and bandwidth), the link inside a node, the link between nodes.
 SOURCES: dict[str, dict[str, str]] = {
     "h100": {
-        "rates": "NVIDIA H100 Tensor Core GPU datasheet, SXM: 1,979 TFLOPS bf16 with sparsity (989 dense), 67 f32",
+        "rates": "NVIDIA H100 Tensor Core GPU datasheet, SXM: 1,979 TFLOPS bf16 with sparsity (989 dense), 67 f32, 34 f64",
         "memory": "same datasheet: 80 GB HBM3 (80 GiB as the driver reports), 3.35 TB/s",
         "inside": "same datasheet: NVLink 900 GB/s in both directions; latency assumed",
         "between": _NDR,
     },
     "h200": {
-        "rates": "NVIDIA H200 Tensor Core GPU datasheet, SXM: 1,979 TFLOPS bf16 with sparsity (989 dense), 67 f32",
+        "rates": "NVIDIA H200 Tensor Core GPU datasheet, SXM: 1,979 TFLOPS bf16 with sparsity (989 dense), 67 f32, 34 f64",
         "memory": "same datasheet: 141 GB HBM3e, 4.8 TB/s",
         "inside": "same datasheet: NVLink 900 GB/s in both directions; latency assumed",
         "between": _NDR,
     },
     "a100": {
-        "rates": "NVIDIA A100 Tensor Core GPU datasheet, SXM 80 GB: 312 TFLOPS bf16, 19.5 f32",
+        "rates": "NVIDIA A100 Tensor Core GPU datasheet, SXM 80 GB: 312 TFLOPS bf16, 19.5 f32, 9.7 f64",
         "memory": "same datasheet: 80 GB HBM2e, 2,039 GB/s",
         "inside": "same datasheet: NVLink 600 GB/s in both directions; latency assumed",
         "between": _HDR,
     },
     "a800": {
-        "rates": "as NVIDIA A100 80 GB, of which it is the variant for export: 312 TFLOPS bf16, 19.5 f32",
+        "rates": "as NVIDIA A100 80 GB, of which it is the variant for export: 312 TFLOPS bf16, 19.5 f32, 9.7 f64",
         "memory": "as NVIDIA A100 80 GB: 2,039 GB/s",
-        "inside": "NVIDIA A800: NVLink 400 GB/s in both directions, eight of the A100's twelve links; latency assumed",
+        "inside": "NVIDIA's statement on the A800 (Reuters, November 2022): NVLink 400 GB/s in both directions, 600 on the A100; latency assumed",
         "between": _HDR,
     },
     "b200": {
-        "rates": "NVIDIA HGX B200 datasheet, eight GPUs: 36 PFLOPS bf16 with sparsity (2.25 dense a GPU), 600 TFLOPS f32",
+        "rates": "NVIDIA HGX B200 datasheet, eight GPUs: 36 PFLOPS bf16 with sparsity (2.25 dense a GPU), 600 TFLOPS f32, 296 f64",
         "memory": "same datasheet: 1.44 TB HBM3e (180 GB a GPU), 62 TB/s (7.7 a GPU)",
         "inside": "same datasheet: NVLink 5, 1.8 TB/s a GPU in both directions; latency assumed",
-        "between": _NDR,
+        "between": "one 400 Gb/s port a GPU (NVIDIA DGX BasePOD reference architecture: eight ConnectX-7); latency assumed",
     },
     "l40s": {
-        "rates": "NVIDIA L40S datasheet: 362.05 TFLOPS bf16 dense, 91.6 f32",
+        "rates": "NVIDIA L40S datasheet: 362.05 TFLOPS bf16 dense (733 with sparsity), 91.6 f32; f64 at 1/64 of f32",
         "memory": "same datasheet: 48 GB GDDR6, 864 GB/s",
         "inside": "same datasheet: PCIe Gen4 x16, 64 GB/s in both directions; latency assumed",
         "between": "200 Gb/s Ethernet or InfiniBand, assumed",

@@ -30,6 +30,7 @@ def test_every_preset_has_links_and_sane_figures() -> None:
     for device in DEVICES.values():
         assert device.rate("bf16") > 0 and device.rate("c64") == device.rate("f32")
         assert 0 < device.usable < device.memory
+        assert dict(device.gflops)["f64"] <= dict(device.gflops)["f32"] / 1.9  # Ada's is a 64-th
 
 
 @pytest.mark.usefixtures("no_gpus")
