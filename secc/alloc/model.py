@@ -49,6 +49,7 @@ from secc.alloc.types import Assignment, Problem, Solution
 DETERMINISTIC_LIMIT = 20.0  # CP-SAT's unit, about a second on a fast machine
 RESOLUTION = 10**8  # times above it are solved in coarser units, so that sums stay far from CP-SAT's 64 bits
 SEED = 7
+MANY = 1000  # candidates of all sections, from which on a search finds its first solution late
 PLAINEST = 1 << 12  # more than `extras` summed over sections
 
 
@@ -60,6 +61,8 @@ def solve(problem: Problem, limit: float = DETERMINISTIC_LIMIT, margin: float = 
     """
     model = Model(_coarsened(problem))
     model.cp.minimize(model.objective())
+    if (together := _together(problem, limit)) is not None:
+        model.hint(together)
     solver, status = _run(model, limit)
     if status == cp_model.INFEASIBLE:
         return None
@@ -77,6 +80,17 @@ def solve(problem: Problem, limit: float = DETERMINISTIC_LIMIT, margin: float = 
         assignment, first = plain.assignment(solver), plain.first(solver)
     value, gap = evaluate(problem, assignment), max(0.0, (first - bound) / max(first, 1))
     return Solution(assignment, value.time_ns, solver.status_name(status), round(gap, 6), value.ranks)
+
+
+def _together(problem: Problem, limit: float) -> Assignment | None:
+    """Of a large problem an assignment to start from: all sections on the same ranks, which is found at once where there is one."""
+    if problem.strategy != "auto" or sum(map(len, problem.sections.values())) < MANY:
+        return None
+    try:
+        found = solve(replace(problem, strategy="colocate"), limit / 4)
+    except RuntimeError:
+        return None
+    return found.assignment if found is not None else None
 
 
 def least_memory(problem: Problem, limit: float = DETERMINISTIC_LIMIT) -> int | None:
@@ -163,6 +177,14 @@ class Model:
             self._strategy,
         ):
             family()
+
+    def hint(self, assignment: Assignment) -> None:
+        """Let the search begin with an assignment."""
+        for s, chosen in assignment.choice.items():
+            for i, x in enumerate(self.x[s]):
+                self.cp.add_hint(x, i == chosen)
+        for (s, g), y in self.y.items():
+            self.cp.add_hint(y, assignment.group[s] == g)
 
     def assignment(self, solver: cp_model.CpSolver) -> Assignment:
         """The assignment that a solver found."""
