@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from secc.runtime.comm import Message, Transport, message_of
+from secc.runtime.drift import Stopwatch
 from secc.runtime.edges import EdgeLayout, Pair
 from secc.runtime.gathering import Passes
 from secc.runtime.plan import Edge, Plan, logged_name
@@ -107,6 +108,7 @@ class Engine:
         self.edges = {e.name: e for e in plan.edges}
         models = [s.whole_model for s in sections.values()]
         self.randomness = Randomness(models[0], plan.draws, plan.symbols) if plan.draws and models else None
+        self.stopwatch = Stopwatch(self.device)
         self.kept: dict[tuple[str, int], _Live] = {}  # what was computed ahead: by section and number among those
 
     def run(self, step: StepInput) -> torch.Tensor:
@@ -423,7 +425,8 @@ class _Execution:
     def computing(self, i: Instruction) -> Iterator[None]:
         """Around what an instruction computes: where parameters are gathered, a pass through their units."""
         passes = self.engine.passes.get(i.section)
-        with self.compute_event(i, self.micro(i.section, i.micro)):
+        watch = self.engine.stopwatch.running(self.engine.whole[i.section], i.kind)
+        with self.compute_event(i, self.micro(i.section, i.micro)), watch:
             if passes is not None:
                 passes.begin(backward=i.kind == "B")
             yield

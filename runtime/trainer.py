@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from secc.runtime import checkpoint, recompute
 from secc.runtime.comm import Transport
 from secc.runtime.data import GlobalBatch
+from secc.runtime.drift import Spent, Times, columns
 from secc.runtime.elementwise import refusal
 from secc.runtime.engine import Engine, StepInput
 from secc.runtime.errors import UserError
@@ -74,6 +75,7 @@ class Trainer:
         if run.resume is not None:
             checkpoint.load_optimizer(run.resume, self.optimizer, self.scheduler, self.reducer.pieces, run.rank)
         self.metrics = Metrics(run.log_dir, run.steps) if run.rank == 0 else None
+        self.times = Times(run.log_dir, self.plan) if run.rank == 0 else None
         self._since = time.perf_counter()
 
     def batches(self) -> Iterator[Step]:
@@ -83,8 +85,9 @@ class Trainer:
         """
         self._since = time.perf_counter()
         yield from steps(self.run, self.step_number, ahead=self.run.records_ahead)
-        if self.metrics is not None:
+        if self.metrics is not None and self.times is not None:
             self.metrics.close()
+            self.times.close()
 
     def step(self, step: Step) -> float:
         """One optimizer step on a global batch of `batches`. Returns the loss over the whole of it, which every rank computes."""
@@ -95,7 +98,7 @@ class Trainer:
         loading = Loading(self.run.data, step)
         share = self.engine.run(StepInput(step.schedule, step.samples, loading.batch, coefficients, seed, later_seed))
         self.reducer.finish()
-        loss, norm, logged = self._totals(share, loading)
+        loss, norm, logged, spent = self._totals(share, loading)
         if self.options.clip is not None:
             self.reducer.clip(norm, self.options.clip)
         if self.optimizer is not None:
@@ -106,6 +109,8 @@ class Trainer:
         elif self.scheduler is not None:
             self.scheduler.step()
         self.step_number += 1
+        if self.times is not None:
+            self.times.log(self.step_number, spent, step.samples, step.schedule)
         self._finish_step(batch, loss, float(norm), logged)
         return loss
 
@@ -119,14 +124,17 @@ class Trainer:
             remedy = "let dataset() show such samples earlier, or compile again with more --stats-samples"
             raise UserError(message, remedy=remedy) from None
 
-    def _totals(self, share: torch.Tensor, loading: Loading) -> tuple[float, torch.Tensor, dict[str, float]]:
-        """The loss, the global norm of the gradients, and the scalars that are logged, from this rank's shares of each."""
-        spent = loading.spent(1 / self.run.world_size) if self.plan.recorded else {}
-        shares = self.engine.logged | {name: share.new_tensor(seconds) for name, seconds in spent.items()}
-        totals = torch.stack([share, self.reducer.squared_norm(), *shares.values()])
+    def _totals(self, share: torch.Tensor, loading: Loading) -> tuple[float, torch.Tensor, dict[str, float], Spent]:
+        """The loss, the gradients' global norm, the scalars that are logged, and what sections took, from this rank's shares of each."""
+        waited = loading.spent(1 / self.run.world_size) if self.plan.recorded else {}
+        shares = self.engine.logged | {name: share.new_tensor(seconds) for name, seconds in waited.items()}
+        own, names = self.engine.stopwatch.take(), columns(self.plan)
+        times = [share.new_tensor(own.get((name, kind), 0.0) / tp) for name, kind, tp in names]
+        totals = torch.stack([share, self.reducer.squared_norm(), *shares.values(), *times])
         dist.all_reduce(totals)
-        logged = dict(zip(shares, totals[2:].tolist(), strict=True))
-        return float(totals[0]) + self.terms.CONSTANT, totals[1].sqrt(), logged
+        logged = dict(zip(shares, found := totals[2:].tolist(), strict=False))
+        spent = {(name, kind): seconds for (name, kind, _), seconds in zip(names, found[len(shares) :], strict=True)}
+        return float(totals[0]) + self.terms.CONSTANT, totals[1].sqrt(), logged, spent
 
     def _finish_step(self, batch: GlobalBatch, loss: float, norm: float, logged: Mapping[str, float]) -> None:
         if self.metrics is not None:

@@ -7,7 +7,7 @@ the answer takes seconds, and differs from a fresh compilation only where choice
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from secc import pipeline
 from secc.codegen import plan as plan_codegen
 from secc.errors import Impossible, UserError
 from secc.ir import text
+from secc.ir.dialect import GraphOp, graph_of
 from secc.runtime.plan import Plan, load
 
 ALLOCATE = "allocate"
@@ -33,15 +34,18 @@ def what_if(directory: Path, changes: Sequence[str]) -> tuple[Plan, Plan]:
     plan = load(directory)
     steps, before = before_allocate(directory)
     asked = dataclasses.replace(steps[0], **_options(steps[0], changes))
-    module = _again(before, asked, steps[1:])
+    module = again(before, asked, steps[1:])
     return plan, plan_codegen.build(module, plan.model, {})
 
 
-def _again(before: Path, allocate: Any, behind: Sequence[ModulePass]) -> ModuleOp:
-    """The dump allocated again, without choices that its blocks cannot carry out (stages need layers that were captured)."""
+def again(before: Path, allocate: Any, behind: Sequence[ModulePass], adapt: Callable[[GraphOp], None] | None = None) -> ModuleOp:
+    """The dump, changed by `adapt` and allocated again, without choices that its blocks cannot carry out (stages need layers that were
+    captured)."""
     pinned = {pin.partition("=")[0] for pin in allocate.set}
     while True:
         module = text.parse(before.read_text(), str(before))
+        if adapt is not None:
+            adapt(graph_of(module))
         try:
             pipeline.run(module, [allocate, *behind])
             return module

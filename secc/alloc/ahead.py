@@ -70,15 +70,16 @@ def room(work: Workload, asked: Problem, assignment: Assignment, value: Value, s
     """
     group, ahead = assignment.group, able(work)
     shared = {group[s] for s in group if s not in ahead}
+    chosen = {s: cs[assignment.choice[s]] for s, cs in asked.sections.items()}
+    shared |= {group[s] for s in ahead if chosen[s].sharding != "none"}  # replicas gather parameters together
     running = {s for s in ahead if group[s] not in shared and any(e.src == s and group[e.dst] != group[s] for e in asked.edges)}
     if not running and size:
-        message = "no frozen section can run ahead: each shares ranks with one that trains"
+        message = "no frozen section can run ahead: each shares ranks with one that trains, or gathers its parameters (zero3)"
         raise UserError(message, remedy="leave --run-ahead out, or give them ranks of their own (--strategy apart)")
     if not running:
         return 0, set()
     if size is None:
-        kinds = {s: asked.sections[s][assignment.choice[s]].kind for s in running}
-        left = min(work.on(kinds[s]).cluster.device.usable - value.memory[group[s]] for s in running)
+        left = min(work.on(chosen[s].kind).cluster.device.usable - value.memory[group[s]] for s in running)
         size = max(0, min(left, max(_wanted(work, asked, assignment, s) for s in running)))
     return size, running if size else set()
 

@@ -23,9 +23,11 @@ from secc.cost.load import Crossing, Pattern, crossings, is_active, micro_batch,
 from secc.cost.memory import Memory, memory
 from secc.cost.section import SectionCost, section_cost
 from secc.errors import UserError
+from secc.ir.analysis import number_of
 from secc.ir.dialect import GraphOp, SectionOp, strings
 from secc.runtime.expr import evaluate
 
+MOVED = ("forward_permille", "backward_permille")  # of a section: its measured times over the modelled ones (`secc.drift`)
 IN_TURN = 2  # micro-batches in flight of a section whose consumers share its ranks: one waits for them while the next runs
 AHEAD = 2  # times as many micro-batches in flight as a pipeline has stages, where memory allows
 PARTS = (1, 2)  # of a rank's memory, the parts that a section may fill with what it holds for consumers elsewhere
@@ -132,9 +134,14 @@ def on_rank(whole: Load, tp: int, pp: int, cluster: Cluster) -> Load:
     """A whole section's load as one rank of its replicas has it."""
     cost, device, mode = parallel.on_rank(whole.cost, tp, pp), cluster.device, whole.mode
     sums = parallel.sums_ns(cost, tp, cluster)
-    forward = _plus(time.forward_ns(cost, device), sums)
-    backward = {way: _plus(time.backward_ns(cost, mode, device, way), sums) for way in WORDS["recompute"]}
+    moved = [int(number_of(whole.section, name) or 1000) for name in MOVED]
+    forward = _times_permille(_plus(time.forward_ns(cost, device), sums), moved[0])
+    backward = {way: _times_permille(_plus(time.backward_ns(cost, mode, device, way), sums), moved[1]) for way in WORDS["recompute"]}
     return replace(whole, cost=cost, forward_ns=forward, backward_ns=backward, label=time.label(cost, device), tp=tp, pp=pp)
+
+
+def _times_permille(time_ns: str, permille: int) -> str:
+    return time_ns if permille == 1000 or time_ns == "0" else f"({time_ns})*{permille}//1000"
 
 
 def _plus(time_ns: str, sums: str) -> str:

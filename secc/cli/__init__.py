@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-COMMANDS = ("compile", "run", "check", "explain", "diff", "stats", "simulate", "cluster", "profile", "export", "opt")
+COMMANDS = ("compile", "run", "check", "explain", "diff", "drift", "stats", "simulate", "cluster", "profile", "export", "opt")
 
 
 class Commands(TyperGroup):

@@ -50,6 +50,8 @@ def test_steps_equal_plain_pytorch(tmp_path: Path, plain: Reference, layout: Lay
     ran = teacher(tmp_path / "trace.json")
     assert len([e for e in ran if e.get("ahead")]) >= 2 * (STEPS - 1)  # in every step but the last one
     assert sum(len(e["samples"]) for e in ran) == 8 * STEPS  # each sample once
+    timed = [json.loads(line)["sections"]["teacher"] for line in (tmp_path / "plan" / "logs" / "times.jsonl").read_text().splitlines()]
+    assert sum(t["predicted_forward_s"] for t in timed) == pytest.approx(8 * STEPS * 1e-6) and sum(t["forward_s"] for t in timed) > 0
 
 
 def test_a_resumed_run_is_bit_equal(tmp_path: Path) -> None:

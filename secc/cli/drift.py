@@ -1,0 +1,60 @@
+"""`secc drift PLAN/ LOGDIR/`: what moved in a run since its plan was made, and what another plan would gain."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from secc.cli.compile import JSON
+from secc.cli.console import out, print_json
+from secc.cli.explain import PLAN
+
+if TYPE_CHECKING:
+    from secc.drift import Drift
+
+SMALL = 0.02  # a gain that is not worth a new plan
+
+
+def command(
+    plan: PLAN,
+    log_dir: Annotated[Path, typer.Argument(help="the log directory of a run of the plan (PLAN/logs, or its --log-dir)", metavar="LOGDIR")],
+    json: JSON = False,
+) -> None:
+    """Compare a run with its plan: times of sections, the mix of samples, and the gain of a plan made for them."""
+    from secc.drift import drift
+
+    found = drift(plan, log_dir)
+    if json:
+        sections = {name: dataclasses.asdict(moved) for name, moved in found.sections.items()}
+        print_json({"steps": found.steps, "sections": sections, "mix": found.mix, "gain": found.gain, "set": found.set})
+        return
+    _print(found, plan)
+
+
+def _print(found: Drift, directory: Path) -> None:
+    from rich.table import Table
+
+    from secc.drift import choices
+
+    table = Table("section", "forward", "backward", box=None, padding=(0, 2), title=f"measured over predicted, {found.steps} steps")
+    for name, moved in found.sections.items():
+        table.add_row(name, *(f"{ratio:.3g}" if ratio is not None else "-" for ratio in (moved.forward, moved.backward)))
+    out.print(table)
+    for when, (before, now) in found.mix.items() if len(found.mix) > 1 else ():
+        out.print(f"  samples with {when}: {before:.1%} when the plan was made, {now:.1%} in the run")
+    if found.gain < SMALL:
+        out.print("no plan for these times and samples is faster by 2% or more")
+        return
+    times = f"{_step(found, 'best')} s a step instead of {_step(found, 'plan')} s, both by what was measured"
+    out.print(f"another plan would be {1 - 1 / (1 + found.gain):.0%} faster: {times}", soft_wrap=True)
+    now = set(choices(found.plan))
+    out.print(f"  what differs: {' '.join(pin for pin in found.set if pin not in now)}", soft_wrap=True)
+    pins = " ".join(f"--set {pin}" for pin in found.set)
+    out.print(f"  compile again with the options of {directory} and {pins}", soft_wrap=True)
+
+
+def _step(found: Drift, which: str) -> str:
+    return f"{float(getattr(found, which).prediction['step_time_s']):.4g}"
