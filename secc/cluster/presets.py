@@ -70,7 +70,7 @@ SOURCES: dict[str, dict[str, str]] = {
     "a800": {
         "rates": "as NVIDIA A100 80 GB, of which it is the variant for export: 312 TFLOPS bf16, 19.5 f32, 9.7 f64",
         "memory": "as NVIDIA A100 80 GB: 2,039 GB/s",
-        "inside": "NVIDIA's statement on the A800 (Reuters, November 2022): NVLink 400 GB/s in both directions, 600 on the A100; latency assumed",
+        "inside": "NVIDIA's statement on the A800 (Reuters, 11.2022): NVLink 400 GB/s in both directions, 600 on the A100; latency assumed",
         "between": _HDR,
     },
     "b200": {

@@ -33,8 +33,8 @@ def teacher(trace: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("layout", "widths", "arguments"),
-    [(BESIDE, "own", ["--debug-comm"]), (UNEVEN, "own", []), (UNEVEN, "global", ["--order", "dataset"])],
-    ids=["beside", "uneven", "global-widths"],
+    [(BESIDE, "own", ["--debug-comm"]), (UNEVEN, "own", ["--comm", "rounds"]), (UNEVEN, "global", ["--order", "dataset"])],
+    ids=["beside", "uneven-in-rounds", "global-widths"],
 )
 def test_steps_equal_plain_pytorch(tmp_path: Path, plain: Reference, layout: Layout, widths: str, arguments: list[str]) -> None:
     write_plan(tmp_path / "plan", layout, widths, run_ahead=ROOM)
