@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
-from math import ceil
+from math import ceil, lcm
 
 from xdsl.dialects.builtin import StringAttr
 
@@ -32,13 +32,17 @@ IN_TURN = 2  # micro-batches in flight of a section whose consumers share its ra
 AHEAD = 2  # times as many micro-batches in flight as a pipeline has stages, where memory allows
 PARTS = (1, 2)  # of a rank's memory, the parts that a section may fill with what it holds for consumers elsewhere
 
+Dealt = tuple[int, list[tuple[Pattern, int, int]]]
+Busy = tuple[int, int, int, int]
+
 
 @dataclass(frozen=True)
 class Load:
     """A section as the cost model sees it: its cost, times as texts, and the patterns it is active for.
 
     `backward_ns` has a text for each way to recompute. With `tp` and `pp`, cost and times are those of one rank of a replica. `memo` keeps
-    what the texts gave, `dealt` how samples are dealt out.
+    what the texts gave, `dealt` and `busy` what
+    the busiest of so many replicas has to do.
     """
 
     section: SectionOp
@@ -51,9 +55,8 @@ class Load:
     tp: int = 1
     pp: int = 1
     memo: dict[object, tuple[int, int]] = field(init=False, repr=False, compare=False, default_factory=dict[object, tuple[int, int]])
-    dealt: dict[tuple[int, int], list[tuple[Pattern, int, Fraction]]] = field(
-        init=False, repr=False, compare=False, default_factory=dict[tuple[int, int], list[tuple[Pattern, int, Fraction]]]
-    )
+    dealt: dict[tuple[int, int], Dealt] = field(init=False, repr=False, compare=False, default_factory=dict[tuple[int, int], Dealt])
+    busy: dict[tuple[int, int, str], Busy] = field(init=False, repr=False, compare=False, default_factory=dict[tuple[int, int, str], Busy])
 
     @cached_property
     def name(self) -> str:
@@ -214,23 +217,14 @@ def _only_none(load: Load, key: str, pins: Pins, reason: str) -> None:
 
 def candidate(work: Workload, load: Load, dp: int, size: int, sharding: str = "none", recompute: str = "none") -> Candidate:
     """The times and memory of a section in `dp` replicas with micro-batches of `size` samples."""
-    total, count, fill, drain = Fraction(0), Fraction(0), 0, 0
-    gathers = passing(load.cost, dp, sharding, work.cluster, load.tp * load.pp)
-    for pattern, alike, number in _dealt(work, load, dp, size):
-        forward, backward = _times(work, load, pattern, alike, recompute)
-        if gathers is not None:
-            forward, backward = gathers.forward_ns(forward), gathers.backward_ns(backward)
-        total += number * (forward + backward)
-        count += number
-        fill, drain = max(fill, forward), max(drain, backward)
-    micro_batches = max(1, ceil(count))
+    total, micro_batches, fill, drain = _busy(work, load, dp, size, sharding, recompute)
     total += (load.pp - 1) * (fill + drain)  # until the last stage has work, and after the first one has none
     rank = room(work, load, dp, size, sharding, recompute, micro_batches)
     in_turn = min(micro_batches, max(load.pp, IN_TURN if load.name in work.sources else 1))
     return Candidate(
         dp=dp,
         micro_batch=size,
-        time_ns=ceil(total) + update_ns(work, load, dp, sharding),
+        time_ns=total + update_ns(work, load, dp, sharding),
         fill_ns=load.pp * fill,
         drain_ns=load.pp * drain,
         micro_batches=micro_batches,
@@ -283,12 +277,35 @@ def times_of(work: Workload, load: Load, dp: int, sharding: str, recompute: str)
     return own if gathers is None else gathers.texts(*own)
 
 
-def _dealt(work: Workload, load: Load, dp: int, size: int) -> list[tuple[Pattern, int, Fraction]]:
-    """What the busiest of `dp` replicas gets: of each pattern the samples in a micro-batch, and how many of these."""
+def _busy(work: Workload, load: Load, dp: int, size: int, sharding: str, recompute: str) -> Busy:
+    """Of the busiest of `dp` replicas: ns of its micro-batches, their number, ns of the longest forward and of the longest backward."""
+    gathers = passing(load.cost, dp, sharding, work.cluster, load.tp * load.pp)
     busiest = -(-work.samples(load) // dp)
+    key = busiest, size, recompute
+    if gathers is None and key in load.busy:
+        return load.busy[key]
+    parts, dealt = _dealt(load, busiest, size)
+    total, fill, drain = 0, 0, 0
+    for pattern, alike, number in dealt:
+        forward, backward = _times(work, load, pattern, alike, recompute)
+        if gathers is not None:
+            forward, backward = gathers.forward_ns(forward), gathers.backward_ns(backward)
+        total += number * (forward + backward)
+        fill, drain = max(fill, forward), max(drain, backward)
+    found = -(-total // parts), max(1, -(-sum(number for *_, number in dealt) // parts)), fill, drain
+    if gathers is None:
+        load.busy[key] = found
+    return found
+
+
+def _dealt(load: Load, busiest: int, size: int) -> Dealt:
+    """How a replica's samples are expected to be cut: for each pattern the samples in a micro-batch, and how many of these there are, in
+    parts of which the first number makes a whole one."""
     if (busiest, size) not in load.dealt:
         samples = [(pattern, busiest * pattern.share / load.share) for pattern in load.active]
-        load.dealt[busiest, size] = [(p, min(size, ceil(n)), n / min(size, ceil(n))) for p, n in samples]
+        numbers = [(pattern, min(size, ceil(n)), n / min(size, ceil(n))) for pattern, n in samples]
+        parts = lcm(*(n.denominator for *_, n in numbers))
+        load.dealt[busiest, size] = parts, [(p, alike, int(n * parts)) for p, alike, n in numbers]
     return load.dealt[busiest, size]
 
 

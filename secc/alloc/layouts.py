@@ -48,13 +48,12 @@ def _smallest(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 def _front(group: Sequence[Candidate], step: int) -> list[Candidate]:
     """The Pareto front. A candidate can only be beaten by one before it in this order, as times are compared first."""
-    kept: list[tuple[tuple[int, ...], Candidate]] = []
-    for c in sorted(group, key=lambda c: (c.time_ns, c.extras, _costs(c, step))):
-        costs = _costs(c, step)
-        if not any(all(a <= b for a, b in zip(other, costs, strict=True)) for other, _ in kept):
-            kept.append((costs, c))
+    kept: list[tuple[tuple[int, int, int, int], Candidate]] = []
+    for _, _, (wait, rounds, memory, ahead), c in sorted(((c.time_ns, c.extras, _costs(c, step), c) for c in group), key=lambda k: k[:3]):
+        if not any(w <= wait and r <= rounds and m <= memory and a <= ahead for (w, r, m, a), _ in kept):
+            kept.append(((wait, rounds, memory, ahead), c))
     return [c for _, c in kept]
 
 
-def _costs(c: Candidate, step: int) -> tuple[int, ...]:
+def _costs(c: Candidate, step: int) -> tuple[int, int, int, int]:
     return c.fill_ns + c.drain_ns, c.rounds, -(-c.memory // step), -(-c.memory_ahead // step)
