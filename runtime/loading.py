@@ -10,22 +10,26 @@ from secc.runtime.data import DataPlane, GlobalBatch
 from secc.runtime.program import MicroBatch
 from secc.runtime.section import RECORDED
 from secc.runtime.steps import Step
+from secc.runtime.trace import Trace
 
 
 class Loading:
     """Hands out the micro-batches of a step: those of its global batch, and those of the next one that it computes ahead."""
 
-    def __init__(self, data: DataPlane, step: Step) -> None:
-        self._data, self._step = data, step
+    def __init__(self, data: DataPlane, step: Step, trace: Trace) -> None:
+        self._data, self._step, self._trace = data, step, trace
         self._recording = self._waiting = 0.0
 
     def batch(self, micro: MicroBatch) -> dict[str, Any]:
         """The batch of a micro-batch, on the device."""
         start = time.perf_counter()
-        found = self._data.batch(*self._place(micro))
+        args = {"section": micro.section, "microbatch": micro.index, "samples": [self._step.samples[s].id for s in micro.samples]}
+        with self._trace.event(f"LOAD {micro.section} {micro.index}", kind="LOAD", **args):
+            found = self._data.batch(*self._place(micro))
         self._waiting += time.perf_counter() - start
-        if RECORDED in found:
-            self._recording += found[RECORDED].seconds
+        if RECORDED in found and (spent := found[RECORDED].spent):
+            self._recording += spent.seconds
+            self._trace.background(f"RECORD {micro.section} {micro.index}", spent.start, spent.end, kind="RECORD", **args)
         return found
 
     def _place(self, micro: MicroBatch) -> tuple[Sequence[int], GlobalBatch]:

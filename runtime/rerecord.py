@@ -37,14 +37,26 @@ class Extent(NamedTuple):
     shape: tuple[int, ...]
 
 
+class Spent(NamedTuple):
+    """When a recording was made, in the machine's monotonic nanoseconds."""
+
+    start: int
+    end: int
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return (self.end - self.start) / 1e9
+
+
 @dataclass(frozen=True)
 class Glue:
-    """The recorded glue of one micro-batch, for a case of the plan. `seconds`: what recording took, 0 where the cache had it."""
+    """The recorded glue of one micro-batch, for a case of the plan. `spent`: when it was recorded, None where the cache had it."""
 
     case: str
     programs: Mapping[str, Program]
     planned: Mapping[str, Sequence[str]]
-    seconds: float
+    spent: Spent | None
 
     def run(self, section: Section, batch: Mapping[str, Any], label: str, sources: Sequence[torch.Tensor]) -> torch.Tensor:
         """The tensor with this label; `sources` are those that the plan has for it."""
@@ -72,6 +84,7 @@ class Rerecorder:
         self._sections: Sequence[Section] = ()
         self._cache: OrderedDict[bytes, _Found] = OrderedDict()
         self._deciding = frozenset[str]()
+        self._recordings = 0
 
     def with_rows(self, batch: dict[str, Any]) -> dict[str, Any]:
         """A sample's batch with the numbers of rows that values decide, if the plan has such symbols."""
@@ -84,8 +97,8 @@ class Rerecorder:
         active = (s for s in self._ready() if not self._when[s.name] or self._when[s.name] & pattern) if cases else ()
         if not any(s.wants_recording(batch) for s in active):
             return batch
-        start = time.perf_counter()
-        before = len(self._cache)
+        start = time.monotonic_ns()
+        before = self._recordings
         found = self._find(batch)
         known = batch | self._extents(found)
         sizes = sizes_of(known, self.plan.symbols, samples)
@@ -93,8 +106,8 @@ class Rerecorder:
         fitting = next((c for c, problem in zip(cases, problems, strict=True) if problem is None), None)
         if fitting is None:
             raise problems[0] or UserError("no case of the plan fits")
-        seconds = time.perf_counter() - start if len(self._cache) > before else 0.0
-        return known | {RECORDED: Glue(fitting.name, found.programs, fitting.sources, seconds)}
+        spent = Spent(start, time.monotonic_ns()) if self._recordings > before else None
+        return known | {RECORDED: Glue(fitting.name, found.programs, fitting.sources, spent)}
 
     def _ready(self) -> Sequence[Section]:
         if self._recorder is None:
@@ -114,6 +127,7 @@ class Rerecorder:
             return self._cache[key]
         self._ready()
         assert self._recorder is not None
+        self._recordings += 1
         outline = Outline.of(fold(self._recorder.record(batch)))
         made, read = programs(outline, batch)
         deciding = read | _deciding(outline.recording)

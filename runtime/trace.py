@@ -44,8 +44,15 @@ class Trace:
             return
         start = self._now()
         yield
-        end = self._now()
-        event = {"ph": "X", "pid": self.rank, "tid": 0, "name": name, "cat": args.get("kind", ""), "args": args}
+        self._add(name, 0, start, self._now(), args)
+
+    def background(self, name: str, start: int, end: int, **args: Any) -> None:
+        """An event in another process of this rank, on a track of its own; `start` and `end` are this machine's monotonic nanoseconds."""
+        if self.path is not None:
+            self._add(name, 1, start, end, args)
+
+    def _add(self, name: str, track: int, start: int, end: int, args: dict[str, Any]) -> None:
+        event = {"ph": "X", "pid": self.rank, "tid": track, "name": name, "cat": args.get("kind", ""), "args": args}
         self._events.append(event | {"ts": (start - self._zero) / 1e3, "dur": (end - start) / 1e3})
 
     def close(self) -> None:

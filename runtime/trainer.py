@@ -95,7 +95,7 @@ class Trainer:
         coefficients = self._coefficients(batch)
         self.reducer.reset()
         seed, later_seed = (item_seed(self.run.seed, -1, number) for number in (batch.step, batch.step + 1))
-        loading = Loading(self.run.data, step)
+        loading = Loading(self.run.data, step, self.run.trace)
         share = self.engine.run(StepInput(step.schedule, step.samples, loading.batch, coefficients, seed, later_seed))
         self.reducer.finish()
         loss, norm, logged, spent = self._totals(share, loading)

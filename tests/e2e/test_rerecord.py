@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +12,10 @@ import torch
 from secc.check import OneRank
 from secc.compiler import Compiled, Options, compile_model
 from secc.frontend.reference import compare, eager
+from tests.e2e.harness import compile_to, differences, distributed, plain, recording_model
 
 RARE = 777  # an index that no survey of this dataset draws
+UNDRAWN = 38  # another one, in an early global batch
 SOURCE = """
 import torch
 from torch import nn
@@ -83,3 +87,32 @@ def test_a_branch_that_no_capture_took_is_recorded_anew(tmp_path: Path, kind: st
         assert difference.exact, (indices, difference)
     branches = torch.tensor([float(s["flag"] == 5) for s in samples])
     assert branches.sum() == 1
+
+
+@pytest.mark.gloo
+def test_ranks_train_a_micro_batch_that_no_capture_saw(tmp_path: Path) -> None:
+    """The third global batch holds the sample; one rank records it while the step before trains."""
+    source = SOURCE.replace("{read}", READS["bool"]).replace("{branch}", BRANCH.format("rare")).replace("777", str(UNDRAWN))
+    (tmp_path / "reader.py").write_text(source)
+    model = recording_model("reader", tmp_path, tmp_path)
+    options = {"cluster": "local:2", "global_batch": 16, "strategy": "apart", "sections": ("front=encoder", "back=decoder+head")}
+    made = compile_to(model, tmp_path / "plan", **options)
+    assert made.plan.world_size == 2 and [case.spare for case in made.plan.recorded] == [True]
+    assert UNDRAWN not in [d.index for d in made.survey.drawn]
+    trace = ("--trace", str(tmp_path / "trace.json"))
+    found = distributed(tmp_path / "plan", 2, 3, tmp_path / "run", "--workers", "1", *trace)
+    assert list(differences(found, plain(model, 16, 3, tmp_path / "plain"))) == []
+    assert_traced(json.loads((tmp_path / "trace.json").read_text())["traceEvents"], UNDRAWN)
+
+
+def assert_traced(events: list[dict[str, Any]], sample: int) -> None:
+    """The sample's recording is on a track of its own, and over when the rank has its micro-batch."""
+    mine = [e for e in events if sample in e.get("args", {}).get("samples", ())]
+    recordings = [e for e in mine if e["args"]["kind"] == "RECORD"]
+    assert recordings and all(e["tid"] == 1 for e in recordings)
+    for e in recordings:
+        key = e["pid"], e["args"]["section"], e["args"]["microbatch"]
+        (load,) = [x for x in mine if x["args"]["kind"] == "LOAD" and (x["pid"], x["args"]["section"], x["args"]["microbatch"]) == key]
+        assert load["tid"] == 0 and e["ts"] + e["dur"] <= load["ts"] + load["dur"]
+    kinds = {e["args"]["kind"] for e in events if "args" in e and "kind" in e["args"]}
+    assert {"F", "B", "LOAD", "RECORD"} <= kinds
