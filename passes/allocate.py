@@ -133,21 +133,23 @@ def _write(graph: GraphOp, work: Workload, asked: Problem, solution: Solution, w
     if kept:
         graph.attributes["run_ahead_gib"] = number(kept / GIB)
     label = "default" if any(load.label == "default" for load in work.loads.values()) else "roofline"
+    solved = {"status": solution.status, "gap": solution.gap, **_contest(won), **_objective(asked, solution.ranks)}
     graph.attributes |= {
         "world_size": integer(value.ranks),
         "global_batch": integer(work.global_batch),
         "cluster": StringAttr(_cluster(work, asked, solution, chosen).to_json()),
         "reasons": StringAttr(json.dumps(reasons(work, asked, solution, pins.refused))),
-        "solver": StringAttr(json.dumps({"status": solution.status, "gap": solution.gap, **_contest(won), **_objective(asked)})),
+        "solver": StringAttr(json.dumps(solved)),
         "prediction": StringAttr(
             json.dumps({"step_time_s": solution.time_ns / 10**9, "label": label, **_missing(work, value, solution, chosen)})
         ),
     }
 
 
-def _objective(asked: Problem) -> dict[str, Any]:
-    """What else than the least time was asked for."""
-    return {} if asked.deadline is None else {"objective": "gpus", "deadline_s": asked.deadline / 10**9}
+def _objective(asked: Problem, ranks: int) -> dict[str, Any]:
+    """What else than the least time was asked for, and the ranks left over where the plan's cluster has only the nodes that are used."""
+    found: dict[str, Any] = {} if asked.deadline is None else {"objective": "gpus", "deadline_s": asked.deadline / 10**9}
+    return found | ({"free_ranks": asked.ranks - ranks} if asked.pools else {})
 
 
 def _contest(won: Winner) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def command(
 
 
 def _say_what_is_free(plan: Plan) -> None:
-    ranks = int(plan.cluster.get("ranks", 0))
+    ranks = plan.world_size + int(plan.solver["free_ranks"]) if "free_ranks" in plan.solver else int(plan.cluster.get("ranks", 0))
     if plan.world_size < ranks:
         why = "are not needed" if plan.solver.get("objective") == "gpus" else "would not make a step shorter"
         out.print(f"  {ranks - plan.world_size} of {ranks} ranks {why} and stay free")

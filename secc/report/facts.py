@@ -7,7 +7,7 @@ from typing import Any
 
 from secc.cluster import Cluster
 from secc.report import cuts, reasons
-from secc.report.table import Table, bytes_text, ranks_text, seconds_text
+from secc.report.table import Table, blocks_text, bytes_text, ranks_text, seconds_text
 from secc.runtime.ahead import sections
 from secc.runtime.graph import Graph
 from secc.runtime.plan import Edge, Plan, Recorded, Section
@@ -79,7 +79,7 @@ def _sections(plan: Plan) -> Table:
     def row(s: Section) -> tuple[str, ...]:
         active = "samples with " + " or ".join(s.when) if s.when else "every sample"
         layout = f"dp {s.mesh.dp}, pp {s.mesh.pp}, tp {s.mesh.tp}"
-        return (s.name, s.mode, active, _ranks(plan, s), layout, str(s.micro_batch), s.recompute, s.sharding, ", ".join(s.blocks))
+        return (s.name, s.mode, active, _ranks(plan, s), layout, str(s.micro_batch), s.recompute, s.sharding, blocks_text(s.blocks))
 
     columns = ("section", "mode", "active for", "ranks", "layout", "micro-batch", "recompute", "sharding", "blocks")
     return Table("Sections", columns, tuple(row(s) for s in plan.whole_sections), "Sections on the same ranks share their time and memory.")
@@ -95,7 +95,7 @@ def _ranks(plan: Plan, section: Section) -> str:
 def _stages(plan: Plan) -> Table:
     def row(s: Section) -> tuple[str, ...]:
         held = "any" if s.mode == "forward" or not s.in_flight else str(s.in_flight)
-        return (s.name, s.mode, ranks_text(s.mesh.ranks), str(len(s.params)), f"{s.memory_gib:.3g}", held, ", ".join(s.blocks))
+        return (s.name, s.mode, ranks_text(s.mesh.ranks), str(len(s.params)), f"{s.memory_gib:.3g}", held, blocks_text(s.blocks))
 
     columns = ("stage", "mode", "ranks", "parameters", "GiB a rank", "in flight", "blocks")
     note = "Sections that run as pipelines; in flight: how many micro-batches a stage may hold between forward and backward."

@@ -16,6 +16,20 @@ class Table:
     note: str = ""
 
 
+def blocks_text(paths: Sequence[str]) -> str:
+    """Module paths, layers in a row as one: `model.embed, model.layers.0-31, head`."""
+    spans: list[tuple[str, int, int]] = []  # what stands before a number, the first and the last one; -1 where there is none
+    for path in paths:
+        head, dot, number = path.rpartition(".")
+        if not number.isdecimal():
+            spans.append((path, -1, -1))
+        elif spans and spans[-1][0] == head + dot and 0 <= spans[-1][2] == int(number) - 1:
+            spans[-1] = (head + dot, spans[-1][1], int(number))
+        else:
+            spans.append((head + dot, int(number), int(number)))
+    return ", ".join(head if first < 0 else f"{head}{first}" + (f"-{last}" if last > first else "") for head, first, last in spans)
+
+
 def ranks_text(ranks: Sequence[int]) -> str:
     """`0-2, 5` for (0, 1, 2, 5)."""
     spans: list[list[int]] = []
