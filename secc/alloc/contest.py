@@ -1,9 +1,10 @@
 """The solver's best plan against plans near it, each under the real order, which finds what the closed forms misjudge.
 
-The first ones are the solver's: its best of all, the best with every section apart, and with all on the same devices. From the one with
-the shortest step under the order (`secc.alloc.trial`), plans that differ in one thing are tried, those first that the closed forms like
-best: one section run in another way on as many ranks, or ranks handed from one group to another. The shortest goes on, until none is
-shorter or so many have been tried. A plan whose order holds more than the memory there is does not count.
+The first ones are the solver's: its best of all, the best with every section apart, with all on the same devices, and all of these
+without `zero3`, under which replicas wait for each other in every micro-batch, as no closed form prices it. From the one with the
+shortest step under the order (`secc.alloc.trial`), plans that differ in one thing are tried, those first that the closed forms like best:
+one section run in another way on as many ranks, or ranks handed from one group to another. The shortest goes on, until none is shorter or
+so many have been tried. A plan whose order holds more than the memory there is does not count.
 
 As in the solver, replicas of several ranks have to be faster by a margin. Everything is counted and nothing timed, so that the same
 inputs give the same plan.
@@ -16,6 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import islice, product
 
 from secc.alloc.evaluate import evaluate
+from secc.alloc.layouts import IN_STEP
 from secc.alloc.model import solve
 from secc.alloc.trial import Ranks, Trial, Tried
 from secc.alloc.types import Assignment, Candidate, Problem
@@ -64,8 +66,12 @@ class _Contest:
 
     def _others(self) -> Iterator[Assignment]:
         """The solver's best plans of other kinds, where it was free to choose."""
-        for strategy in ("apart", "colocate") if self.problem.strategy == "auto" and len(self.problem.sections) > 1 else ():
-            found = solve(replace(self.problem, strategy=strategy))
+        problem, several = self.problem, len(self.problem.sections) > 1
+        problems = [replace(problem, strategy=s) for s in ("apart", "colocate") if problem.strategy == "auto" and several]
+        if any(c.sharding == IN_STEP for cs in problem.sections.values() for c in cs):
+            problems += map(_without_rounds, (problem, *problems))
+        for other in problems:
+            found = solve(other, margin=self.margin)
             if found is not None:
                 yield found.assignment
 
@@ -128,6 +134,16 @@ class _Contest:
     def _fast(self, options: Iterable[Assignment]) -> list[Assignment]:
         """Options of which other sections are not settled yet: those whose own candidates take the least time."""
         return sorted(options, key=lambda o: sum(self.problem.sections[s][i].time_ns for s, i in o.choice.items()))
+
+
+def _without_rounds(problem: Problem) -> Problem:
+    """The problem in which nothing fits whose replicas wait for each other in every micro-batch."""
+    full = 2 * problem.capacity
+    sections = {
+        s: tuple(replace(c, memory=full, memory_ahead=full) if c.sharding == IN_STEP else c for c in cs)
+        for s, cs in problem.sections.items()
+    }
+    return replace(problem, sections=sections)
 
 
 def _key(a: Assignment) -> tuple[tuple[int, ...], tuple[str, ...]]:

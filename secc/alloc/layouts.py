@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from secc.alloc.types import Candidate
 
 ANY_COUNT = 32  # a cluster of so many ranks is shared out rank by rank, a larger one node by node
+IN_STEP = "zero3"  # replicas wait for each other in every micro-batch, which no closed form prices: it beats nothing else
 MEMORY_STEPS = 40  # of the capacity: memories in one step count as equal
 
 
@@ -56,4 +57,5 @@ def _front(group: Sequence[Candidate], step: int) -> list[Candidate]:
 
 
 def _costs(c: Candidate, step: int) -> tuple[int, int, int, int]:
-    return c.fill_ns + c.drain_ns, c.rounds, -(-c.memory // step), -(-c.memory_ahead // step)
+    """Waits, rounds (one that keeps replicas in step counts half a round more), and memory in two cases."""
+    return c.fill_ns + c.drain_ns, 2 * c.rounds + (c.sharding == IN_STEP), -(-c.memory // step), -(-c.memory_ahead // step)
