@@ -14,16 +14,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from secc.check import checked
-from secc.codegen import plan as plan_codegen
-from secc.compiler import Compiled, Options, compile_model, pipeline_text
+from secc.compiler import Compiled, Options, compile_model
 from secc.errors import UserError
-from secc.planning import Planner
 from secc.report.page import page
+from tests.e2e.harness import replanned
 from tests.e2e.random_models import Plan, random_model, random_plan
 from tools.ranks import Trained, differences, distributed, plain, recording_model
 
@@ -83,24 +81,12 @@ def _reference(first: Compiled, model: Path, wanted: Plan, folder: Path) -> Trai
 def _planned(compiled: Compiled, wanted: Plan) -> Compiled:
     """The captured model under another plan: with as many of the wanted pins as can be had together."""
     try:
-        return _replanned(compiled, wanted)
+        options = Options(cluster=f"local:{wanted.ranks}", global_batch=wanted.global_batch, strategy=wanted.strategy, set=wanted.pins)
+        return replanned(compiled, options)
     except UserError:
         if not wanted.pins and wanted.strategy == "auto":
             raise
         return _planned(compiled, dataclasses.replace(wanted, pins=wanted.pins[:-1], strategy=wanted.strategy if wanted.pins else "auto"))
-
-
-def _replanned(compiled: Compiled, wanted: Plan) -> Compiled:
-    options = Options(cluster=f"local:{wanted.ranks}", global_batch=wanted.global_batch, strategy=wanted.strategy, set=wanted.pins)
-
-    def text(**changes: tuple[str, ...]) -> str:
-        return pipeline_text(dataclasses.replace(options, **changes))
-
-    source = dataclasses.replace(compiled.source, text=text)
-    planned = Planner(source, options.set, lambda _: nullcontext(), lambda _: None).plan()
-    made = plan_codegen.build(planned.module, compiled.plan.model, {})
-    made = dataclasses.replace(made, checks=compiled.plan.checks)
-    return dataclasses.replace(compiled, plan=made, module=planned.module, dumps=planned.dumps, constants=planned.captured.constants)
 
 
 def main() -> int:
