@@ -25,18 +25,25 @@ def tables(plan: Plan) -> list[Table]:
 
 def _choices(plan: Plan) -> Table:
     rows = [row for name, found in plan.reasons.items() for row in _alternatives(plan, name, found.get("alternatives", ()))]
-    note = "One choice changed and all else left, the runner-up first; memory is that of the fullest rank of the section's devices."
+    note = "One choice changed and all else left, by the closed forms, the runner-up first; memory is that of the section's fullest rank."
+    if tried := plan.solver.get("tried"):
+        note += f" The plan is the shortest of {tried} that were tried in the order in which ranks run."
     return Table("What else could be", ("section", "instead", "then", "step", "change", "GiB a rank"), tuple(rows), note)
 
 
 def _alternatives(plan: Plan, name: str, found: Any) -> Iterator[tuple[str, ...]]:
     """Those that fit, the fastest first, then those that do not."""
     step = float(plan.prediction.get("step_time_s", 0.0))
-    for a in sorted(found, key=lambda a: (not a["fits"], a["step_time_s"])):
+    for a in sorted(found, key=lambda a: (not a["fits"], _waits(a), a["step_time_s"])):
         layout, then = a["layout"], float(a["step_time_s"])
         shape = f"dp {layout['dp']}, pp {layout['pp']}, tp {layout['tp']}, micro-batch {layout['micro_batch']}"
         memory = f"{a['memory'] / 2**30:.3g}" + ("" if a["fits"] else " too much")
-        yield (name, a["choice"], shape, seconds_text(then), _change(then, step), memory)
+        yield (name, a["choice"], shape, seconds_text(then), _change(then, step) + (", but for waits" if _waits(a) else ""), memory)
+
+
+def _waits(alternative: Any) -> bool:
+    """Whether replicas wait for each other in every micro-batch, which no closed form prices."""
+    return alternative["layout"]["sharding"] == "zero3"
 
 
 def _change(then: float, step: float) -> str:
@@ -55,7 +62,7 @@ def _bound(plan: Plan, name: str, found: Any) -> str:
     """The largest part, and the memory that a faster choice would need."""
     largest = next(iter(found["time_s"]), "nothing")
     step = float(plan.prediction.get("step_time_s", 0.0))
-    faster = [a for a in found["alternatives"] if not a["fits"] and float(a["step_time_s"]) < step * (1 - SAME)]
+    faster = [a for a in found["alternatives"] if not a["fits"] and not _waits(a) and float(a["step_time_s"]) < step * (1 - SAME)]
     if not faster:
         return largest
     best = min(faster, key=lambda a: a["step_time_s"])
