@@ -1,7 +1,7 @@
 """The solver's best plan against plans near it, each under the real order, which finds what the closed forms misjudge.
 
-The first ones are the solver's: its best of all, the best with every section apart, with all on the same devices, and all of these
-without `zero3`, under which replicas wait for each other in every micro-batch, as no closed form prices it. From the one with the
+The first ones are the solver's: its best of all, and without `zero3`, under which replicas wait for each other in every micro-batch as no
+closed form prices it, its best, the best with every section apart, and the best with all on the same devices. From the one with the
 shortest step under the order (`secc.alloc.trial`), plans that differ in one thing are tried, those first that the closed forms like best:
 one section run in another way on as many ranks, or ranks handed from one group to another. The shortest goes on, until none is shorter or
 so many have been tried. A plan whose order holds more than the memory there is does not count.
@@ -66,13 +66,11 @@ class _Contest:
 
     def _others(self) -> Iterator[Assignment]:
         """The solver's best plans of other kinds, where it was free to choose."""
-        problem, several = self.problem, len(self.problem.sections) > 1
-        problems = [replace(problem, strategy=s) for s in ("apart", "colocate") if problem.strategy == "auto" and several]
-        if any(c.sharding == IN_STEP for cs in problem.sections.values() for c in cs):
-            problems += map(_without_rounds, (problem, *problems))
-        for other in problems:
-            found = solve(other, margin=self.margin)
-            if found is not None:
+        rounds = any(c.sharding == IN_STEP for cs in self.problem.sections.values() for c in cs)
+        problem = _without_rounds(self.problem) if rounds else self.problem
+        free = problem.strategy == "auto" and len(problem.sections) > 1
+        for other in (*[problem][:rounds], *(replace(problem, strategy=s) for s in ("apart", "colocate") if free)):
+            if (found := solve(other, margin=self.margin)) is not None:
                 yield found.assignment
 
     # -- what a plan is worth -----------------------------------------------------------------------------------------------------
