@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import torch
@@ -19,10 +19,12 @@ from torch import nn
 
 from secc.runtime import initial, user_model
 from secc.runtime.errors import UserError
+from secc.runtime.gathering import scattered
 from secc.runtime.handout import Node, hand_out, loose, receive
 from secc.runtime.initial import Init
 from secc.runtime.meta import meta_model
 from secc.runtime.plan import Plan
+from secc.runtime.program import gathers
 from secc.runtime.seeding import seeded
 from secc.runtime.user_model import UserModel
 
@@ -55,16 +57,16 @@ def build_model(plan: Plan, user: UserModel, rank: int, device: torch.device, se
     if init:
         model = _bare(plan, user, seed)
         _check_buffers(model, user)
-        hold(model, names_of_rank(plan, model, rank), device, values=False)
+        hold(model, names_of_rank(plan, model, rank), device, False, shared_out(plan, model))
         initial.load(model, init, canonical_names(model), report=rank == 0)
     elif node.builds or _size(plan) <= OWN_COPY:
         model = _built(plan, user, seed)
         if node.receivers() and _size(plan) > OWN_COPY:
             hand_out(node, model, {r: names_of_rank(plan, model, r) for r in node.receivers()})
-        hold(model, names_of_rank(plan, model, rank), device)
+        hold(model, names_of_rank(plan, model, rank), device, host=shared_out(plan, model))
     else:
         model = _bare(plan, user, seed)
-        hold(model, names_of_rank(plan, model, rank), device, values=False)
+        hold(model, names_of_rank(plan, model, rank), device, False, shared_out(plan, model))
         receive(node, model, names_of_rank(plan, model, rank))
     return model
 
@@ -158,18 +160,26 @@ def owners(plan: Plan, model: nn.Module) -> dict[str, int]:
     return {n: ranks.get(canonical[n], 0) if n in canonical else of_block(n) for n in model.state_dict()}
 
 
-def hold(model: nn.Module, names: Iterable[str], device: torch.device, values: bool = True) -> None:
+def shared_out(plan: Plan, model: nn.Module) -> set[str]:
+    """The parameters, by their first names, that replicas gather layer by layer: a device never has room for all of them."""
+    canonical = canonical_names(model)
+    return {name for s in plan.sections if gathers(s) for name in scattered(plan, s, canonical)}
+
+
+def hold(model: nn.Module, names: Iterable[str], device: torch.device, values: bool = True, host: Collection[str] = ()) -> None:
     """Put the parameters `names` and all buffers onto `device`, and every other parameter onto meta. Ties stay tied.
 
-    Without `values` the parameters get room for some, and so do buffers and tensors in attributes that have none.
+    Those in `host` go to the CPU's memory, until they are shared out. Without `values` the parameters get room for some, and so do buffers
+    and tensors in attributes that have none.
     """
     wanted = set(names)
     moved: dict[nn.Parameter, nn.Parameter] = {}
     for name, param in model.named_parameters():
+        where = torch.device("cpu") if name in host else device
         if name in wanted and values:
-            param.data = param.data.to(device)
+            param.data = param.data.to(where)
         else:
-            room = torch.empty_like(param, device=device if name in wanted else "meta")
+            room = torch.empty_like(param, device=where if name in wanted else "meta")
             moved[param] = nn.Parameter(room, requires_grad=param.requires_grad)
     for module in model.modules():
         for key, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):

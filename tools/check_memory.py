@@ -25,7 +25,7 @@ from secc.runtime.user_model import UserModel, load
 SAMPLES = 4
 FILE = """
 import torch
-from tools.check_memory import CASES
+from tools.check_memory import CASES, sample
 
 def model():
     return CASES[{name!r}]()
@@ -35,11 +35,7 @@ class Samples(torch.utils.data.Dataset):
         return 64
 
     def __getitem__(self, i):
-        g = torch.Generator().manual_seed(i)
-        if {name!r}.startswith("vit"):
-            return {{"pixel_values": torch.randn(3, 224, 224, generator=g), "labels": torch.tensor(i % 10)}}
-        words = torch.randint(10, 1000, (384,), generator=g)
-        return {{"input_ids": words, "labels": words.clone()}}
+        return sample({name!r}, torch.Generator().manual_seed(i))
 
 def dataset():
     return Samples()
@@ -70,10 +66,54 @@ CASES: Mapping[str, Callable[[], nn.Module]] = {
             max_position_embeddings=512, dropout=0.0, use_cache=False,
         )
     ),
+    "bert": lambda: T.BertForMaskedLM(
+        T.BertConfig(
+            hidden_size=512, num_hidden_layers=8, num_attention_heads=8, intermediate_size=2048, vocab_size=8000,
+            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        )
+    ),
+    "moe": lambda: _language_model(
+        T.Qwen3MoeConfig, 6, 512, 4000, num_key_value_heads=4, head_dim=64, num_experts=8, num_experts_per_tok=2,
+        moe_intermediate_size=512, experts_implementation="eager",
+    ),
+    "whisper": lambda: T.WhisperForConditionalGeneration(
+        T.WhisperConfig(
+            d_model=384, encoder_layers=6, decoder_layers=6, encoder_attention_heads=6, decoder_attention_heads=6, encoder_ffn_dim=1536,
+            decoder_ffn_dim=1536, vocab_size=4000, max_source_positions=300, max_target_positions=128, use_cache=False, dropout=0.0,
+            attention_dropout=0.0, activation_dropout=0.0, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=3,
+        )
+    ),
+    "vlm": lambda: T.LlavaForConditionalGeneration(
+        T.LlavaConfig(
+            vision_config=T.CLIPVisionConfig(
+                hidden_size=384, num_hidden_layers=6, num_attention_heads=6, intermediate_size=1536, image_size=224, patch_size=14,
+            ),
+            text_config=T.LlamaConfig(
+                hidden_size=512, num_hidden_layers=6, num_attention_heads=8, intermediate_size=1536, vocab_size=4000, use_cache=False,
+            ),
+            image_token_index=IMAGE,
+        )
+    ),
     "vit": lambda: T.ViTForImageClassification(
         T.ViTConfig(hidden_size=384, num_hidden_layers=8, num_attention_heads=6, intermediate_size=1536, num_labels=10)  # pyright: ignore[reportCallIssue]
     ),
 }  # fmt: skip
+
+
+IMAGE, PATCHES = 5, 256  # the token that stands for a patch of the vlm's images, and how many an image has
+
+
+def sample(name: str, g: torch.Generator) -> dict[str, torch.Tensor]:
+    """A random sample for the model of a case."""
+    words = torch.randint(10, 1000, (384,), generator=g)
+    if name == "vit":
+        return {"pixel_values": torch.randn(3, 224, 224, generator=g), "labels": torch.randint(10, (), generator=g)}
+    if name == "whisper":
+        return {"input_features": torch.randn(80, 600, generator=g), "labels": words[:128]}
+    if name == "vlm":
+        words[:PATCHES] = IMAGE
+        return {"input_ids": words, "pixel_values": torch.randn(1, 3, 224, 224, generator=g), "labels": words.clone()}
+    return {"input_ids": words, "labels": words.clone()}
 
 
 def predicted(path: Path) -> float:
@@ -90,6 +130,7 @@ def tracked(user: UserModel) -> float:
     """Bytes at the tracker's peak in plain PyTorch."""
     torch.manual_seed(0)
     model = user.model()
+    _frozen_as_buffers(model)
     optimizer = user.optimizer([(n, p) for n, p in model.named_parameters() if p.requires_grad])
     batch = user.collate([user.module.dataset()[i] for i in range(SAMPLES)])
     tracker = MemTracker()
@@ -102,6 +143,15 @@ def tracked(user: UserModel) -> float:
             optimizer.zero_grad()
     snapshot = tracker.get_tracker_snapshot("peak")
     return float(sum(state["Total"] for state in snapshot.values()))
+
+
+def _frozen_as_buffers(model: nn.Module) -> None:
+    """The tracker asks every parameter for its gradient, also those that have none."""
+    for module in model.modules():
+        for key, param in list(module.named_parameters(recurse=False)):
+            if not param.requires_grad:
+                delattr(module, key)
+                module.register_buffer(key, param.data)
 
 
 def compare(name: str) -> tuple[float, float]:

@@ -78,11 +78,14 @@ def memory_parts(work: Workload, load: Load, c: Candidate, ahead: bool, messages
     rank = replica_of(work, load, c.tp, c.pp, c.ranks)
     found = room(work, rank, c.dp, c.micro_batch, c.sharding, c.recompute, c.micro_batches)
     whole = c.memory_ahead if ahead else c.memory
-    kept = whole - found.total(0)
+    moving = whole - found.fixed  # gradients, or none yet, and what micro-batches keep
+    gradients = found.gradients if moving % max(1, found.activation) == found.gradients % max(1, found.activation) else 0
+    gradients = gradients if gradients <= moving else 0
+    kept = moving - gradients
     count = kept // found.activation if found.activation else 0
     parts = {
         "weights": found.parameters,
-        "gradients": found.gradients,
+        "gradients": gradients,
         "optimizer states": found.optimizer,
         ("gathered layers, gradients on their way" if c.sharding == "zero3" else "gradients on their way"): found.buffers,
         f"activations of {count} micro-batch{'es' if count != 1 else ''}": kept,

@@ -9,12 +9,13 @@ from secc.runtime.buckets import BUCKET_BYTES, WINDOW
 
 OPTIMIZER_STATES = 2  # AdamW keeps two tensors for each trainable parameter, in the parameter's dtype
 SUM_BYTES = 4  # gradients are summed in float32
+MANY = 1 << 30  # micro-batches: more than are in flight
 
 
 @dataclass(frozen=True)
 class Memory:
     """Bytes on one rank: `parameters`, `gradients`, `optimizer`, `buffers` of gradients on their way, `activation` for each micro-batch in
-    flight, and `working`: what recomputation adds to one of them."""
+    flight, and `working`: what recomputation adds to one of them. `micro_batches`: those of a step."""
 
     parameters: int
     gradients: int
@@ -22,14 +23,25 @@ class Memory:
     activation: int
     buffers: int = 0
     working: int = 0
+    micro_batches: int = MANY
+
+    @property
+    def fixed(self) -> int:
+        """Bytes besides gradients and what micro-batches keep."""
+        return self.parameters + self.optimizer + self.buffers + self.working
 
     def total(self, in_flight: int) -> int:
-        """Bytes with `in_flight` micro-batches between their forward and the end of their backward."""
-        states = self.parameters + self.gradients + self.optimizer + self.buffers
-        return states + in_flight * self.activation + self.working
+        """Bytes with `in_flight` micro-batches between their forward and the end of their backward.
+
+        Where these are all of the step there are no gradients when they have run forward: a backward makes them as it frees what its
+        micro-batch kept.
+        """
+        if in_flight < self.micro_batches:
+            return self.fixed + in_flight * self.activation + self.gradients
+        return self.fixed + max(in_flight * self.activation, (in_flight - 1) * self.activation + self.gradients)
 
 
-def memory(cost: SectionCost, activation: int, working: int = 0, dp: int = 1, sharding: str = "none", micro_batches: int = 2) -> Memory:
+def memory(cost: SectionCost, activation: int, working: int = 0, dp: int = 1, sharding: str = "none", micro_batches: int = MANY) -> Memory:
     """The memory of a rank that holds the whole section, `activation` bytes for each micro-batch in flight.
 
     Sharded optimizers have a `dp`-th of the states and of the summed gradients. Under `zero2` a rank's own gradients are freed bucket by
@@ -38,18 +50,18 @@ def memory(cost: SectionCost, activation: int, working: int = 0, dp: int = 1, sh
     """
     size, masters = cost.summed_bytes, cost.master_bytes
     if sharding == "zero3" and dp > 1:
-        return _gathered(cost, activation, working, dp)
+        return _gathered(cost, activation, working, dp, micro_batches)
     wide = SUM_BYTES * cost.trainable
     of_bucket = size if sharding != "none" else cost.trainable_bytes  # buckets hold so many bytes of what is reduced
     buffers = min(wide, WINDOW * BUCKET_BYTES * wide // of_bucket) if dp > 1 and size else 0
     if sharding == "none" or dp == 1:
-        return Memory(cost.param_bytes, size, OPTIMIZER_STATES * size + masters, activation, buffers, working)
+        return Memory(cost.param_bytes, size, OPTIMIZER_STATES * size + masters, activation, buffers, working, micro_batches)
     shard = -(-size // dp)
     own = min(size, BUCKET_BYTES) if sharding == "zero2" and micro_batches == 1 else size
-    return Memory(cost.param_bytes, own + shard, OPTIMIZER_STATES * shard + -(-masters // dp), activation, buffers, working)
+    return Memory(cost.param_bytes, own + shard, OPTIMIZER_STATES * shard + -(-masters // dp), activation, buffers, working, micro_batches)
 
 
-def _gathered(cost: SectionCost, activation: int, working: int, dp: int) -> Memory:
+def _gathered(cost: SectionCost, activation: int, working: int, dp: int, micro_batches: int) -> Memory:
     """Under `zero3`: shards, and while a pass goes on two layers and what is in none. Gradients of a layer are there twice, as they are
     made and in a flat buffer; those of what is in no layer stay until the pass ends."""
     layer, rest = cost.unit_bytes, cost.rest_bytes
@@ -58,4 +70,4 @@ def _gathered(cost: SectionCost, activation: int, working: int, dp: int) -> Memo
     parameters, gradients, states, masters = (
         -(-size // dp) for size in (cost.param_bytes, cost.wide_bytes, OPTIMIZER_STATES * cost.summed_bytes, cost.master_bytes)
     )
-    return Memory(parameters, gradients, states + masters, activation, buffers, working)
+    return Memory(parameters, gradients, states + masters, activation, buffers, working, micro_batches)

@@ -191,6 +191,13 @@ def test_memory_grows_with_what_is_in_flight() -> None:
     assert (room.parameters, room.gradients, room.optimizer) == (8000, 6000, 12000)
 
 
+def test_gradients_and_what_all_micro_batches_keep_are_not_there_at_once() -> None:
+    found = cost(graph(X + F, X + F + ENC))
+    small, large = (memory(found, activation=size, micro_batches=2) for size in (1000, 9000))
+    assert small.total(1) == small.fixed + 1000 + 6000
+    assert small.total(2) == small.fixed + 1000 + 6000 and large.total(2) == large.fixed + 2 * 9000
+
+
 def test_memory_of_sharded_states() -> None:
     found = cost(graph(X + F, X + F + ENC))
     size = found.trainable_bytes
