@@ -97,7 +97,8 @@ class Planner:
                 raise staged.impossible(error) from error
         done = [pipeline.described(step) for step in passes if step.name not in _behind(passes)]
         with self.step("cut blocks over ranks"):
-            if self._annotate(module, captured):
+            told = staging.tell(staged, module)
+            if self._annotate(module, captured) or told:
                 run.dumps[-1] = (run.dumps[-1][0], pipeline.header(done) + print_module(module))
         with self.step("passes"):
             rest = pipeline.run(module, passes[len(done) :], dump=True, progress=self.progress, made=done)

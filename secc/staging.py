@@ -16,8 +16,9 @@ from xdsl.dialects.builtin import ModuleOp
 from secc.errors import Impossible, UserError
 from secc.frontend.capture import Capture
 from secc.frontend.frontier import layers
-from secc.ir.analysis import number_of
+from secc.ir.analysis import number_of, texts_of
 from secc.ir.dialect import CallOp, graph_of, section_of, strings
+from secc.ir.merging import note
 from secc.ir.text import parse
 
 
@@ -25,13 +26,14 @@ from secc.ir.text import parse
 class Staging:
     """The blocks to open, the sections to keep, as `coarsen` takes them ("name=path+path"), and each section's stages ("name.pp=2").
 
-    `choices` are those that opening the blocks is for.
+    `choices` are those that opening the blocks is for; `notes` says how each section was formed.
     """
 
     cut: tuple[str, ...]
     sections: tuple[str, ...]
     stages: tuple[str, ...]
     choices: tuple[str, ...]
+    notes: Mapping[str, tuple[str, ...]]
 
     def impossible(self, error: UserError) -> Impossible:
         """What went wrong with the blocks open, as a reason against the stages."""
@@ -50,7 +52,15 @@ def find(module: ModuleOp, meta: nn.Module, dumps: Mapping[str, str]) -> Staging
     coarse = graph_of(parse(dumps["coarsen"])).sections if cut else ()
     sections = tuple(f"{s.sym.data}={'+'.join(strings(s.blocks))}" for s in coarse if strings(s.blocks))
     stages = tuple(f"{s.sym.data}.pp={number_of(s, 'pp') or 1}" for s in graph.sections)
-    return Staging(cut, sections, stages, tuple(sorted({f"{section}.pp" for section, path in calls if path in cut})))
+    notes = {s.sym.data: texts_of(s, "notes") for s in coarse}
+    return Staging(cut, sections, stages, tuple(sorted({f"{section}.pp" for section, path in calls if path in cut})), notes)
+
+
+def tell(staging: Staging, module: ModuleOp) -> bool:
+    """Note at the sections of the second capture how they were formed after the first one; whether there was anything to note."""
+    for section in graph_of(module).sections:
+        note(section, *(n for n in staging.notes.get(section.sym.data, ()) if n not in texts_of(section, "notes")))
+    return any(staging.notes.values())
 
 
 def check(staging: Staging, captured: Capture) -> None:

@@ -44,6 +44,8 @@ def test_stages_train_as_plain_pytorch(name: str, ranks: int, choices: tuple[str
     sections = json.loads((tmp_path / "plan" / "plan.json").read_text())["sections"]
     for section, pp in ((choice.partition(".pp=")[0], choice.partition(".pp=")[2]) for choice in choices if ".pp=" in choice):
         assert (sections[section]["mesh"]["pp"], len(sections[section]["stages"])) == (int(pp), int(pp))
+    if name == "llava_tiny":  # what joined before its towers were opened is still told
+        assert any("multi_modal_projector joined" in n for n in compiled.plan.reasons["vision_tower"]["formed"])
     found = distributed(tmp_path / "plan", compiled.plan.world_size, STEPS, tmp_path / "run")
     assert list(differences(found, reference)) == []
 
