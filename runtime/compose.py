@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, repeat
 
 from secc.runtime.balance import Ranks, balance
 from secc.runtime.costs import Costs
@@ -286,7 +286,7 @@ class Composer:
         size, urgency, waves, head = self.size[name], self.urgency[name], self.waves[name], self.head[name]
         turn = [sum(size)] * self.count
         for some in dealt.critical:
-            queue = sorted((waves[self.kind[t[0]]], sum(map(urgency.__getitem__, t)), t) for t in some)
+            queue = sorted((waves[self.kind[t[0]]], urgency[t[0]] if len(t) == 1 else sum(map(urgency.__getitem__, t)), t) for t in some)
             if lead:
                 first = sorted((q for q in queue if q[0] < FREE), key=lambda q: max(map(head.__getitem__, q[2])))[:lead]
                 queue = first + [q for q in queue if q not in first]
@@ -294,7 +294,7 @@ class Composer:
             for _, _, lot in queue:
                 for p in lot:
                     turn[p] = time
-                time += sum(map(size.__getitem__, lot))
+                time += size[lot[0]] if len(lot) == 1 else sum(map(size.__getitem__, lot))
         return turn
 
     def dataset_order(self) -> dict[str, Table]:
@@ -326,15 +326,16 @@ class Composer:
         cut = _evened(cut, section.mesh.dp) if gathers(section) else cut
         name, waves, urgency = section.name, self.waves[section.name], self.urgency[section.name]
         owed = self.upstream[self.graph.stages[name][-1].name]
-        micros = tuple(MicroBatch._make((i, name, r, t if len(t) == 1 else tuple(sorted(t)))) for i, (r, t) in enumerate(cut))
         lots = [t for _, t in cut]
-        if all(len(t) == 1 for t in lots):
-            at = [t[0] for t in lots]
-            columns = [[c[p] for p in at] for c in (*self.alone[name], owed, urgency, turn)]
-            forward, backward, upstream, urgencies, turns = columns
-            return Table(
-                micros, forward, backward, _weights(section, backward), upstream, [waves[self.kind[p]] for p in at], urgencies, turns
-            )
+        alone = set(map(len, lots)) <= {1}
+        sets = lots if alone else [tuple(sorted(t)) for t in lots]
+        micros = tuple(map(MicroBatch, range(len(cut)), repeat(name), [r for r, _ in cut], sets))
+        if alone:
+            at = [p for (p,) in lots]
+            columns = (list(map(c.__getitem__, at)) for c in (*self.alone[name], owed, urgency, turn, self.kind))
+            forward, backward, upstream, urgencies, turns, kinds = columns
+            wave = list(map(waves.__getitem__, kinds))
+            return Table(micros, forward, backward, _weights(section, backward), upstream, wave, urgencies, turns)
         forward, backward = self.costs.of(section, lots)
         upstream, urgencies = ([sum(c[p] for p in t) for t in lots] for c in (owed, urgency))
         wave = [min((waves[self.kind[p]] for p in t), default=FREE) for t in lots]

@@ -10,57 +10,50 @@ anything.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import accumulate, repeat
+from operator import itemgetter
+from typing import cast
 
 from secc.runtime.compose import Table
 from secc.runtime.graph import Graph
-from secc.runtime.jobs import Messages, Step
-from secc.runtime.plan import Edge, Plan
-from secc.runtime.program import Instruction, Schedule, returns_gradient
-from secc.runtime.routes import Part, Ranks, replicas, routes
+from secc.runtime.jobs import Messages, Numbers, Step
+from secc.runtime.plan import Plan
+from secc.runtime.program import COMPUTE, Instruction, Schedule, returns_gradient
+from secc.runtime.routes import Ranks, replicas, routes
+
+_instruction = cast("Callable[[tuple[int, Instruction]], Instruction]", itemgetter(1))
+_made = cast("Callable[[tuple[object, ...]], Instruction]", partial(tuple.__new__, Instruction))  # a third of `_make`'s time
 
 
-@dataclass(slots=True, eq=False)
-class _Message:
-    """A tensor on its way between two jobs on different ranks; `channel` holds those that were sent and not yet received."""
-
-    send: Instruction
-    receive: Instruction
-    target: int
-    channel: deque[_Message]
-    received: bool = False
+Channel = tuple[str, str, int, int]  # edge, direction, sender, receiver
+Message = tuple[int, int, int, int, int, int]  # places of the jobs that make and use it, micro-batches of the edge's ends, part and parts
 
 
 def emit(plan: Plan, graph: Graph, tables: dict[str, Table], messages: Messages, step: Step, order: Sequence[int]) -> Schedule:
     """The schedule whose ranks run their jobs in this order."""
-    place = [0] * len(order)
+    count, square = len(order), len(order) ** 2
+    place = [0] * count
     for index, job in enumerate(order):
         place[job] = index
-    outgoing: dict[int, list[_Message]] = defaultdict(list)
-    incoming: dict[int, list[_Message]] = defaultdict(list)
-    for source, message in _messages(plan, step, messages):
-        outgoing[source].append(message)
-        incoming[message.target].append(message)
-    compute, where = _compute(tables, step), _where(step)
-    programs: list[list[Instruction]] = [[] for _ in range(plan.world_size)]
-    for job in order:
-        for message in incoming.get(job, ()):
-            while not message.received:
-                first = message.channel.popleft()
-                first.received = True
-                programs[first.send.peer].append(first.receive)
-        for rank in where[job]:
-            programs[rank] += compute[job]
-        sent = outgoing.get(job, ())
-        for message in sent if len(sent) < 2 else sorted(sent, key=lambda m: place[m.target]):
-            programs[message.receive.peer].append(message.send)
-            message.channel.append(message)
+    where = _where(step)
+    entries: list[list[tuple[int, Instruction]]] = [[] for _ in range(plan.world_size)]  # to be sorted: by place in `order`, receives first
+    for (edge, direction, a, b), channel in _channels(plan, step, messages, where, place).items():
+        channel.sort()
+        sender, receiver = entries[a].append, entries[b].append
+        dues = list(accumulate((m[1] for m in reversed(channel)), min))  # a receive stands before all that need it or a later one
+        for due, (source, target, *which) in zip(reversed(dues), channel, strict=True):
+            sender((((3 * source + 2) * count + target) * count, _made(("SEND", "", 0, 0, -1, edge, direction, b, *which))))
+            receiver(((3 * due * count + source) * count + target, _made(("RECV", "", 0, 0, -1, edge, direction, a, *which))))
+    for first, second, some in _computations(tables, step):
+        for job, instruction in enumerate(some, first):
+            for rank in where[job]:
+                entries[rank].append(((3 * place[job] + 1) * square + second, instruction))
     members = [(s.name, {rank: r for r, ranks in enumerate(replicas(s)) for rank in ranks}) for s in reversed(graph.order)]
-    for rank, program in enumerate(programs):
-        program += _closing(members, rank)
-    return Schedule({name: t.micro_batches for name, t in tables.items()}, tuple(map(tuple, programs)))
+    programs = ((*map(_instruction, sorted(found)), *_closing(members, rank)) for rank, found in enumerate(entries))
+    return Schedule({name: t.micro_batches for name, t in tables.items()}, tuple(programs))
 
 
 def _where(step: Step) -> list[Ranks]:
@@ -73,44 +66,37 @@ def _where(step: Step) -> list[Ranks]:
     return found
 
 
-def _messages(plan: Plan, step: Step, messages: Messages) -> Iterator[tuple[int, _Message]]:
-    """Every part of a message between different ranks, with the job that makes it."""
-    sections, where = {s.name: s for s in plan.sections}, _where(step)
-    channels: dict[tuple[str, str, int, int], deque[_Message]] = defaultdict(deque)
+def _channels(
+    plan: Plan, step: Step, messages: Messages, where: Sequence[Ranks], place: Sequence[int]
+) -> defaultdict[Channel, list[Message]]:
+    """Every part of a message between different ranks, by channel."""
+    sections = {s.name: s for s in plan.sections}
+    channels: defaultdict[Channel, list[Message]] = defaultdict(list)
     for edge in plan.edges:
         src, dst, gradient = step.numbers[edge.src], step.numbers[edge.dst], returns_gradient(edge, sections)
-        for pair in messages[edge.name]:
-            a, b = where[src.forward + pair[0]], where[dst.forward + pair[1]]
-            for part in routes(a, b):
-                yield src.forward + pair[0], _message(edge, "fwd", pair, part, dst.forward + pair[1], channels)
-            for part in routes(b, a) if gradient else ():
-                yield dst.backward + pair[1], _message(edge, "bwd", pair, part, src.backward + pair[0], channels)
+        for m, n in messages[edge.name]:
+            a, b = where[src.forward + m], where[dst.forward + n]
+            for sender, receiver, index, count in routes(a, b):
+                channels[edge.name, "fwd", sender, receiver].append((place[src.forward + m], place[dst.forward + n], m, n, index, count))
+            for sender, receiver, index, count in routes(b, a) if gradient else ():
+                channels[edge.name, "bwd", sender, receiver].append((place[dst.backward + n], place[src.backward + m], m, n, index, count))
+    return channels
 
 
-def _message(
-    edge: Edge, direction: str, pair: tuple[int, int], part: Part, target: int, channels: dict[tuple[str, str, int, int], deque[_Message]]
-) -> _Message:
-    a, b, index, count = part
-    send = Instruction._make(("SEND", "", 0, 0, -1, edge.name, direction, b, *pair, index, count))
-    receive = Instruction._make(("RECV", "", 0, 0, -1, edge.name, direction, a, *pair, index, count))
-    return _Message(send, receive, target, channels[edge.name, direction, a, b])
-
-
-def _compute(tables: dict[str, Table], step: Step) -> list[tuple[Instruction, ...]]:
-    """The instructions of each job."""
-    found: list[tuple[Instruction, ...]] = [()] * len(step.jobs.rank)
+def _computations(tables: dict[str, Table], step: Step) -> Iterator[tuple[int, bool, Iterator[Instruction]]]:
+    """For each kind of computation of a section: its first job, whether its jobs do another one before it, and its instructions."""
     for name, n in step.numbers.items():
-        micros = tables[name].micro_batches
-        forwards = [Instruction._make(("F", name, m.replica, n.section.stage, m.index, "", "", -1, -1, -1, 0, 1)) for m in micros]
-        backwards = [Instruction._make(("B", *i[1:])) for i in forwards] if n.backward >= 0 else []
-        if n.weight >= 0:
-            found[n.weight : n.weight + len(micros)] = zip([Instruction._make(("W", *i[1:])) for i in forwards], strict=True)
-        if n.backward == n.forward:
-            found[n.forward : n.forward + len(micros)] = zip(forwards, backwards, strict=True)
-        else:
-            found[n.forward : n.forward + len(micros)] = zip(forwards, strict=True)
-            found[n.backward : n.backward + len(backwards)] = zip(backwards, strict=True)
-    return found
+        replica = [m.replica for m in tables[name].micro_batches]
+        for kind, start in zip(COMPUTE, (n.forward, n.backward, n.weight), strict=True):
+            if start >= 0:
+                yield start, kind != "F" and start == n.forward, _instructions(kind, n, replica)
+
+
+def _instructions(kind: str, n: Numbers, replica: Sequence[int]) -> Iterator[Instruction]:
+    """One instruction for each of a section's micro-batches; made column by column, because there are thousands."""
+    name, stage = n.section.name, n.section.stage
+    rest = map(repeat, ("", "", -1, -1, -1, 0, 1))
+    return map(_made, zip(repeat(kind), repeat(name), replica, repeat(stage), range(n.count), *rest))
 
 
 def _closing(replicas: list[tuple[str, dict[int, int]]], rank: int) -> Iterator[Instruction]:

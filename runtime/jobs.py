@@ -96,29 +96,28 @@ def _add(step: Step, section: Section, table: Table, fused: bool) -> None:
     if section.weight_permille and backward >= 0:
         weight = start + len(parts) * count
         parts.append(table.weight)
-    for durations in parts:
+    for part, durations in enumerate(parts, 1):
         jobs.rank += where
         jobs.duration += durations
-        jobs.successors += [[] for _ in durations]
-        jobs.waits += [0] * count
+        jobs.successors += [[m + count] if part < len(parts) else [] for m in range(len(jobs.successors), len(jobs.successors) + count)]
+        jobs.waits += [int(part > 1)] * count
     for of_round in dict.fromkeys(rounds([section], {section.name: table.micro_batches}).values()):
         for first in range(start, start + len(parts) * count, count):
             jobs.join([first + m.index for m in of_round])
-    for part in range(1, len(parts)):
-        for m in range(start + (part - 1) * count, start + part * count):
-            jobs.before(m, m + count)
     step.numbers[section.name] = Numbers(section, count, start, backward, weight)
 
 
 def _depend(plan: Plan, step: Step, messages: Messages) -> None:
     """Consumers' forwards wait for producers', and producers' backwards for consumers' where a gradient returns."""
-    sections, before = {s.name: s for s in plan.sections}, step.jobs.before
+    sections, successors, waits = {s.name: s for s in plan.sections}, step.jobs.successors, step.jobs.waits
     for edge in plan.edges:
         src, dst, gradient = step.numbers[edge.src], step.numbers[edge.dst], returns_gradient(edge, sections)
         for a, b in messages[edge.name]:
-            before(src.forward + a, dst.forward + b)
+            successors[src.forward + a].append(dst.forward + b)
+            waits[dst.forward + b] += 1
             if gradient:
-                before(dst.backward + b, src.backward + a)
+                successors[dst.backward + b].append(src.backward + a)
+                waits[src.backward + a] += 1
 
 
 def _in_turn(step: Step, tables: dict[str, Table]) -> None:
@@ -147,8 +146,8 @@ def _priorities(graph: Graph, step: Step, tables: dict[str, Table], in_turn: boo
         if n.weight >= 0:
             bands[4] += [(job,) for job in range(n.weight, n.weight + n.count)]
     priority = [0] * len(step.jobs.rank)
-    for place, (*_, job) in enumerate(key for band in bands for key in sorted(band)):
-        priority[job] = place
+    for place, key in enumerate(key for band in bands for key in sorted(band)):
+        priority[key[-1]] = place
     return priority
 
 

@@ -59,9 +59,11 @@ class _Run:
         free = [0] * self.stages  # when a stage ends its job
         wakes = [0] * self.stages  # when a stage without a job looks for one
         starts, backs, end = list[int](), list[int](), 0
-        events = [(0, s) for s in range(self.stages)]
+        bits, mask = self.stages.bit_length(), (1 << self.stages.bit_length()) - 1
+        events = list(range(self.stages))  # (time << bits) + stage, which orders by time
         while events:
-            time, s = heappop(events)
+            event = heappop(events)
+            time, s = event >> bits, event & mask
             if time < free[s]:
                 continue
             i, j, to = returned[s], went[s], s
@@ -91,11 +93,11 @@ class _Run:
             else:
                 wakes[s] = min(soon, next_forward)
                 if wakes[s] < NEVER:
-                    heappush(events, (wakes[s], s))
+                    heappush(events, (wakes[s] << bits) + s)
                 continue
             free[s], wakes[s], end = done, 0, max(end, done)
-            heappush(events, (done, s))
+            heappush(events, (done << bits) + s)
             if done < wakes[to]:
                 wakes[to] = done
-                heappush(events, (done, to))
+                heappush(events, (done << bits) + to)
         return Passage(end, starts, backs)

@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 
-from secc.runtime.lane import Lane
+from secc.runtime.lane import Lane, Passage
 
 Queue = list[int]
 Shape = Callable[[Sequence[int], "Load"], Queue]
@@ -34,6 +34,7 @@ ENDS = 2  # micro-batches that need nothing upstream at each end of a pyramid
 MOVES = 8  # tries for each replica
 ROUNDS = 2  # of planning, at least
 GUESSES = 2  # rounds of dealing by what replicas are guessed to lose
+LITTLE = 50  # a replica that loses one part in so many of its work, or less, keeps its shape
 STEEP = 650  # permille of the micro-batches that rise before a long one
 
 
@@ -52,18 +53,22 @@ class Load:
     needs: Sequence[bool]
     ready: Callable[[Sequence[int]], list[int]]
 
-    def end(self, queue: Queue, ready: Sequence[int]) -> int:
+    def end(self, queue: Queue, passage: Passage) -> int:
         """When the queue's replica, and what upstream then owes, have ended."""
-        passage = self.lane.run(queue, ready)
         return max([passage.end, *(back + self.owes[m] for back, m in zip(passage.backs, queue, strict=True))])
 
-    def wanted(self, queues: Sequence[Queue]) -> list[int]:
-        """When the first stages would start each micro-batch if all were there."""
-        found = [0] * len(self.size)
-        for queue in queues:
-            for m, start in zip(queue, self.lane.run(queue, found).starts, strict=True):
-                found[m] = start
-        return found
+    def ends(self, queue: Queue, ready: Sequence[int]) -> int:
+        """The same of a queue whose micro-batches are there when `ready` says."""
+        return self.end(queue, self.lane.run(queue, ready))
+
+    def all_there(self, queues: Sequence[Queue]) -> tuple[list[Passage], list[int]]:
+        """The queues' passages if upstream had everything, and when the first stages then start each micro-batch."""
+        wanted = [0] * len(self.size)
+        passages = [self.lane.run(queue, wanted) for queue in queues]
+        for queue, passage in zip(queues, passages, strict=True):
+            for m, start in zip(queue, passage.starts, strict=True):
+                wanted[m] = start
+        return passages, wanted
 
 
 # -- dealing ----------------------------------------------------------------------------------------------------------------------
@@ -150,7 +155,7 @@ def plan(load: Load, share: int, rounds: int) -> Queues:
     best: Queues | None = None
     for r in range(rounds):
         dealt = deal(load.size, aims, share)
-        found = _shaped(load, dealt, shapes, SHAPES if r == 0 else ())
+        found = _shaped(load, dealt, shapes, SHAPES[1:] if r == 0 else ())
         best = found if best is None or found.end < best.end else best
         aims = _aims(found.ends, [sum(load.size[m] for m in some) for some in dealt])
     assert best is not None
@@ -175,18 +180,20 @@ def _aims(ends: Sequence[int], work: Sequence[int]) -> list[int]:
 
 
 def _shaped(load: Load, dealt: Sequence[Sequence[int]], shapes: list[Shape], tried: Sequence[Shape]) -> Queues:
-    """Queues of what was dealt. Each replica takes the shape of `tried` that ends first, which changes `shapes`."""
+    """Queues of what was dealt. Each replica that loses much takes the shape of `tried` that ends first, which changes `shapes`."""
     queues = [shape(some, load) for shape, some in zip(shapes, dealt, strict=True)]
-    wanted = load.wanted(queues)
+    passages, wanted = load.all_there(queues)
     ready = load.ready(wanted)
-    ends = [load.end(queue, ready) for queue in queues]
-    for replica, some in enumerate(dealt):
-        for shape in tried:
-            if shape is not shapes[replica]:
-                queue = shape(some, load)
-                end = load.end(queue, ready)
-                if end < ends[replica]:
-                    queues[replica], ends[replica], shapes[replica] = queue, end, shape
+    ends: list[int] = []
+    for replica, (queue, passage) in enumerate(zip(queues, passages, strict=True)):
+        in_time = all(ready[m] <= start for m, start in zip(queue, passage.starts, strict=True))
+        ends.append(load.end(queue, passage) if in_time else load.ends(queue, ready))
+        work = sum(load.size[m] for m in queue)
+        for shape in tried if ends[replica] > work + work // LITTLE else ():
+            other = shape(queue, load)
+            end = load.ends(other, ready)
+            if end < ends[replica]:
+                queues[replica], ends[replica], shapes[replica] = other, end, shape
     return Queues(queues, ends, wanted, ready)
 
 
@@ -201,7 +208,7 @@ def move(load: Load, plan: Queues) -> Queues:
         last = max(range(load.replicas), key=found.ends.__getitem__)
         other = min(range(load.replicas), key=found.ends.__getitem__) if draw.random() < 0.5 else last
         _move(load, found, last, other, draw)
-    found.wanted = load.wanted(found.queues)
+    _, found.wanted = load.all_there(found.queues)
     return found
 
 
@@ -216,7 +223,7 @@ def _move(load: Load, plan: Queues, source: int, target: int, draw: random.Rando
     worst = plan.ends[source]
     ends: dict[int, int] = {}
     for replica, queue in queues.items():
-        ends[replica] = load.end(queue, plan.ready)
+        ends[replica] = load.ends(queue, plan.ready)
         if ends[replica] > worst:
             return
     for replica, queue in queues.items():

@@ -13,7 +13,7 @@ them before the others are free waits. Nothing can wait for ever: when no job ru
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -23,9 +23,9 @@ from heapq import heappop, heappush
 class Jobs:
     """The jobs of a step. `priority` is a permutation of their numbers: the job with the least goes first.
 
-    `duration` in ns; `successors` wait for a job, which itself waits for `waits` others. `followers` maps a job to (its follower, the
-    line). `joined` maps a job to all that run at the same time, itself included. `takes` and `gives` map jobs to the limit whose room they
-    take or give back, `rooms` has the room of each limit on a rank.
+    `duration` in ns; `successors` wait for a job, which itself waits for `waits` others. `joined` maps a job to all that run at the same
+    time, itself included. Where there are lines or limits, `followers` has each job's follower and `line_of` the line that this is in,
+    `takes` and `gives` have the limit whose room a job takes or gives back, all -1 without one; `rooms` has the room of a limit on a rank.
     """
 
     ranks: int
@@ -34,11 +34,12 @@ class Jobs:
     priority: list[int] = field(default_factory=list)
     successors: list[list[int]] = field(default_factory=list)
     waits: list[int] = field(default_factory=list)
-    followers: dict[int, tuple[int, int]] = field(default_factory=dict)
+    followers: list[int] = field(default_factory=list)
+    line_of: list[int] = field(default_factory=list)
     lines: list[list[int]] = field(default_factory=list)  # the priorities that the followers of a line have, most urgent first
     joined: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    takes: dict[int, int] = field(default_factory=dict)
-    gives: dict[int, int] = field(default_factory=dict)
+    takes: list[int] = field(default_factory=list)
+    gives: list[int] = field(default_factory=list)
     rooms: list[int] = field(default_factory=list)
 
     def before(self, first: int, then: int) -> None:
@@ -47,8 +48,10 @@ class Jobs:
         self.waits[then] += 1
 
     def follow(self, first: Sequence[int], then: Sequence[int]) -> None:
-        """Make the jobs `then` go in the order of the jobs `first`, each of which its follower waits for. Priorities must be there."""
-        self.followers |= {a: (b, len(self.lines)) for a, b in zip(first, then, strict=True)}
+        """Make the jobs `then` go in the order of the jobs `first`, each of which its follower waits for. All must have priorities."""
+        self._bind()
+        for a, b in zip(first, then, strict=True):
+            self.followers[a], self.line_of[a] = b, len(self.lines)
         self.lines.append(sorted(self.priority[job] for job in then))
 
     def join(self, together: Sequence[int]) -> None:
@@ -56,10 +59,15 @@ class Jobs:
         self.joined |= dict.fromkeys(together, tuple(together))
 
     def limit(self, room: int, takes: Sequence[int], gives: Sequence[int]) -> None:
-        """Give the jobs `takes` room for so many on a rank, each until a job of `gives` has ended there."""
-        self.takes |= dict.fromkeys(takes, len(self.rooms))
-        self.gives |= dict.fromkeys(gives, len(self.rooms))
+        """Give the jobs `takes` room for so many on a rank, each until a job of `gives` has ended there. All jobs must be there."""
+        self._bind()
+        for a, b in zip(takes, gives, strict=True):
+            self.takes[a] = self.gives[b] = len(self.rooms)
         self.rooms.append(room)
+
+    def _bind(self) -> None:
+        if not self.followers:
+            self.followers, self.line_of, self.takes, self.gives = ([-1] * len(self.rank) for _ in range(4))
 
 
 def run(jobs: Jobs) -> tuple[list[int], int]:
@@ -71,7 +79,7 @@ def run(jobs: Jobs) -> tuple[list[int], int]:
 
 
 class _Run:
-    """One run: which jobs may start on each rank, by urgency, and which are kept back for want of room."""
+    """One run: which jobs may start on each rank, by urgency, and which are kept back for want of room. A *slot* is a limit on a rank."""
 
     def __init__(self, jobs: Jobs) -> None:
         self.jobs, self.waits = jobs, jobs.waits.copy()
@@ -82,14 +90,17 @@ class _Run:
         self.absent = {job: len(some) for job, some in jobs.joined.items() if job == some[0]}  # those that wait for others
         self.begun, self.held = set[int](), set[int]()  # joined jobs that have started; ranks that wait for others to be free
         if jobs.followers:
-            self.priority, self.started = self.priority.copy(), [0] * len(jobs.lines)
+            self.priority = self.priority.copy()
+        free_of_limits = [-1] * len(self.priority) if jobs.joined and not jobs.followers else []
+        self.takes, self.gives, self.followers = (x or free_of_limits for x in (jobs.takes, jobs.gives, jobs.followers))
+        self.started = [0] * len(jobs.lines)
         self.ready: list[list[int]] = [[] for _ in range(jobs.ranks)]  # priorities of the jobs that may start
-        self.taken: Counter[tuple[int, int]] = Counter()  # room of a limit on a rank
-        self.kept: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        self.room = [room for room in jobs.rooms for _ in range(jobs.ranks)]  # by slot
+        self.kept: defaultdict[int, list[int]] = defaultdict(list)  # priorities by slot
 
     def run(self) -> tuple[list[int], int]:
         jobs, waits, ready = self.jobs, self.waits, self.ready
-        rank, duration, successors, gives = jobs.rank, jobs.duration, jobs.successors, jobs.gives
+        rank, duration, successors, gives = jobs.rank, jobs.duration, jobs.successors, self.gives
         priority, joined, free = self.priority, jobs.joined, self.free
         bits = max(1, len(priority)).bit_length()
         mask = (1 << bits) - 1
@@ -99,7 +110,7 @@ class _Run:
         ends: list[int] = []  # (time << bits) + job, which orders by time
         order: list[int] = []
         time, touched = 0, list(range(jobs.ranks))
-        bound = bool(jobs.followers or jobs.takes or joined)
+        bound = bool(jobs.followers or joined)
         while True:
             for r in touched:
                 if free[r] and ready[r]:
@@ -127,8 +138,8 @@ class _Run:
                 r = rank[job]
                 free[r] = True
                 touched.append(r)
-                if bound and job in gives:
-                    self.give((gives[job], r))
+                if bound and gives[job] >= 0:
+                    self.give(gives[job] * jobs.ranks + r)
                 for then in successors[job]:
                     waits[then] -= 1
                     if not waits[then] and (then not in joined or self.offered(then)):
@@ -158,49 +169,48 @@ class _Run:
         jobs, ready = self.jobs, self.ready[r]
         while ready:
             job = self.by_priority[ready[0]]
-            together = jobs.joined.get(job, (job,))
-            if job not in self.begun and self.has_room(job, r):
-                if not all(self.free[jobs.rank[j]] for j in together):
-                    self.held.add(r)
-                    return -1
+            if job in self.begun:
                 heappop(ready)
-                for j in together:
-                    self.begin(j, jobs.rank[j])
-                if len(together) > 1:
-                    self.begun.update(together)
+            elif (limit := self.takes[job]) >= 0 and not self.room[limit * jobs.ranks + r]:
+                heappush(self.kept[limit * jobs.ranks + r], heappop(ready))
+            elif job not in jobs.joined:
+                heappop(ready)
+                self.begin(job, r)
                 return job
-            place = heappop(ready)
-            if job not in self.begun:
-                heappush(self.kept[jobs.takes[job], r], place)
+            elif all(self.free[jobs.rank[j]] for j in jobs.joined[job]):
+                heappop(ready)
+                for j in jobs.joined[job]:
+                    self.begin(j, jobs.rank[j])
+                self.begun.update(jobs.joined[job])
+                return job
+            else:
+                self.held.add(r)
+                return -1
         return -1
-
-    def has_room(self, job: int, r: int) -> bool:
-        limit = self.jobs.takes.get(job, -1)
-        return limit < 0 or self.taken[limit, r] < self.jobs.rooms[limit]
 
     def begin(self, job: int, r: int) -> None:
         """Take the job's room; its follower gets the line's next priority."""
-        if job in self.jobs.takes:
-            self.taken[self.jobs.takes[job], r] += 1
-        if job in self.jobs.followers:
-            then, line = self.jobs.followers[job]
+        if (limit := self.takes[job]) >= 0:
+            self.room[limit * self.jobs.ranks + r] -= 1
+        if (then := self.followers[job]) >= 0:
+            line = self.jobs.line_of[job]
             place = self.jobs.lines[line][self.started[line]]
             self.started[line] += 1
             self.priority[then], self.by_priority[place] = place, then
 
-    def give(self, room: tuple[int, int]) -> None:
+    def give(self, slot: int) -> None:
         """There is room again, for the most urgent job that was kept back."""
-        self.taken[room] -= 1
-        kept = self.kept[room]
+        self.room[slot] += 1
+        kept = self.kept[slot]
         while kept and self.by_priority[kept[0]] in self.begun:
             heappop(kept)
         if kept:
-            heappush(self.ready[room[1]], heappop(kept))
+            heappush(self.ready[slot % self.jobs.ranks], heappop(kept))
 
     def make_room(self) -> int:
         """Nothing runs: let the most urgent of the jobs that were kept back start. Its rank, or -1 if there is none."""
-        room = min((room for room, kept in self.kept.items() if kept), key=lambda room: self.kept[room][0], default=None)
-        if room is None:
+        slot = min((slot for slot, kept in self.kept.items() if kept), key=lambda slot: self.kept[slot][0], default=None)
+        if slot is None:
             return -1
-        self.give(room)
-        return room[1]
+        self.give(slot)
+        return slot % self.jobs.ranks

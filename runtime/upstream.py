@@ -13,14 +13,15 @@ from secc.runtime.compose import FREE, Composer
 from secc.runtime.lane import Lane
 from secc.runtime.lots import Lot
 from secc.runtime.plan import Section
-from secc.runtime.program import owes_backward, replica_ranks, weight_part
+from secc.runtime.program import gathers, owes_backward, replica_ranks, weight_part
 from secc.runtime.queues import Load
 
 
 def critical_load(composer: Composer) -> tuple[Load, list[Lot]] | None:
     """The critical section's micro-batches as the planner sees them, and the samples of each.
 
-    None where queues are not planned: without stages or backward, where it feeds other sections or shares ranks with some.
+    None where queues are not planned: without stages or backward, where it feeds other sections or shares ranks with some, and where all
+    replicas must run equally many micro-batches.
     """
     stages = composer.graph.stages[composer.critical.name]
     lots = list(chain.from_iterable(composer.dealt.critical))
@@ -42,7 +43,12 @@ def _apart(composer: Composer, stages: Sequence[Section]) -> bool:
     names, ranks = {s.name for s in stages}, [r for s in stages for r in s.mesh.ranks]
     others = {r for s in composer.plan.sections if s.name not in names for r in s.mesh.ranks}
     apart = len(stages) > 1 and len(set(ranks)) == len(ranks) and others.isdisjoint(ranks)
-    return apart and owes_backward(stages[0]) and not any(e.src in names and e.dst not in names for e in composer.plan.edges)
+    return (
+        apart
+        and owes_backward(stages[0])
+        and not any(map(gathers, stages))
+        and not any(e.src in names and e.dst not in names for e in composer.plan.edges)
+    )
 
 
 class _Upstream:

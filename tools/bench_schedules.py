@@ -1,6 +1,8 @@
 """Measures the wavefront order: time over the certified bound, time over the proven optimum of small batches, and what ordering costs.
 
 python -m tools.bench_schedules quality            mixes and loads, mean and worst of ten seeds, as a table
+python -m tools.bench_schedules pipelines          the same of language models in stages, by samples, stages, room and kind of backward
+python -m tools.bench_schedules loads              the same of 32 samples a replica, by mixes and loads
 python -m tools.bench_schedules small --count 300  against optima proven by CP-SAT (minutes)
 python -m tools.bench_schedules cost               seconds of one core over four decades of batch sizes
 
@@ -23,7 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from secc.alloc.exact_schedule import solve
 from secc.runtime.check import check
 from secc.runtime.plan import Plan
-from secc.runtime.program import SampleMeta
+from secc.runtime.program import SampleMeta, active, computations
 from secc.runtime.wavefront import timed_schedule
 from secc.schedule.bounds import schedule_bound
 from secc.schedule.work import Work
@@ -83,35 +85,82 @@ def _ratios(plan: Plan, samples: list[SampleMeta]) -> tuple[float, float]:
     return wavefront, dataset
 
 
+PLANNED_SAMPLES, PLANNED_STAGES, PLANNED_ROOMS = (16, 32, 64, 128), (2, 4, 8), (1, 2, 4)
+
+
+def pipelines(seeds: int) -> None:
+    """Rows of samples a replica and stages, columns of backwards and room, at P(image) 0.33 and 80% load: mean/worst over the bound."""
+    kinds = [(split, room) for split in (False, True) for room in PLANNED_ROOMS]
+    heads = [f"{'split' if split else 'whole'}, {room if room > 1 else ''}P" for split, room in kinds]
+    print(f"| samples a replica | stages | {' | '.join(heads)} |\n| --- | --- |{' --- |' * len(kinds)}")
+    for count in PLANNED_SAMPLES:
+        for stages in PLANNED_STAGES:
+            cells = [_staged(count, 0.33, 0.8, mixes.Pipeline(stages, room * stages, split), seeds) for split, room in kinds]
+            print(f"| {count} | {stages} | {' | '.join(cells)} |", flush=True)
+
+
+def loads(seeds: int) -> None:
+    """Rows of mixes and loads, columns of stages and backwards, with 32 samples a replica and room for 2P: mean/worst over the bound."""
+    kinds = [(stages, split) for split in (False, True) for stages in PLANNED_STAGES]
+    heads = [f"{'split' if split else 'whole'}, {stages} stages" for stages, split in kinds]
+    print(f"| P(image) | load upstream | {' | '.join(heads)} |\n| --- | --- |{' --- |' * len(kinds)}")
+    for images in (0.10, 0.33, 0.75):
+        for load in (0.6, 0.8, 1.0):
+            cells = [_staged(32, images, load, mixes.Pipeline(stages, 2 * stages, split), seeds) for stages, split in kinds]
+            print(f"| {images:.2f} | {load:.0%} | {' | '.join(cells)} |", flush=True)
+
+
+def _staged(count: int, images: float, load: float, pipeline: mixes.Pipeline, seeds: int) -> str:
+    """Mean/worst time over the bound of a language model in stages on 8 replicas, `count` samples each, with 4 encoders."""
+    found: list[float] = []
+    for seed in range(seeds):
+        samples = mixes.multimodal(8 * count, images, seed)
+        plan = mixes.vlm(samples, 4, 8, load, pipeline=pipeline)
+        found.append(timed_schedule(plan, samples)[1] / schedule_bound(plan, samples).ns)
+    return f"{mean(found):.3f}/{max(found):.3f}"
+
+
 # -- time over the optimum --------------------------------------------------------------------------------------------------------
 
 
 def small_case(seed: int) -> tuple[Plan, list[SampleMeta]]:
-    """A random plan of any kind with 5 to 10 samples."""
+    """A random plan of any kind with 5 to 10 samples; some are pipelines of 2 to 4 stages, with split backwards or not."""
     r = random.Random(f"small {seed}")
-    kind = r.choice(["encoder → LM", "frozen encoder → LM", "two encoders", "two consumers", "teacher → student"])
-    return case(kind, r.choice([0.33, 0.5, 0.75]), r.choice([0.5, 0.8, 1.0]), r.randint(5, 10), r.randint(1, 2), r.randint(1, 3), seed)
+    kind = r.choice(["encoder → LM", "frozen encoder → LM", "two encoders", "two consumers", "teacher → student", *["pipeline"] * 3])
+    images, load, count, upstream, replicas = (
+        r.choice([0.33, 0.5, 0.75]), r.choice([0.5, 0.8, 1.0]), r.randint(5, 10), r.randint(1, 2), r.randint(1, 3),
+    )  # fmt: skip
+    if kind != "pipeline":
+        return case(kind, images, load, count, upstream, replicas, seed)
+    samples, stages = mixes.multimodal(count, images, seed), r.randint(2, 4)
+    staged = mixes.Pipeline(stages, r.choice([1, 2, 4]) * stages, r.random() < 0.5)
+    return mixes.vlm(samples, upstream, min(2, replicas), load, pipeline=staged), samples
 
 
 def small(count: int, limit: float) -> None:
-    """The order against optima that CP-SAT proves within `limit`; the others are counted against its best and its bound."""
-    proven, bounds, open_cases = list[float](), list[float](), list[tuple[float, float]]()
+    """The order against optima that CP-SAT proves within `limit`; the others are counted against its best and its bound.
+
+    `proven` has the plans without and with pipelines.
+    """
+    proven, bounds, open_cases = (list[float](), list[float]()), list[float](), list[tuple[float, float]]()
     for seed in range(count):
         plan, samples = small_case(seed)
         work, order = Work(plan, samples), timed_schedule(plan, samples)[1]
         bound = schedule_bound(plan, samples).ns
         exact = solve(work, limit, hint_ns=order)
         if exact is not None and exact.optimal:
-            proven.append(order / exact.ns)
+            proven[len(plan.sections) > len(plan.pipelines)].append(order / exact.ns)
             bounds.append(exact.ns / bound)
         else:  # None: nothing as short as the order was found
             open_cases.append((order / exact.ns, order / exact.bound_ns) if exact else (1.0, order / bound))
-    print(f"{len(proven)} of {count} optima proven.\n\n| | median | 90% | 95% | worst |\n| --- | --- | --- | --- | --- |")
-    print(f"| order over optimum | {_spread(proven)} |\n| optimum over bound | {_spread(bounds)} |")
+    print(f"{len(bounds)} of {count} optima proven.\n\n| | instances | median | 90% | 95% | worst |\n| --- | --- | --- | --- | --- | --- |")
+    rows = {"order over optimum": [*proven[0], *proven[1]], "... without pipelines": proven[0], "... with pipelines": proven[1]}
+    rows["optimum over bound"] = bounds
     if open_cases:
         best, bound = zip(*open_cases, strict=True)
-        print(f"| not proven: order over the best found | {_spread(list(best))} |")
-        print(f"| not proven: order over the bound | {_spread(list(bound))} |")
+        rows |= {"not proven: order over the best found": list(best), "not proven: order over the bound": list(bound)}
+    for name, values in rows.items():
+        print(f"| {name} | {len(values)} | {_spread(values) if values else ' | | | '} |")
 
 
 def _spread(values: list[float]) -> str:
@@ -122,14 +171,21 @@ def _spread(values: list[float]) -> str:
 # -- what ordering costs ----------------------------------------------------------------------------------------------------------
 
 
+MANY_JOBS = 200_000  # from so many on one run is enough
+
+
 def cost(repeats: int) -> None:
-    """Milliseconds of one core for the order and for the check before the step, the least of some runs."""
-    print("| samples | replicas | order, ms | check, ms |\n| --- | --- | --- | --- |")
-    for count, encoders, replicas in ((16, 1, 2), (128, 4, 8), (1024, 16, 64), (4096, 32, 128), (16384, 64, 256)):
-        plan, samples = case("encoder → LM", 0.33, 0.8, count, encoders, replicas, 0)
-        times = [_timed(plan, samples) for _ in range(repeats)]
-        order, checked = (min(column) * 1e3 for column in zip(*times, strict=True))
-        print(f"| {count} | {encoders}+{replicas} | {order:.1f} | {checked:.1f} |", flush=True)
+    """Milliseconds of one core for the order and for the check before the step, the least of some runs; fewer runs of large ones."""
+    print("| samples | replicas | stages | order, ms | us a job | check, ms |\n| --- | --- | --- | --- | --- | --- |")
+    for stages in (1, 2, 4, 8):
+        pipeline = mixes.Pipeline(stages, 2 * stages, stages > 1)
+        for count, encoders, replicas in ((16, 1, 2), (128, 4, 8), (1024, 16, 64), (4096, 32, 128), (16384, 64, 256), (131072, 512, 2048)):
+            samples = mixes.multimodal(count, 0.33, 0)
+            plan = mixes.vlm(samples, encoders, replicas, 0.8, pipeline=pipeline)
+            jobs = sum(len(computations(s)) * sum(active(s.when, x.pattern) for x in samples) for s in plan.sections)
+            times = [_timed(plan, samples) for _ in range(1 if jobs > MANY_JOBS else repeats)]
+            order, checked = (min(column) * 1e3 for column in zip(*times, strict=True))
+            print(f"| {count} | {encoders}+{replicas} | {stages} | {order:.1f} | {1e3 * order / jobs:.1f} | {checked:.1f} |", flush=True)
 
 
 def _timed(plan: Plan, samples: list[SampleMeta]) -> tuple[float, float]:
@@ -142,7 +198,7 @@ def _timed(plan: Plan, samples: list[SampleMeta]) -> tuple[float, float]:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["quality", "small", "cost"])
+    parser.add_argument("what", choices=["quality", "pipelines", "loads", "small", "cost"])
     parser.add_argument("--seeds", type=int, default=10, help="batches for each row of quality")
     parser.add_argument("--count", type=int, default=300, help="instances of small")
     parser.add_argument("--limit", type=float, default=5.0, help="CP-SAT's deterministic time for each instance, about seconds")
@@ -151,6 +207,10 @@ def main(arguments: list[str]) -> int:
     match options.what:
         case "quality":
             quality(options.seeds)
+        case "pipelines":
+            pipelines(options.seeds)
+        case "loads":
+            loads(options.seeds)
         case "small":
             small(options.count, options.limit)
         case _:
