@@ -59,18 +59,20 @@ def solve(problem: Problem, limit: float = DETERMINISTIC_LIMIT, margin: float = 
     With a `margin`, replicas of several ranks are taken only where that is faster by more: the assignment with the fewest doublings
     among those that are slower than the fastest by at most this share.
     """
-    model = Model(_coarsened(problem))
+    coarse = _coarsened(problem)
+    model = Model(coarse)
     model.cp.minimize(model.objective())
     if (together := _together(problem, limit)) is not None:
         model.hint(together)
+        model.within(evaluate(coarse, together).time_ns if coarse.deadline is None else coarse.deadline)
     solver, status = _run(model, limit)
     if status == cp_model.INFEASIBLE:
         return None
     assignment, first = model.assignment(solver), model.first(solver)
     bound = first if status == cp_model.OPTIMAL else int(solver.best_objective_bound) // model.weight
     if margin and any(problem.sections[s][i].width for s, i in assignment.choice.items()):
-        plain, found = Model(_coarsened(problem)), solver.value(model.time)
-        plain.cp.add(plain.time <= int(found * (1 + margin)))
+        plain, found = Model(coarse), solver.value(model.time)
+        plain.within(int(found * (1 + margin)))
         spread = int(found * margin)  # of times, where the second part of the objective counts less than a doubling
         if problem.deadline is not None:
             plain.cp.add(plain.used == first)
@@ -185,6 +187,17 @@ class Model:
                 self.cp.add_hint(x, i == chosen)
         for (s, g), y in self.y.items():
             self.cp.add_hint(y, assignment.group[s] == g)
+
+    def within(self, most: int) -> None:
+        """Let a step take at most so long: candidates that take longer by themselves, or leave the others too few ranks, are out."""
+        self.cp.add(self.time <= most)
+        least = {s: min((c.ranks for c in cs if c.time_ns <= most), default=0) for s, cs in self.problem.sections.items()}
+        for s, candidates in self.problem.sections.items():
+            others = [n for other, n in least.items() if other != s] or [0]
+            for x, c in zip(self.x[s], candidates, strict=True):
+                beside = c.ranks + max(others) <= self.problem.ranks
+                if c.time_ns > most or not (beside or c.ranks >= min(others)):
+                    self.cp.add(x == 0)
 
     def assignment(self, solver: cp_model.CpSolver) -> Assignment:
         """The assignment that a solver found."""
@@ -350,6 +363,9 @@ class Model:
                 self.cp.add(self.y[s, first] == 1)
             if self.problem.deadline is None:
                 self.cp.add(self.ranks[first] == self.problem.ranks)
+                for s in self.names:
+                    others = [x for x, c in zip(self.x[s], self.problem.sections[s], strict=True) if c.ranks != self.problem.ranks]
+                    self.cp.add(sum(others) == 0)
         if self.problem.strategy == "uniform":
             for s in self.names[1:]:
                 self.cp.add(self._field(s, "micro_batch") == self._field(first, "micro_batch"))

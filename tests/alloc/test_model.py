@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from secc.alloc import model
 from secc.alloc.evaluate import evaluate
 from secc.alloc.model import least_memory, least_time, solve
-from secc.alloc.types import Assignment, Candidate, Edge, Problem
+from secc.alloc.types import Assignment, Candidate, Edge, Problem, Solution
 from tests.alloc import instances
 
 GIB = 1 << 30
@@ -26,6 +28,21 @@ def test_solver_agrees_with_brute_force(problem: Problem) -> None:
         return
     assert (solution.time_ns, solution.ranks) == best
     assert (solution.status, solution.gap) == ("OPTIMAL", 0.0)
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.one_of(instances.problems(), instances.mixed()), st.none() | st.integers(20, 200))
+def test_what_a_large_problem_rules_out_is_not_missed(problem: Problem, deadline: int | None) -> None:
+    asked = replace(problem, deadline=deadline)
+    with patch.object(model, "MANY", 0):
+        found, plain = solve(asked), solve(asked, margin=0.25)
+    known, plainer = solve(asked), solve(asked, margin=0.25)
+    assert _figures(found) == _figures(known)
+    assert _figures(plain) == _figures(plainer)
+
+
+def _figures(solution: Solution | None) -> tuple[int, int] | None:
+    return None if solution is None else (solution.time_ns, solution.ranks)
 
 
 @settings(max_examples=120, deadline=None)
