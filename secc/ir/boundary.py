@@ -3,8 +3,9 @@
 Every op of the producer section `src` and of the consumer section `dst` is a node, on the sink's side if `dst` computes it. A value whose
 producer is on the source's side and that is wanted on the other is sent: that costs its expected bytes per sample, twice if its
 gradient comes back, and is forbidden where no edge can carry it. A block of `src` may move to `dst` where there is room for its weights:
-its work is then done once as before, by the ranks that `allocate` gives it there. Computing it in both costs its work. An op of `dst` may
-move to `src` if all it needs is there. Cases share their nodes (ops at the same place in the user's code), so that all are cut alike.
+its work is then done once as before, by the ranks that `allocate` gives it there. The blocks that `src` starts with stay, so that it has
+work: whether it shares the ranks of `dst` is for `allocate` to say. Computing a block in both costs its work. An op of `dst` may move to
+`src` if all it needs is there. Cases share their nodes (ops at the same place in the user's code), so that all are cut alike.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ class _Network:
     def __init__(self, boundary: Boundary, case: CaseOp) -> None:
         self.b, self.case, self.cut = boundary, case, boundary.cut
         self.at, self.origin, self.wanted = places(case), origins(case), with_gradient(case)
+        self.first = _first_calls(case, boundary.src)
         self.movable = {op for op in case.ops if section_of(op) == boundary.src and self._may_move_down(op)}
         self.blocks_move = any(isinstance(op, CallOp) for op in self.movable)
 
@@ -151,7 +153,8 @@ class _Network:
     def _may_move_down(self, op: Operation) -> bool:
         """Glue that reads no parameter that trains, and frozen blocks that the consumer has room for."""
         if isinstance(op, CallOp):
-            return mode_of(op) == "forward" and weight_bytes(self.b.blocks[op.target.data]) <= self.b.room
+            room = weight_bytes(self.b.blocks[op.target.data]) <= self.b.room
+            return mode_of(op) == "forward" and room and op not in self.first
         return isinstance(op, GlueOp) and not is_random(op) and not reads_parameters(op)
 
     def _may_move_up(self, op: Operation) -> bool:
@@ -162,6 +165,19 @@ class _Network:
             return False
         near = {section_of(producer(o)) for o in op.operands} - {None}
         return near <= {self.b.src, self.b.dst} and all(section_of(u.operation) == self.b.dst for r in op.results for u in r.uses)
+
+
+def _first_calls(case: CaseOp, section: str) -> set[Operation]:
+    """The calls of a section that need none of its others."""
+    made, first = set[SSAValue](), set[Operation]()
+    for op in case.ops:
+        behind = any(o in made for o in op.operands)
+        if isinstance(op, CallOp) and section_of(op) == section:
+            made.update(op.results)
+            first |= set() if behind else {op}
+        elif behind:
+            made.update(op.results)
+    return first
 
 
 def reads_parameters(op: Operation) -> bool:

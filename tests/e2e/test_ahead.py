@@ -1,0 +1,51 @@
+"""A frozen tower in training mode runs ahead: its random numbers are those of the step that uses them; bad samples are left out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.harness import compile_to, metrics, run
+
+MODELS = Path(__file__).parent.parent / "models"
+STEPS, GLOBAL_BATCH = 4, 12
+pytestmark = pytest.mark.gloo
+
+
+def ahead(trace: Path) -> list[dict[str, Any]]:
+    return [e["args"] for e in json.loads(trace.read_text())["traceEvents"] if e["args"].get("ahead")]
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tower on one rank, the rest on two, micro-batches of unlike sizes."""
+    path = tmp_path_factory.mktemp("plan") / "plan"
+    pins = ("model.dp=1", "model.micro_batch=3", "model_train.dp=2", "model_train.micro_batch=2")
+    made = compile_to(MODELS / "frozen_tower.py", path, cluster="local:3", global_batch=GLOBAL_BATCH, strategy="apart", set=pins)
+    assert made.plan.run_ahead_gib > 0
+    return path
+
+
+def test_dropout_ahead_of_the_step_draws_what_one_rank_draws(apart: Path, tmp_path: Path) -> None:
+    alone = tmp_path / "alone"
+    compile_to(MODELS / "frozen_tower.py", alone, cluster="local:1", global_batch=GLOBAL_BATCH)
+    for plan, ranks, name in ((alone, 1, "one"), (apart, 3, "apart")):
+        trace = ["--trace", str(tmp_path / f"{name}.json")]
+        run(plan, ranks, ["--steps", str(STEPS), "--workers", "0", "--log-dir", str(tmp_path / name), *trace])
+    one, found = (metrics(tmp_path / name) for name in ("one", "apart"))
+    assert [m["loss"] for m in found] == pytest.approx([m["loss"] for m in one], rel=1e-5)
+    assert [m["grad_norm"] for m in found] == pytest.approx([m["grad_norm"] for m in one], rel=1e-4)
+    assert ahead(tmp_path / "apart.json") and not ahead(tmp_path / "one.json")
+
+
+def test_samples_of_the_next_step_that_do_not_load_are_left_out(apart: Path, tmp_path: Path) -> None:
+    """Sample 14 is in the second step, of which the first one computes a part."""
+    for name, options in (("ahead", []), ("not", ["--run-ahead", "0"])):
+        arguments = ["--steps", "3", "--workers", "0", "--skip-bad-samples", "--log-dir", str(tmp_path / name), *options]
+        run(apart, 3, arguments, {"FROZEN_TOWER_BAD": "14"})
+    found, expected = (metrics(tmp_path / name) for name in ("ahead", "not"))
+    assert [m["skipped"] for m in found] == [0, 1, 0]
+    assert [m["loss"] for m in found] == pytest.approx([m["loss"] for m in expected], rel=1e-6)
