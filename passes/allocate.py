@@ -64,8 +64,11 @@ class Allocate(ModulePass):
         graph = graph_of(op)
         cluster = parse(self.cluster)
         ranks = self._ranks(cluster)
+        pins = pins_.parse(self.set, [s.sym.data for s in graph.sections], self.refused)
+        for section in graph.sections:
+            if pins.words.get(section.sym.data, {}).get("norms") == "sequence":
+                section.attributes["norms"] = StringAttr("sequence")
         work = workload(graph, cluster, self.global_batch or SAMPLES_PER_RANK * ranks)
-        pins = pins_.parse(self.set, work.loads, self.refused)
         self._check(work, ranks, pins)
         deadline = round(self.step_time * 10**9) if self.objective == "gpus" else None
         size = ahead.parse(self.run_ahead, work, GIB)

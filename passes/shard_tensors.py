@@ -17,6 +17,7 @@ from xdsl.ir import SSAValue
 from xdsl.passes import ModulePass
 
 from secc.errors import Impossible, UserError
+from secc.ir.analysis import text_of, texts_of
 from secc.ir.cuts import cut_op
 from secc.ir.dialect import CaseOp, CutOp, GraphOp, ParamOp, SectionOp, TieOp, graph_of, section_of, strings, texts
 from secc.ir.types import tensor
@@ -64,6 +65,8 @@ def _shard(graph: GraphOp, section: SectionOp, tp: int) -> None:
         cause = reasons[0] if cuts and reasons else "nobody looked how its blocks could be cut"
         error = UserError(f"{name} is impossible: none of its modules can be cut ({cause})", remedy=f"leave {section.sym.data}.tp out")
         raise Impossible(error, [name if uneven else f"{section.sym.data}.tp"])
+    if text_of(section, "norms") == "sequence":
+        kept = _on_positions(name, kept, why)
     section.attributes |= {
         "styles": texts(s for c in kept for s in strings(c.styles)),
         "shards": texts(s for c in kept for s in strings(c.shards)),
@@ -76,6 +79,21 @@ def _read(graph: GraphOp, section: SectionOp) -> list[str]:
     """The matrices that the section's glue reads."""
     ops = [o.owner for case in graph.cases for op in case.ops if section_of(op) == section.sym.data for o in op.operands]
     return list(dict.fromkeys(o.path.data for o in ops if isinstance(o, ParamOp) and len(tensor(o.result).dims) > 1))
+
+
+def _on_positions(name: str, kept: list[CutOp], why: list[str]) -> list[CutOp]:
+    """The cuts with the sequence in parts between what is cut, where that was shown exact. Raises UserError where it nowhere was."""
+    layers = [c for c in kept if any(s.endswith("rowwise") for s in strings(c.styles))]
+    if not any("positions" in c.attributes for c in layers):
+        section = name.partition(".")[0]
+        message = f"{section}.norms=sequence is impossible: no layer of it was shown exact on parts of the sequence"
+        raise UserError(message, remedy=f"leave {section}.norms out")
+    for cut in layers:
+        if "positions" in cut.attributes:
+            cut.properties |= {"styles": texts(texts_of(cut, "positions")), "partial": texts(texts_of(cut, "positions_partial"))}
+        else:
+            why.append(f"{cut.path.data}: its norms have the whole sequence, its code does not work on positions")
+    return kept
 
 
 def _by_tokens(graph: GraphOp, section: SectionOp, tp: int) -> dict[str, tuple[int, int]]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from secc.runtime.tensor_parallel.group import Group
+from secc.runtime.tensor_parallel.sequence import Positions
 
 
 class _Enter(torch.autograd.Function):
@@ -63,7 +64,7 @@ class Entrance:
     """Where whole activations go into parts. Modules that take the same tensor one after the other share one sum of its gradients."""
 
     def __init__(self, group: Group) -> None:
-        self.group = group
+        self.group, self.positions = group, Positions(group)
         self._last: tuple[weakref.ref[torch.Tensor], bool, torch.Tensor] | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

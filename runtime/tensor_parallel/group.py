@@ -33,6 +33,10 @@ class Group(Protocol):
         """All ranks' 1-D tensors one after the other; `lengths` has the length of each."""
         ...
 
+    def scatter(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        """This rank's part of the sum over all ranks of a 1-D tensor that holds parts of these lengths."""
+        ...
+
 
 class ProcessGroup:
     """A `Group` of processes; `handle` is torch's."""
@@ -50,6 +54,14 @@ class ProcessGroup:
         parts = [torch.empty_like(own) for _ in lengths]
         dist.all_gather(parts, own, group=self.handle)
         return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
+
+    def scatter(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        most = max(lengths)
+        if min(lengths) < most:
+            tensor = torch.cat([torch.cat([p, p.new_zeros(most - p.numel())]) for p in tensor.split(list(lengths))])
+        own = tensor.new_empty(most)
+        dist.reduce_scatter_tensor(own, tensor.contiguous(), group=self.handle)
+        return own[: lengths[self.index]]
 
 
 def make_groups(plan: Plan, rank: int) -> dict[str, ProcessGroup]:

@@ -36,6 +36,9 @@ class Alone:
     def gather(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         return tensor
 
+    def scatter(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        return tensor
+
 
 class Parts:
     """The parts of `size` entries that the ranks of `group` have: this one those from `start` to `stop`, `length` of them."""

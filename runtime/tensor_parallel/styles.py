@@ -4,6 +4,10 @@
     rowwise      every rank has some inputs; what comes out is summed, then the bias is added once
     gather       colwise, and the outputs are gathered, for a head by vocabulary inside a module whose code wants whole logits
     vocab        every rank has some rows of an embedding; a row that others have counts as zero, and all ranks' rows are summed
+    sequence     a layer whose code works on some positions on each rank (`secc.runtime.tensor_parallel.sequence`): inside of it,
+    join         modules that get all positions,
+    columns      colwise in such a module, and
+    scatter      rowwise in it, of whose outputs each rank gets its positions
     shapes       the module's code sees whole sizes on parts (`secc.runtime.tensor_parallel.marks`)
 
 Only `forward` is replaced, on the module itself, as recomputation does.
@@ -100,6 +104,57 @@ def _vocab(module: nn.Module, entrance: Entrance, parts: tuple[int, ...]) -> For
     return forward
 
 
+def _sequence(module: nn.Module, entrance: Entrance, parts: tuple[int, ...]) -> Forward:
+    inner, positions = module.forward, entrance.positions
+
+    @functools.wraps(inner)
+    def forward(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        out = inner(positions.split(x), *args, **kwargs)
+        first, *others = out if isinstance(out, tuple) else (out,)
+        whole = positions.join(first, parts=False)
+        return (whole, *others) if isinstance(out, tuple) else whole
+
+    return forward
+
+
+def _join(module: nn.Module, entrance: Entrance, parts: tuple[int, ...]) -> Forward:
+    inner, positions = module.forward, entrance.positions
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if args:
+            return inner(positions.join(args[0], parts=True), *args[1:], **kwargs)
+        name = next(iter(kwargs))
+        return inner(**{**kwargs, name: positions.join(kwargs[name], parts=True)})
+
+    return forward
+
+
+def _columns(module: nn.Module, entrance: Entrance, parts: tuple[int, ...]) -> Forward:
+    found = _linear(module)
+    found.resize(found.outputs, found.inputs)
+    inner = module.forward
+
+    @functools.wraps(inner)
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        out = inner(x)
+        return set_mark(out, Mark(out.ndim - 1, parts)) if active() else out
+
+    return forward
+
+
+def _scatter(module: nn.Module, entrance: Entrance, parts: tuple[int, ...]) -> Forward:
+    found = _linear(module)
+    found.resize(found.outputs, found.inputs)
+
+    @functools.wraps(module.forward)
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        out = entrance.positions.scatter(found.product(x))
+        return out if found.bias is None else out + found.bias.to(out.dtype)
+
+    return forward
+
+
 def _shapes(module: nn.Module, entrance: Entrance, parts: tuple[int, ...]) -> Forward:
     inner, group = module.forward, entrance.group
 
@@ -116,6 +171,10 @@ _STYLES: dict[str, Callable[[nn.Module, Entrance, tuple[int, ...]], Forward]] = 
     "rowwise": _rowwise,
     "gather": _gather,
     "vocab": _vocab,
+    "sequence": _sequence,
+    "join": _join,
+    "columns": _columns,
+    "scatter": _scatter,
     "shapes": _shapes,
 }
 

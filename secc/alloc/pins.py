@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 
 from secc.errors import UserError
 
-KEYS = ("dp", "micro_batch", "with", "tp", "pp", "sharding", "recompute", "backward", "micro_tokens")
+KEYS = ("dp", "micro_batch", "with", "tp", "pp", "sharding", "recompute", "backward", "norms", "micro_tokens")
 WORDS = {
     "sharding": ("none", "zero1", "zero2", "zero3"),
     "recompute": ("none", "selective", "full"),
     "backward": ("whole", "split"),
+    "norms": ("whole", "sequence"),
 }  # in the order of preference among equals
 
 

@@ -20,6 +20,7 @@ from secc.cost.efficiency import DEFAULT
 from secc.cost.section import SectionCost
 
 CUT_PARTS, KEPT_PARTS = 24, 34
+GATHERED_PARTS = 4  # of those, the inputs of attention and of the feed-forward part
 SUMS_PER_LAYER = 2  # after attention and after the feed-forward part
 
 
@@ -28,10 +29,11 @@ def sums_ns(cost: SectionCost, tp: int, cluster: Cluster) -> str:
     if tp == 1 or cost.layers == 0:
         return "0"
     link, messages = cluster.link(tp), 2 * (tp - 1)
-    sums = SUMS_PER_LAYER * cost.layers + (cost.logits_moved != "0")
-    per_layer = Fraction(sums, cost.layers)
+    # Half a sum more where a layer's ends gather positions.
+    sums = Fraction(cost.layers * cost.sequence, 2) + SUMS_PER_LAYER * cost.layers + (cost.logits_moved != "0")
+    per_layer = sums / cost.layers
     bandwidth = per_layer.denominator * (tp * link.bytes_per_s // 10**6)
-    return f"{messages * sums * link.latency_ns} + {messages * per_layer.numerator}*1000*({cost.summed})//({bandwidth})"
+    return f"{int(messages * sums * link.latency_ns)} + {messages * per_layer.numerator}*1000*({cost.summed})//({bandwidth})"
 
 
 def on_rank(cost: SectionCost, tp: int, pp: int) -> SectionCost:
@@ -40,6 +42,8 @@ def on_rank(cost: SectionCost, tp: int, pp: int) -> SectionCost:
         return cost
     stage = largest_stage(cost, pp)
     cut, kept = stage / tp, stage * (KEPT_PARTS - CUT_PARTS + Fraction(CUT_PARTS, tp)) / KEPT_PARTS
+    if cost.sequence:  # what enters the products is gathered and kept whole
+        kept = stage * (GATHERED_PARTS + Fraction(KEPT_PARTS - GATHERED_PARTS, tp)) / KEPT_PARTS
     slower = _slower(cost.narrow, tp)
     again = {way: _again(a, stage, cut * slower, kept, cost.logits_saved, cut) for way, a in cost.again.items()}
     counts = {key: _part(getattr(cost, key), cut) for key in ("params", "trainable", "param_bytes", "trainable_bytes", "master_bytes")}

@@ -22,7 +22,7 @@ from secc.cost.estimate import ZERO, CallCost, default, entries
 from secc.cost.linear_loss import FusedCost, fused_cost
 from secc.cost.texts import estimated, largest, total
 from secc.ir import expr
-from secc.ir.analysis import abouts
+from secc.ir.analysis import abouts, text_of
 from secc.ir.dialect import BlockOp, CallOp, CaseOp, GlueOp, GraphOp, ParamOp, SectionOp, TieOp, section_of, strings
 from secc.ir.expr import Expr
 from secc.ir.types import tensor
@@ -53,6 +53,7 @@ class SectionCost:
     master_bytes: of the float32 weights that the optimizer updates where modules compute in fewer bits, 0 where they do not.
     logits_saved, logits_moved: the parts of `saved` and `glue_bytes` that run along a vocabulary, of which each rank of tp has its tokens'.
     unit_bytes: parameters of the largest layer. rest_bytes: of what is in no layer.
+    sequence: whether ranks of tp have parts of the sequence between the products that are cut.
     """
 
     flops: str
@@ -79,6 +80,7 @@ class SectionCost:
     logits_moved: str = "0"
     unit_bytes: int = 0
     rest_bytes: int = 0
+    sequence: bool = False
 
     @property
     def wide_bytes(self) -> int:
@@ -164,6 +166,7 @@ def _section_cost(graph: GraphOp, section: SectionOp) -> SectionCost:
         largest(total(s.logits_saved) for s in sums) if _mode(section) != "forward" else "0",
         largest(total(s.logits_moved) for s in sums),
         *_unit_bytes(graph, calls, param_bytes),
+        text_of(section, "norms") == "sequence",
     )
 
 

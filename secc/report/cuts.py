@@ -13,6 +13,10 @@ WORDS = {
     "gather": "cut by outputs, which are gathered",
     "vocab": "cut by rows",
     "shapes": "code sees whole sizes",
+    "sequence": "works on positions",
+    "join": "positions gathered",
+    "columns": "cut by outputs",
+    "scatter": "cut by inputs, positions scattered",
 }
 
 

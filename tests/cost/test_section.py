@@ -139,6 +139,15 @@ def test_ranks_of_tp_hold_the_logits_of_their_tokens() -> None:
     )
 
 
+def test_parts_of_the_sequence_keep_less_and_send_more() -> None:
+    whole = replace(cost(graph(X + F)), saved="3400", layers=2, summed="8*B*S")
+    cut = replace(whole, sequence=True)
+    assert (evaluate(on_rank(whole, 4, 1).saved, {}), evaluate(on_rank(cut, 4, 1).saved, {})) == (1600, 1150)
+    cluster = parse("1x4xH100")
+    times = [evaluate(sums_ns(c, 4, cluster), {"B": 1000, "S": 1000}) for c in (whole, cut)]
+    assert times[1] == pytest.approx(1.25 * times[0], rel=1e-4)
+
+
 def test_the_largest_case_counts() -> None:
     assert largest(["B*S", "B*S + n", "2*B*S"]) == "max(2*B*S, B*S + n)"
     assert largest(["B", "B"]) == "B" and largest([]) == "0"

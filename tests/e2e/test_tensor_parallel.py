@@ -37,6 +37,13 @@ SLOW = [
     ("qwen_distil", 2, "colocate", "student.tp=2 student.micro_batch=3 --fuse"),
     ("llava_tiny", 2, "colocate", "language_model.tp=2 language_model.micro_batch=3 --fuse"),
     ("nano", 4, "auto", "model.tp=4 model.micro_batch=3 --fuse"),
+    ("llava_tiny", 2, "colocate", "language_model.tp=2 language_model.norms=sequence language_model.micro_batch=3"),
+    (
+        "llava_tiny",
+        4,
+        "colocate",
+        "language_model.tp=2 language_model.norms=sequence language_model.sharding=zero1 language_model.recompute=full",
+    ),
 ]
 
 
@@ -53,6 +60,7 @@ def test_plan_trains_as_plain_pytorch(name: str, ranks: int, strategy: str, choi
     options = {"cluster": f"local:{ranks}", "global_batch": GLOBAL_BATCH, "strategy": strategy, "set": pins}
     made = compile_to(model, tmp_path / "plan", fuse="--fuse" in choices, **options)
     assert all(s.shards and s.styles for s in made.plan.sections if s.mesh.tp > 1)
+    assert ("norms=sequence" in choices) == any(style.kind == "sequence" for s in made.plan.sections for style in s.styles)
     flags = [c for c in choices.split() if c.startswith("--") and c != "--fuse"]
     found = distributed(tmp_path / "plan", ranks, STEPS, tmp_path / "run", *flags)
     assert list(differences(found, reference)) == []
@@ -88,6 +96,11 @@ def test_checkpoints_pass_between_cuts(tmp_path: Path) -> None:
     assert found is not None
     first = distributed(tmp_path / "plan2", 4, 2, tmp_path / "again")
     assert list(differences(Trained(losses, first.gradients, found.parameters), reference)) == []
+
+
+def test_norms_on_parts_of_the_sequence_are_refused_where_no_layer_was_shown_exact(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"model\.norms=sequence is impossible: no layer of it was shown exact"):
+        compile_to(MODELS / "nano.py", tmp_path / "plan", cluster="local:2", set=("model.tp=2", "model.norms=sequence"))
 
 
 def test_what_cannot_be_cut_is_refused_with_the_reason(tmp_path: Path) -> None:

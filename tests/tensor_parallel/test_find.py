@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,12 @@ from torch import nn
 
 from secc.frontend.cuts.find import Found, find, shards
 from secc.frontend.cuts.known import columns
+from secc.frontend.cuts.threads import ThreadGroup, run_ranks
 from secc.frontend.cuts.verify import Verdict, verify
+from secc.runtime.plan import Style
 from secc.runtime.recompute import units
+from secc.runtime.tensor_parallel.shards import Cut, cut_parameters
+from secc.runtime.tensor_parallel.styles import apply
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 WIDTH = 32
@@ -137,3 +142,43 @@ def test_what_a_model_says_of_itself_is_tried_first() -> None:
         "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj",
     ]  # fmt: skip
     assert columns(model, "lm_head") == [] and columns(Mixture(), "up") == []
+
+
+def kept(module: nn.Module, *args: Any, **kwargs: Any) -> int:
+    """Bytes that a forward keeps for its backward, without parameters."""
+    own = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    held: dict[int, torch.Tensor] = {}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        if t.untyped_storage().data_ptr() not in own:
+            held[t.untyped_storage().data_ptr()] = t
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        module(*args, **kwargs)
+    return sum(t.untyped_storage().nbytes() for t in held.values())
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("config", [LLAMA, QWEN3], ids=["llama", "qwen3"])
+def test_norms_on_parts_of_the_sequence_are_exact_and_keep_less(config: Any, count: int) -> None:
+    """Six positions on four ranks: some have one, some two. Four ranks need as many heads."""
+    wide = copy.deepcopy(config)
+    wide.num_key_value_heads = 4
+    module, args, kwargs = layer(wide)
+    found = find(module, (args, kwargs), count)
+    cut = shards(module, found)
+    verdict = verify(module, (args, kwargs), count, found.on_positions(False), cut)
+    assert verdict.reason == "" and {"input_layernorm.weight", "post_attention_layernorm.weight"} <= set(verdict.partial)
+
+    def bytes_of(styles: list[Style]) -> int:
+        def rank(group: ThreadGroup) -> int:
+            part = copy.deepcopy(module)
+            cut_parameters(part, {s.name: Cut(module.get_parameter(s.name).shape, s.dim, s.parts, group.index, count) for s in cut})
+            apply(part, styles, group, {s.name: s.parts for s in cut})
+            inputs = [a.detach().clone().requires_grad_() for a in args]
+            return kept(part, *inputs, **kwargs)
+
+        return sum(run_ranks(count, rank))
+
+    assert bytes_of(found.on_positions(False)) < (0.9, 0.75)[count == 4] * bytes_of(found.styles(False))

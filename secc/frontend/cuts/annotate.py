@@ -23,9 +23,9 @@ from secc.frontend.cuts.observe import Observer, made_up, with_values
 from secc.frontend.cuts.small import SmallModel
 from secc.frontend.cuts.verify import Verdict, verify
 from secc.frontend.survey import Survey
-from secc.ir.analysis import number_of
+from secc.ir.analysis import number_of, text_of
 from secc.ir.cuts import cut_op
-from secc.ir.dialect import GraphOp, TieOp, graph_of, strings
+from secc.ir.dialect import GraphOp, TieOp, graph_of, strings, texts
 from secc.ir.vocabulary import wide
 from secc.runtime.fusion.install import install
 from secc.runtime.plan import Rewrite, Shard, Style
@@ -39,6 +39,7 @@ SHARE = 8  # a wide linear map is a head if it has at least one in so many of it
 
 
 Fused = tuple[Sequence[Rewrite], str]
+OnPositions = tuple[list[Style], tuple[str, ...]]
 ANY = ["*"]  # linear map may be cut by outputs
 
 
@@ -50,6 +51,7 @@ class Cutting:
     shards: list[Shard] = field(default_factory=list[Shard])
     partial: tuple[str, ...] = ()
     whole: dict[str, str] = field(default_factory=dict[str, str])
+    positions: OnPositions = ([], ())  # styles with the sequence in parts, and what is partial then
 
 
 def annotate(
@@ -69,7 +71,8 @@ def annotate(
     if model is not None:
         observer.real(model, user, survey)
     observer.meta(graph, meta, samples)
-    seeker = _Seeker(meta, model, observer, SmallModel(user, survey), fused)
+    sequence = any(text_of(s, "norms") == "sequence" for s in graph.sections)
+    seeker = _Seeker(meta, model, observer, SmallModel(user, survey), fused, sequence)
     ties = [strings(op.names) for op in graph.body.block.ops if isinstance(op, TieOp)]
     for block, count in wanted:
         for path, _ in layers_of(meta, block):
@@ -100,9 +103,12 @@ def bared(layer: nn.Module, call: Call) -> nn.Module:
 class _Seeker:
     """Seeks and shows mappings; those of alike modules once."""
 
-    def __init__(self, meta: nn.Module, model: nn.Module | None, observer: Observer, small: SmallModel, fused: Fused) -> None:
+    def __init__(
+        self, meta: nn.Module, model: nn.Module | None, observer: Observer, small: SmallModel, fused: Fused, sequence: bool
+    ) -> None:
         self.meta, self.source, self.observer, self.small, self.fused = meta, meta if model is None else model, observer, small, fused
         self._known: dict[object, Cutting] = {}
+        self.sequence = sequence
 
     def layer(self, path: str, count: int) -> Cutting:
         module = self.source.get_submodule(path)
@@ -141,7 +147,8 @@ class _Seeker:
             shown = self._shown(path, like[0], like[1], ranks, same)
             if shown.styles:
                 shapes = any(s.kind == "shapes" for s in shown.styles)
-                return Cutting(mapping.styles(shapes), shards(module, mapping), shown.partial, dict(mapping.whole))
+                positions = (mapping.on_positions(shapes), shown.positions[1]) if shown.positions[0] else ([], ())
+                return Cutting(mapping.styles(shapes), shards(module, mapping), shown.partial, dict(mapping.whole), positions)
             why = next((w for p, w in shown.whole.items() if p in same.columns), why)
         return Cutting(whole=dict(mapping.whole) | dict.fromkeys([*mapping.columns, *mapping.rows], why))
 
@@ -151,6 +158,14 @@ class _Seeker:
         own = [(r, tuple(m.removeprefix(path).lstrip(".") for m in r.modules if f"{m}.".startswith(f"{path}."))) for r in rewrites]
         install(module, [replace(r, modules=modules) for r, modules in own if modules], source)
 
+    def _positions(self, path: str, module: nn.Module, call: Call, count: int, mapping: Found, shapes: bool) -> OnPositions:
+        """The mapping with the sequence in parts between scopes, if it is asked for and exact."""
+        styles = mapping.on_positions(shapes) if self.sequence else []
+        if not styles:
+            return [], ()
+        verdict = verify(module, call, count, styles, shards(module, mapping), partial(self._fuse, path))
+        return ([], ()) if verdict.reason else (styles, verdict.partial)
+
     def _shown(self, path: str, module: nn.Module, call: Call, count: int, mapping: Found) -> Cutting:
         """The mapping as the code runs it on parts, with whole sizes only if it must."""
         module, call = with_values(module), tree_map(made_up, call)
@@ -159,7 +174,8 @@ class _Seeker:
             styles = mapping.styles(shapes)
             verdict = verify(module, call, count, styles, cut, partial(self._fuse, path))
             if not verdict.reason:
-                return Cutting(styles, cut, verdict.partial, dict(mapping.whole))
+                positions = self._positions(path, module, call, count, mapping, shapes)
+                return Cutting(styles, cut, verdict.partial, dict(mapping.whole), positions)
         return Cutting(whole=dict(mapping.whole) | dict.fromkeys([*mapping.columns, *mapping.rows], verdict.reason))
 
 
@@ -205,4 +221,8 @@ def _add(graph: GraphOp, block: str, path: str, count: int, cutting: Cutting) ->
         [at(n) for n in cutting.partial],
         [f"{at(p)}: {why}" for p, why in cutting.whole.items()],
     )
+    styles, partial = cutting.positions
+    if styles:
+        op.attributes["positions"] = texts(f"{at(s.module)} {s.kind}" for s in styles)
+        op.attributes["positions_partial"] = texts(at(n) for n in partial)
     graph.body.block.insert_op_before(op, graph.cases[0])

@@ -43,6 +43,14 @@ class Found:
         around = [Style(p, "shapes") for p in self.scopes if shapes]
         return around + [Style(p, "colwise") for p in self.columns] + [Style(p, "rowwise") for p in self.rows]
 
+    def on_positions(self, shapes: bool) -> list[Style]:
+        """The same with the sequence in parts between the scopes; [] where the module itself is the scope."""
+        if not self.scopes or "" in self.scopes:
+            return []
+        around = [Style(p, kind) for p in self.scopes for kind in (("shapes", "join") if shapes else ("join",))]
+        inside = [Style(p, "columns") for p in self.columns] + [Style(p, "scatter") for p in self.rows]
+        return [Style("", "sequence"), *around, *inside]
+
 
 @dataclass
 class _Search:

@@ -42,6 +42,9 @@ class ThreadGroup:
     def gather(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         return torch.cat(self._meeting.exchange(self.index, tensor))
 
+    def scatter(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        return self.sum(tensor.clone()).split(list(lengths))[self.index].clone()
+
 
 def run_ranks(count: int, work: Callable[[ThreadGroup], Any]) -> list[Any]:
     """`work(group)` on `count` ranks; their results in order. Raises what the first failing rank raised."""
