@@ -66,7 +66,7 @@ class Allocate(ModulePass):
         ranks = self._ranks(cluster)
         pins = pins_.parse(self.set, [s.sym.data for s in graph.sections], self.refused)
         for section in graph.sections:
-            if pins.words.get(section.sym.data, {}).get("norms") == "sequence":
+            if pins.splits_sequence(section.sym.data):
                 section.attributes["norms"] = StringAttr("sequence")
         work = workload(graph, cluster, self.global_batch or SAMPLES_PER_RANK * ranks)
         self._check(work, ranks, pins)

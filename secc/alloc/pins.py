@@ -69,6 +69,14 @@ class Pins:
             )
         return asked
 
+    def splits_sequence(self, section: str) -> bool:
+        """Whether norms of a section work on parts of the sequence. Raises UserError for a section that no tp cuts."""
+        asked = self.words.get(section, {}).get("norms") == "sequence"
+        if asked and (self.fixed(section, "tp") or 1) == 1:
+            message = f"{section}.norms=sequence is impossible: only ranks of a tensor-parallel replica share a sequence"
+            raise UserError(message, remedy=f"set {section}.tp above 1 too, or leave it out")
+        return asked
+
     def word(self, section: str, key: str) -> tuple[str, ...]:
         """The choices of `sharding` or `recompute` to consider."""
         pinned = self.words.get(section, {}).get(key)
