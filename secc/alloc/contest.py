@@ -1,10 +1,12 @@
 """The solver's best plan against plans near it, each under the real order, which finds what the closed forms misjudge.
 
-The first ones are the solver's: its best of all, and without `zero3`, under which replicas wait for each other in every micro-batch as no
-closed form prices it, its best, the best with every section apart, and the best with all on the same devices. From the one with the
+The first ones are the solver's: its best of all, with every section apart, and with all on the same devices. From the one with the
 shortest step under the order (`secc.alloc.trial`), plans that differ in one thing are tried, those first that the closed forms like best:
 one section run in another way on as many ranks, or ranks handed from one group to another. The shortest goes on, until none is shorter or
 so many have been tried. A plan whose order holds more than the memory there is does not count.
+
+Under `zero3` replicas wait for each other in every micro-batch. Neither closed forms nor trials price that, and simulated steps of plans
+that had it without need took up to twice their time, so such plans only take part where nothing else fits.
 
 As in the solver, replicas of several ranks have to be faster by a margin. Everything is counted and nothing timed, so that the same
 inputs give the same plan.
@@ -41,6 +43,9 @@ class Winner:
 
 def contest(trial: Trial, problem: Problem, best: Assignment, hand_out: Callable[[Assignment], Ranks], margin: float) -> Winner:
     """The best under the real order of the solver's plan `best` and those near it. `hand_out` gives the ranks of a plan's groups."""
+    plain = _without_rounds(problem)
+    if plain != problem and problem.deadline is None and (found := solve(plain, margin=margin)) is not None:
+        problem, best = plain, found.assignment
     return _Contest(trial, problem, hand_out, margin).run(best)
 
 
@@ -52,9 +57,10 @@ class _Contest:
         self.by_ranks = {s: _by_ranks(cs) for s, cs in problem.sections.items()}
 
     def run(self, best: Assignment) -> Winner:
-        self.step = max(1, self._tried(best).time_ns // ALIKE_STEPS)
         free = self.problem.deadline is None  # with a deadline the fewest devices are wanted, and the solver has them
-        shortest = min([best, *(self._others() if free else ())], key=self._score)
+        starts = [best, *(self._others() if free else ())]
+        self.step = max(1, self._tried(starts[0]).time_ns // ALIKE_STEPS)
+        shortest = min(starts, key=self._score)
         while free and len(self.known) < MOST_TRIALS:
             new = sorted(((self._closed(a), i, a) for i, a in enumerate(self._unknown(self._neighbours(shortest)))), key=lambda x: x[:2])
             found = [a for _, _, a in new[: min(TRIED_AT_ONCE, MOST_TRIALS - len(self.known))]]
@@ -66,11 +72,9 @@ class _Contest:
 
     def _others(self) -> Iterator[Assignment]:
         """The solver's best plans of other kinds, where it was free to choose."""
-        rounds = any(c.sharding == IN_STEP for cs in self.problem.sections.values() for c in cs)
-        problem = _without_rounds(self.problem) if rounds else self.problem
-        free = problem.strategy == "auto" and len(problem.sections) > 1
-        for other in (*[problem][:rounds], *(replace(problem, strategy=s) for s in ("apart", "colocate") if free)):
-            if (found := solve(other, margin=self.margin)) is not None:
+        for strategy in ("apart", "colocate") if self.problem.strategy == "auto" and len(self.problem.sections) > 1 else ():
+            found = solve(replace(self.problem, strategy=strategy), margin=self.margin)
+            if found is not None:
                 yield found.assignment
 
     # -- what a plan is worth -----------------------------------------------------------------------------------------------------
