@@ -74,7 +74,7 @@ CASES: Mapping[str, Callable[[], nn.Module]] = {
     ),
     "moe": lambda: _language_model(
         T.Qwen3MoeConfig, 6, 512, 4000, num_key_value_heads=4, head_dim=64, num_experts=8, num_experts_per_tok=2,
-        moe_intermediate_size=512, experts_implementation="eager",
+        moe_intermediate_size=512,
     ),
     "whisper": lambda: T.WhisperForConditionalGeneration(
         T.WhisperConfig(
@@ -112,7 +112,7 @@ def sample(name: str, g: torch.Generator) -> dict[str, torch.Tensor]:
         return {"input_features": torch.randn(80, 600, generator=g), "labels": words[:128]}
     if name == "vlm":
         words[:PATCHES] = IMAGE
-        return {"input_ids": words, "pixel_values": torch.randn(1, 3, 224, 224, generator=g), "labels": words.clone()}
+        return {"input_ids": words, "pixel_values": torch.randn(3, 224, 224, generator=g), "labels": words.clone()}
     return {"input_ids": words, "labels": words.clone()}
 
 

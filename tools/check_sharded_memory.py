@@ -1,0 +1,93 @@
+"""Predicted memory of ranks that share what they keep, against what the operating system says that their processes use.
+
+    python -m tools.check_sharded_memory [MODE ...]
+
+A language model of eight layers trains on two gloo ranks under each way to shard. Measured is the most that a process has resident during
+the second and third step, less what it had before it built the model; tensors are mapped one by one, so that freed ones go back.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from secc.alloc.pins import WORDS
+from secc.compiler import Options, compile_model
+from secc.report.page import page
+from tools.ranks import run
+
+RANKS, SAMPLES = 2, 8
+FILE = """
+import os
+import torch
+import transformers as T
+
+def used(field):
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
+
+BEFORE = [0]
+
+def model():
+    config = T.Qwen3Config(
+        num_hidden_layers=8, hidden_size=512, num_attention_heads=8, num_key_value_heads=4, head_dim=64, intermediate_size=1536,
+        vocab_size=4000, use_cache=False,
+    )
+    BEFORE[0] = BEFORE[0] or used("VmRSS")
+    return T.AutoModelForCausalLM.from_config(config)
+
+def optimizer(params):
+    made = torch.optim.AdamW(params, lr=1e-4, foreach=False)
+
+    def note(*_):
+        with open(os.path.join(os.environ["MEMORY"], os.environ["RANK"]), "w") as file:
+            file.write(str(used("VmHWM") - BEFORE[0]))
+        if made.steps == 0:
+            open("/proc/self/clear_refs", "w").write("5")  # the peak starts anew
+        made.steps += 1
+
+    made.steps = 0
+    if "MEMORY" in os.environ:
+        made.register_step_post_hook(note)
+    return made
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, i):
+        words = torch.randint(10, 1000, (384,), generator=torch.Generator().manual_seed(i))
+        return {"input_ids": words, "labels": words.clone()}
+
+def dataset():
+    return Samples()
+"""
+
+
+def compare(mode: str, folder: Path) -> tuple[float, float]:
+    """(predicted, measured) bytes of the fuller rank under a way to shard."""
+    path, plan = folder / "model.py", folder / "plan"
+    path.write_text(FILE)
+    pins = tuple(f"model.{pin}" for pin in (f"dp={RANKS}", "micro_batch=2", "recompute=none", f"sharding={mode}"))
+    options = Options(cluster=f"local:{RANKS}", global_batch=SAMPLES, max_sections=1, fuse=False, set=pins)
+    compiled = compile_model(path, options)
+    compiled.write(plan, page)
+    arguments = ["--steps", "3", "--workers", "0", "--log-dir", str(folder / "logs")]
+    run(plan, RANKS, arguments, {"MEMORY": str(folder), "MALLOC_MMAP_THRESHOLD_": "65536"})
+    return compiled.plan.sections[0].memory_gib * 2**30, max(float((folder / str(r)).read_text()) for r in range(RANKS))
+
+
+def main() -> None:
+    # Read when a process starts, so that the server from which the ranks are forked has it, too.
+    os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    print("| sharding | predicted, MiB | resident, MiB | error |\n| --- | --- | --- | --- |")
+    for mode in sys.argv[1:] or WORDS["sharding"]:
+        with tempfile.TemporaryDirectory() as name:
+            expected, seen = compare(mode, Path(name))
+        print(f"| {mode} | {expected / 2**20:.0f} | {seen / 2**20:.0f} | {expected / seen - 1:+.1%} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
