@@ -27,6 +27,8 @@ aten = torch.ops.aten
 Fail = Callable[[str, str], NoReturn]  # message, remedy
 
 _VALUES = (aten._local_scalar_dense.default, aten.item.default, aten.equal.default, aten.is_nonzero.default, aten.allclose.default)
+_FILLED = (aten.full_like.default, aten.zeros_like.default, aten.ones_like.default)
+_SMALL = 1 << 20  # entries of a filled tensor that is worth its memory
 _UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 _REMEDY = "compute it inside one of the model's modules, or from the inputs alone"
 
@@ -63,6 +65,12 @@ class Executor:
         if isinstance(value, torch.Tensor) and not is_fake(value) and self.unknown(value):
             return self._mode.from_tensor(value)
         return value
+
+    def execute_inside(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an op inside a block, where nothing is recorded: filling a tensor in an unknown one's shape gives known values."""
+        if func in _FILLED and self.unknown(args[0]) and args[0].numel() <= _SMALL:
+            args = (torch.empty(args[0].shape, dtype=args[0].dtype), *args[1:])
+        return self.execute(func, args, kwargs)
 
     def execute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of an op."""

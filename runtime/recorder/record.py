@@ -169,7 +169,7 @@ class Recorder:
     def watch(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An op inside a block, while its result's shape is learnt."""
         self._watch.see(func, args, kwargs)
-        out = self._executor.execute(func, args, kwargs)
+        out = self._executor.execute_inside(func, args, kwargs)
         if is_random(func, args, kwargs):
             self._watch.draws.append(self._drawn(func, out if isinstance(out, torch.Tensor) else out[0]))
         return out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -405,46 +404,6 @@ def test_a_mask_that_chooses_rows_inside_a_block_decides_its_shape() -> None:
         for keep in (BATCH["keep"], ~BATCH["keep"])
     ]
     assert shapes == [(3, 5), (1, 5)]
-
-
-def test_random_numbers_and_batch_norm_inside_blocks_are_told() -> None:
-    class Noisy(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tower = nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.1), nn.Dropout(0.0), nn.BatchNorm1d(5))
-
-        def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-            return self.tower(x).mean()
-
-    found = record(Noisy(), BATCH, ["tower"])
-    assert {(h.path, h.kind) for h in found.hazards} == {("tower", "batch_norm")}
-    assert [(re.sub(r"test_recorder.py:\d+", "LINE", d.call), d.shape, d.known) for d in found.draws] == [
-        ("tower.1@LINE#0", (len(BATCH["x"]), 5), True)
-    ]
-    quiet = record(Noisy().eval(), BATCH, ["tower"])
-    assert quiet.hazards == [] and quiet.draws == []
-
-
-def test_random_ops_of_alike_layers_have_names_of_their_own() -> None:
-    class Layer(nn.Module):
-        def __init__(self, p: float) -> None:
-            super().__init__()
-            self.p, self.linear = p, nn.Linear(5, 5)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return F.dropout(self.linear(x), self.p) if self.p else self.linear(x)
-
-    class Deep(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tower = nn.Sequential(*(Layer(p) for p in (0.0, 0.1, 0.1, 0.2)))
-
-        def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-            return self.tower(self.tower(x)).mean()
-
-    for blocks in (["tower"], [f"tower.{i}" for i in range(4)]):
-        names = [re.sub(r"test_recorder.py:\d+", "LINE", d.call) for d in record(Deep(), BATCH, blocks).draws]
-        assert names == [f"tower.{i}@LINE<LINE#{time}" for time in range(2) for i in (1, 2, 3)]
 
 
 def test_grouped_products_have_a_shape_in_float32() -> None:
