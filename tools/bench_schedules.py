@@ -178,8 +178,10 @@ def cost(repeats: int) -> None:
     """Milliseconds of one core for the order and for the check before the step, the least of some runs; fewer runs of large ones."""
     print("| samples | replicas | stages | order, ms | us a job | check, ms |\n| --- | --- | --- | --- | --- | --- |")
     for stages in (1, 2, 4, 8):
-        pipeline = mixes.Pipeline(stages, 2 * stages, stages > 1)
+        pipeline, largest = mixes.Pipeline(stages, 2 * stages, stages > 1), 131072 if stages <= 2 else 16384
         for count, encoders, replicas in ((16, 1, 2), (128, 4, 8), (1024, 16, 64), (4096, 32, 128), (16384, 64, 256), (131072, 512, 2048)):
+            if count > largest:
+                continue
             samples = mixes.multimodal(count, 0.33, 0)
             plan = mixes.vlm(samples, encoders, replicas, 0.8, pipeline=pipeline)
             jobs = sum(len(computations(s)) * sum(active(s.when, x.pattern) for x in samples) for s in plan.sections)
