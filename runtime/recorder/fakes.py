@@ -157,11 +157,11 @@ class Shapes:
         """Of the values; all layers of a tower are called with the same tensors."""
         if torch.is_inference(tensor):
             return _digest(tensor)
-        version, known = self._digests.get(tensor, (-1, b""))
-        if version != tensor._version:
-            known = _digest(tensor)
-            self._digests[tensor] = tensor._version, known
-        return known
+        known = self._digests.get(tensor)
+        if known is None or known[0] != tensor._version:
+            known = tensor._version, _digest(tensor)
+            self._digests[tensor] = known
+        return known[1]
 
     def _signature(self, path: str, module: nn.Module) -> Any:
         if path not in self._signatures:
