@@ -152,3 +152,17 @@ def test_a_hook_is_refused_by_place() -> None:
     with pytest.raises(UserError, match="a hook on a tensor between its modules") as error:
         recorded(lambda m, h, x, keep: h.register_hook(lambda g: 2 * g) and h)
     assert error.value.where.startswith("test_functions.py:") and error.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("glue", "name"),
+    [
+        (lambda m, h, x, keep: h * torch.autograd.grad(h.sum(), h)[0], "torch.autograd.grad"),
+        (lambda m, h, x, keep: h.sum().backward(retain_graph=True) or h, r"backward\(\)"),
+    ],
+    ids=["grad", "backward"],
+)
+def test_a_gradient_taken_between_modules_is_refused_by_place(glue: Callable[..., Any], name: str) -> None:
+    with pytest.raises(UserError, match=f"forward uses {name} between its modules, which cannot be recorded") as error:
+        recorded(glue)
+    assert error.value.where.startswith("test_recorder.py:") and error.value.remedy
