@@ -165,4 +165,4 @@ def test_a_hook_is_refused_by_place() -> None:
 def test_a_gradient_taken_between_modules_is_refused_by_place(glue: Callable[..., Any], name: str) -> None:
     with pytest.raises(UserError, match=f"forward uses {name} between its modules, which cannot be recorded") as error:
         recorded(glue)
-    assert error.value.where.startswith("test_recorder.py:") and error.value.remedy
+    assert error.value.where.startswith("test_functions.py:") and error.value.remedy
