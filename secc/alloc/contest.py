@@ -3,7 +3,7 @@
 The first ones are the solver's: its best of all, with every section apart, and with all on the same devices. From the one with the
 shortest step under the order (`secc.alloc.trial`), plans that differ in one thing are tried, those first that the closed forms like best:
 one section run in another way on as many ranks, or ranks handed from one group to another. The shortest goes on, until none is shorter or
-so many have been tried. A plan whose order holds more than the memory there is does not count.
+so many have been tried, or their orders became so long together. A plan whose order holds more than the memory there is does not count.
 
 Under `zero3` replicas wait for each other in every micro-batch. Neither closed forms nor trials price that, and simulated steps of plans
 that had it without need took up to twice their time, so such plans only take part where nothing else fits.
@@ -25,6 +25,7 @@ from secc.alloc.trial import Ranks, Trial, Tried
 from secc.alloc.types import Assignment, Candidate, Problem
 
 MOST_TRIALS = 60
+MOST_JOBS = 600_000  # forwards and backwards in the orders of all trials, tens of microseconds each
 TRIED_AT_ONCE = 8  # neighbours of the best one, before the best of them goes on
 ALIKE = 6  # ways to run one section on as many ranks, of those that the closed forms like best
 ALIKE_STEPS = 1000  # steps that differ by less than one part in so many are about alike
@@ -58,22 +59,27 @@ class _Contest:
 
     def run(self, best: Assignment) -> Winner:
         free = self.problem.deadline is None  # with a deadline the fewest devices are wanted, and the solver has them
-        starts = [best, *(self._others() if free else ())]
+        starts = [best, *(self._others(best) if free else ())]
         self.step = max(1, self._tried(starts[0]).time_ns // ALIKE_STEPS)
         shortest = min(starts, key=self._score)
-        while free and len(self.known) < MOST_TRIALS:
+        while free and (left := self._left()):
             new = sorted(((self._closed(a), i, a) for i, a in enumerate(self._unknown(self._neighbours(shortest)))), key=lambda x: x[:2])
-            found = [a for _, _, a in new[: min(TRIED_AT_ONCE, MOST_TRIALS - len(self.known))]]
+            found = [a for _, _, a in new[: min(TRIED_AT_ONCE, left)]]
             challenger = min(found, key=self._score, default=shortest)
             if self._score(challenger) >= self._score(shortest):
                 break
             shortest = challenger
         return Winner(shortest, self._tried(shortest), self._closed(shortest), len(self.known))
 
-    def _others(self) -> Iterator[Assignment]:
-        """The solver's best plans of other kinds, where it was free to choose."""
+    def _left(self) -> int:
+        """How many more plans may be tried."""
+        jobs = [tried.jobs for tried in self.known.values()]
+        return max(0, min(MOST_TRIALS - len(jobs), (MOST_JOBS - sum(jobs)) // max(1, *jobs)))
+
+    def _others(self, best: Assignment) -> Iterator[Assignment]:
+        """The solver's best plans of other kinds, where it was free to choose and they may come near."""
         for strategy in ("apart", "colocate") if self.problem.strategy == "auto" and len(self.problem.sections) > 1 else ():
-            found = solve(replace(self.problem, strategy=strategy), margin=self.margin)
+            found = solve(replace(self.problem, strategy=strategy), margin=self.margin, beside=best)
             if found is not None:
                 yield found.assignment
 

@@ -53,8 +53,10 @@ MANY = 1000  # candidates of all sections, from which on a search finds its firs
 PLAINEST = 1 << 12  # more than `extras` summed over sections
 
 
-def solve(problem: Problem, limit: float = DETERMINISTIC_LIMIT, margin: float = 0.0) -> Solution | None:
+def solve(problem: Problem, limit: float = DETERMINISTIC_LIMIT, margin: float = 0.0, beside: Assignment | None = None) -> Solution | None:
     """The fastest assignment, or None if there is none. Raises RuntimeError if none was found or refuted within the limit.
+
+    With another strategy's assignment `beside`, None too where none is at most twice as slow as that.
 
     With a `margin`, replicas of several ranks are taken only where that is faster by more: the assignment with the fewest doublings
     among those that are slower than the fastest by at most this share.
@@ -65,6 +67,8 @@ def solve(problem: Problem, limit: float = DETERMINISTIC_LIMIT, margin: float = 
     if (together := _together(problem, limit)) is not None:
         model.hint(together)
         model.within(evaluate(coarse, together).time_ns if coarse.deadline is None else coarse.deadline)
+    if beside is not None:
+        model.within(2 * evaluate(replace(coarse, strategy="auto"), beside).time_ns)
     solver, status = _run(model, limit)
     if status == cp_model.INFEASIBLE:
         return None

@@ -38,10 +38,11 @@ Ranks = Mapping[str, Sequence[int]]  # of each group
 
 @dataclass(frozen=True)
 class Tried:
-    """A choice under the real order: ns of a step, and whether what its ranks hold then fits."""
+    """A choice under the real order: ns of a step, whether what its ranks hold then fits, and how many forwards and backwards it has."""
 
     time_ns: int
     fits: bool
+    jobs: int
 
 
 class Trial:
@@ -61,7 +62,7 @@ class Trial:
         plan = self._plan(assignment, chosen, ranks)
         order = ordered(plan, self.samples)
         timeline = _Timeline(plan, order, self.waits | {(s, s): self._between_stages(s, c) for s, c in chosen.items() if c.pp > 1})
-        return Tried(self._closed(plan, chosen, order, timeline), self._fits(plan, chosen, timeline))
+        return Tried(self._closed(plan, chosen, order, timeline), self._fits(plan, chosen, timeline), len(order.order))
 
     # -- the plan -----------------------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from secc.frontend.survey import Pattern, Survey
 from secc.runtime.plan import Plan
+from secc.runtime.program import active
 from secc.runtime.recorder import Recorder
 from secc.runtime.section import Section
 from secc.runtime.user_model import UserModel
@@ -55,7 +56,8 @@ class Decisions:
     def _guards(self, pattern: Pattern) -> Iterator[tuple[str, Read]]:
         """The conditions under which compiled cases hold, each place once."""
         met: set[str] = set()
-        for section in self._sections:
+        working = [s for s in self._sections if active(self._plan.section(s.name).when, pattern)]
+        for section in working:
             for case in section.cases:
                 for name in case.guards if case.when == section.optional & pattern else ():
                     read: Read = getattr(section, name)

@@ -94,7 +94,7 @@ def test_the_report_says_why(plan: Plan) -> None:
     assert ("vision_tower", "2 blocks", "counted: FLOPs and bytes of each operation") in found["Where costs come from"].rows
     assert any(r[0] == "H100" and "datasheet" in r[2] for r in found["Where costs come from"].rows)
     parts = {r[1]: r[2] for r in found["Where memory goes"].rows if r[0] == "language_model"}
-    assert {"weights", "gradients", "optimizer states", "left", "kept for the driver and fragments"} <= parts.keys()
+    assert {"weights", "optimizer states", "left", "kept for the driver and fragments"} <= parts.keys()
     assert any(part.startswith("largest tensor between blocks: ") for part in parts)
     assert {r[0] for r in found["What bounds sections"].rows} == {"vision_tower", "language_model"}
     for title in ("What else could be", "What bounds sections", "Where memory goes", "Where costs come from"):

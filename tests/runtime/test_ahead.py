@@ -27,8 +27,8 @@ def plain() -> Reference:
 
 def teacher(trace: Path) -> list[dict[str, Any]]:
     """The teacher's forwards in the order in which they ran."""
-    events = [e for e in json.loads(trace.read_text())["traceEvents"] if e["args"].get("section") == "teacher"]
-    return [e["args"] for e in sorted(events, key=lambda e: e["ts"])]
+    events = sorted((e for e in json.loads(trace.read_text())["traceEvents"] if "ts" in e), key=lambda e: e["ts"])
+    return [e["args"] for e in events if e["cat"] == "F" and e["args"]["section"] == "teacher"]
 
 
 @pytest.mark.parametrize(
