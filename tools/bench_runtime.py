@@ -1,10 +1,12 @@
-"""What secc's runtime costs beside the user's model: steps of a plan against those of plain PyTorch and of DDP, in one run.
+"""What secc's runtime costs beside the user's model: steps of a plan against those of plain PyTorch, DDP and PyTorch's pipelines.
 
 python -m tools.bench_runtime [MODEL.py] --global-batch 16 --steps 20
+python -m tools.bench_runtime --stages 2      the decoder in stages, against torch.distributed.pipelining with the same cut
 
 Both train in the same processes, one step of each in turn, so that whatever else the machine does hits both alike; ranks have one thread.
 A step is all of it: loading and collating its samples, forward, backward, gradients, optimizer. The plan has one micro-batch for each
-rank, as the others have. Medians of wall time and of CPU time, the latter over all ranks: on a busy machine it says more.
+rank, as the others have, and pipelines as many as each other. Medians of wall time and of CPU time, the latter over all ranks: on a busy
+machine it says more.
 """
 
 from __future__ import annotations
@@ -17,18 +19,22 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 
 from secc.compiler import Compiled, Options, compile_model
 from secc.report.page import page
 from secc.runtime.options import parse
+from secc.runtime.plan import Plan
 from secc.runtime.run import Run
 from secc.runtime.section import load_section
 from secc.runtime.trainer import Trainer
@@ -63,6 +69,54 @@ class Plain:
         loss.item()
 
 
+class Stage(nn.Module):
+    """A stage of tools/bench_decoder.py: some of its blocks, behind the embedding or before the head where these are its ends."""
+
+    def __init__(self, model: Any, blocks: range) -> None:
+        super().__init__()
+        whole = len(model.blocks)
+        self.embed = model.embed if blocks.start == 0 else nn.Identity()
+        self.blocks = nn.Sequential(*(model.blocks[i] for i in blocks))
+        self.end = nn.Sequential(model.norm, model.head) if blocks.stop == whole else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.end(self.blocks(self.embed(x)))
+
+
+class Pipelined:
+    """Training by hand with PyTorch's own 1F1B, in the stages of a plan: every rank loads the batch, the last one has the loss."""
+
+    def __init__(self, user: UserModel, plan: Plan) -> None:
+        torch.manual_seed(0)
+        counts = [sum(b.startswith("blocks.") for b in s.blocks) for s in plan.sections]
+        rank, ends = dist.get_rank(), list(accumulate(counts))
+        stage = Stage(user.model(), range(ends[rank] - counts[rank], ends[rank]))
+        micro_batches = plan.global_batch // plan.sections[0].micro_batch
+        self.optimizer = user.optimizer(list(stage.named_parameters()))
+        self.schedule = Schedule1F1B(PipelineStage(stage, rank, len(counts), torch.device("cpu")), micro_batches, next_token_loss)
+        self.user, self.batch, self.first, self.length = user, plan.global_batch, 0, len(user.dataset())
+        self.ends = rank == 0, rank == len(counts) - 1
+
+    def step(self) -> None:
+        """One optimizer step; the losses are read where they are, as a log would."""
+        samples = [self.user.sample(i % self.length) for i in range(self.first, self.first + self.batch)]
+        self.first += self.batch
+        ids, losses = self.user.collate(samples)["input_ids"], list[torch.Tensor]()
+        self.optimizer.zero_grad()
+        is_first, is_last = self.ends
+        if is_last:
+            self.schedule.step(*[ids] * is_first, target=ids, losses=losses)
+        else:
+            self.schedule.step(*[ids] * is_first)
+        self.optimizer.step()
+        sum(loss.item() for loss in losses)
+
+
+def next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The decoder's loss, from its logits [B, S, V] and tokens [B, S]."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
 def timed(step: Callable[[], object]) -> tuple[float, float]:
     """Wall and CPU seconds of a step that all ranks start together."""
     dist.barrier()
@@ -82,7 +136,8 @@ def rank_main(plan: Path, rank: int, world: int, port: int, steps: int, pipe: An
         model = run.model()
         mine = [s for s in run.plan.sections if rank in s.mesh.ranks]
         trainer = Trainer(run, model, [load_section(plan, s, model) for s in mine])
-        batches, plain = trainer.batches(), Plain(load(run.user.path), run.plan.global_batch)
+        user, batches = load(run.user.path), trainer.batches()
+        plain = Pipelined(user, run.plan) if len(run.plan.sections) > len(mine) else Plain(user, run.plan.global_batch)
         found: tuple[Times, Times] = [], []
         for _ in range(WARM + steps):
             found[0].append(timed(lambda: trainer.step(next(batches))))
@@ -116,18 +171,37 @@ def compiled(path: Path, world: int, global_batch: int) -> Compiled:
     return compile_model(path, Options(**options, set=choices))  # pyright: ignore[reportArgumentType]
 
 
-def compared(path: Path, world: int, global_batch: int, steps: int) -> str:
+def staged(path: Path, stages: int, global_batch: int, micro_batch: int) -> Compiled:
+    """A plan of one pipeline."""
+    (name,) = compile_model(path, Options(cluster="local:1", global_batch=global_batch)).plan.pipelines
+    choices = (
+        f"{name}.pp={stages}",
+        f"{name}.dp=1",
+        f"{name}.micro_batch={micro_batch}",
+        f"{name}.sharding=none",
+        f"{name}.recompute=none",
+    )
+    return compile_model(path, Options(cluster=f"local:{stages}", global_batch=global_batch, set=choices))
+
+
+def compared(made: Compiled, world: int, steps: int, other: str) -> str:
     """A row of the table."""
     with tempfile.TemporaryDirectory() as directory:
         plan = Path(directory) / "plan"
-        made = compiled(path, world, global_batch)
         made.write(plan, page)
         ranks = run_ranks(plan, world, steps)
     wall = [median(t for t, _ in ranks[0][which]) for which in (0, 1)]
     ratio = median(a / b for (a, _), (b, _) in zip(*ranks[0], strict=True))
     cpu = [median(sum(r[which][step][1] for r in ranks) for step in range(steps)) for which in (0, 1)]
-    other = "plain PyTorch" if world == 1 else "DDP"
-    cells = (path.stem, f"{world}", f"{len(made.plan.sections)}", other, f"{1e3 * wall[0]:.1f}", f"{1e3 * wall[1]:.1f}", f"{ratio:.3f}")
+    cells = (
+        Path(made.plan.model.path).stem,
+        f"{world}",
+        f"{len(made.plan.sections)}",
+        other,
+        f"{1e3 * wall[0]:.1f}",
+        f"{1e3 * wall[1]:.1f}",
+        f"{ratio:.3f}",
+    )
     return f"| {' | '.join(cells)} | {1e3 * cpu[0]:.1f} | {1e3 * cpu[1]:.1f} | {cpu[0] / cpu[1]:.3f} |"
 
 
@@ -138,11 +212,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--global-batch", type=int, default=16)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--stages", type=int, help="instead: the decoder in so many stages")
+    parser.add_argument("--micro-batch", type=int, default=2, help="of stages, in samples")
     asked = parser.parse_args(arguments)
     print("| model | ranks | sections | against | secc, ms | other, ms | ratio | secc, CPU ms | other, CPU ms | ratio |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    if asked.stages:
+        made = staged(MODEL, asked.stages, asked.global_batch, asked.micro_batch)
+        print(compared(made, asked.stages, asked.steps, "torch.distributed.pipelining"))
+        return
     for world in asked.ranks:
-        print(compared(asked.model, world, asked.global_batch, asked.steps), flush=True)
+        made = compiled(asked.model, world, asked.global_batch)
+        print(compared(made, world, asked.steps, "plain PyTorch" if world == 1 else "DDP"), flush=True)
 
 
 if __name__ == "__main__":
