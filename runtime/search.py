@@ -51,7 +51,7 @@ def improve(
     `early` micro-batches stay where they are: they are computed in another step. `least` is a time in ns that no order can beat.
     """
     count = tries(len(step.jobs.rank), found[1], least)
-    if count == 0:
+    if count == 0 or _symmetric(step):
         return dict(tables), found
     search = _Search(step, _blocks(step, graph, tables, early), found)
     for _ in range(count):
@@ -59,6 +59,13 @@ def improve(
         if search.failed > PATIENCE:
             break
     return _moved(step, tables), search.best
+
+
+def _symmetric(step: Step) -> bool:
+    """Whether all micro-batches are alike to every section, so that no order of them is better than another."""
+    numbers, duration = step.numbers.values(), step.jobs.duration
+    kinds = [duration[start : start + n.count] for n in numbers for start in {n.forward, n.backward, n.weight} - {-1}]
+    return len({n.count for n in numbers}) == 1 and all(len(set(some)) == 1 for some in kinds)
 
 
 def tries(jobs: int, makespan: int, least: int) -> int:

@@ -40,6 +40,19 @@ def test_even_micro_batches_run_as_1f1b():
     assert kinds == ["FFFBFBFBBB", "FFBFBFBFBB", "FBFBFBFBFB"]
 
 
+def test_no_search_where_all_micro_batches_are_alike(monkeypatch):
+    lm = stages("lm", [[0], [1]], in_flight=(2, 1), forward="1000000*B", backward="2000000*B")
+    p = plan(lm, passes_on(lm), 2)
+    expected = timed_schedule(p, [sample(i) for i in range(8)])
+    monkeypatch.setattr("secc.runtime.search.run", None)  # would be called for each try
+    assert timed_schedule(p, [sample(i) for i in range(8)]) == expected
+    with pytest.raises(TypeError):
+        timed_schedule(
+            dataclasses.replace(p, sections=stages("lm", [[0], [1]], in_flight=(2, 1), forward="100000*S", backward="200000*S")),
+            [sample(i, length=1 + i) for i in range(8)],
+        )
+
+
 @pytest.mark.parametrize("room", [(3, 2, 1), (6, 6, 6), (1, 1, 1), (0, 0, 0)])
 def test_stages_take_ragged_micro_batches_in_one_order(room):
     p, samples = pipeline(3, replicas=2, room=room, encoder=True), mixed(24, 0.4, seed=4)
