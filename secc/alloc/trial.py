@@ -1,8 +1,9 @@
-"""What a choice of the solver takes under the order that ranks run: the order of one drawn global batch, and the step that it makes.
+"""What a choice of the solver takes under the order that ranks run: the orders of some drawn global batches, and their mean step.
 
 The solver's times are of mean samples and closed forms. Here the choice becomes a plan of sections, stages and edges, without code, whose
 wavefront order (`secc.runtime.wavefront`) is computed for samples with the sizes that the dataset's have: what encoders' fill and drain,
-ragged micro-batches, pipelines' bubbles and uneven replicas cost is in it. Messages take their time at the samples' mean size, without
+ragged micro-batches, pipelines' bubbles and uneven replicas cost is in it, and, as batches differ, what it costs where one has more images
+than the ranks of an encoder were meant for. Messages take their time at the samples' mean size, without
 contention; reductions and the optimizer follow a section's last backward. A rank's memory counts the micro-batches that are in flight in
 that order at the size of a mean one, as the solver does.
 """
@@ -32,13 +33,15 @@ from secc.runtime.wavefront import Candidate as Order
 from secc.runtime.wavefront import ordered
 
 UNLIMITED = 1 << 62  # bytes
+BATCHES, SAMPLES = 4, 2048  # that a choice is tried on at most; large batches differ less
 
 Ranks = Mapping[str, Sequence[int]]  # of each group
+Samples = Sequence[SampleMeta]
 
 
 @dataclass(frozen=True)
 class Tried:
-    """A choice under the real order: ns of a step, whether what its ranks hold then fits, and how many forwards and backwards it has."""
+    """A choice under the real order: ns of a mean step, whether all that ranks hold fits, and how many forwards and backwards ran."""
 
     time_ns: int
     fits: bool
@@ -46,23 +49,29 @@ class Tried:
 
 
 class Trial:
-    """Tries choices of one problem on one drawn global batch; of mean samples where the graph lists none.
+    """Tries choices of one problem on drawn global batches; on one of mean samples where the graph lists none.
 
     `run_ahead` are bytes that frozen sections may keep for the next global batch, None for what memory allows (`secc.alloc.ahead`).
     """
 
     def __init__(self, work: Workload, problem: Problem, run_ahead: int | None = 0) -> None:
         self.work, self.problem, self.run_ahead = work, problem, run_ahead
-        self.samples = drawn_samples.drawn(work.graph, work.global_batch) or _means(work)
+        count = max(1, min(BATCHES, SAMPLES // work.global_batch))
+        self.batches = drawn_samples.drawn(work.graph, work.global_batch, count) or [_means(work)]
         self.waits = {(e.src, e.dst): self._message_ns(e.src, e.dst) for e in problem.edges}
 
     def run(self, assignment: Assignment, ranks: Ranks) -> Tried:
-        """A step of the choice on these ranks."""
+        """The steps of the choice on these ranks."""
         chosen = {s: cs[assignment.choice[s]] for s, cs in self.problem.sections.items()}
         plan = self._plan(assignment, chosen, ranks)
-        order = ordered(plan, self.samples)
-        timeline = _Timeline(plan, order, self.waits | {(s, s): self._between_stages(s, c) for s, c in chosen.items() if c.pp > 1})
-        return Tried(self._closed(plan, chosen, order, timeline), self._fits(plan, chosen, timeline), len(order.order))
+        waits = self.waits | {(s, s): self._between_stages(s, c) for s, c in chosen.items() if c.pp > 1}
+        steps = [self._step(plan, chosen, waits, batch) for batch in self.batches]
+        return Tried(sum(s.time_ns for s in steps) // len(steps), all(s.fits for s in steps), sum(s.jobs for s in steps))
+
+    def _step(self, plan: Plan, chosen: Mapping[str, Candidate], waits: Mapping[tuple[str, str], int], batch: Samples) -> Tried:
+        order = ordered(plan, batch)
+        timeline = _Timeline(plan, order, waits)
+        return Tried(self._closed(plan, chosen, order, timeline, batch), self._fits(plan, chosen, timeline), len(order.order))
 
     # -- the plan -----------------------------------------------------------------------------------------------------------------
 
@@ -156,20 +165,20 @@ class Trial:
         share = sum((s for s, _ in sizes), Fraction(0))
         return time.message_ns(int(sum(s * n for s, n in sizes) / share), self.work.cluster) if share else 0
 
-    def _closed(self, plan: Plan, chosen: Mapping[str, Candidate], order: Order, timeline: _Timeline) -> int:
+    def _closed(self, plan: Plan, chosen: Mapping[str, Candidate], order: Order, timeline: _Timeline, batch: Samples) -> int:
         """The end of the step: a rank reduces its sections' gradients one after the other, computes ahead for the next step, and steps."""
         last: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for s in plan.sections:
             c = chosen[s.whole]
-            early = self._early_ns(plan, s, order) if s.name in order.early else 0
+            early = self._early_ns(plan, s, order, batch) if s.name in order.early else 0
             update = early + update_ns(*self._load(s.whole, c), c.dp, c.sharding)
             last[s.mesh.ranks[0]].append((timeline.ends[s.name], update))
         return max(_one_after_another(ends) for ends in last.values())
 
-    def _early_ns(self, plan: Plan, section: Section, order: Order) -> int:
+    def _early_ns(self, plan: Plan, section: Section, order: Order, batch: Samples) -> int:
         """What the busiest replica computes in a step for the next one, which is alike."""
         micros = [m for m in order.tables[section.name].micro_batches if m.index in order.early[section.name]]
-        forward, _ = Costs(plan, self.samples).of(section, [m.samples for m in micros])
+        forward, _ = Costs(plan, batch).of(section, [m.samples for m in micros])
         total = [0] * section.mesh.dp
         for m, ns in zip(micros, forward, strict=True):
             total[m.replica] += ns

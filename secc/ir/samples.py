@@ -31,19 +31,20 @@ def attribute(symbols: Sequence[str], samples: Iterable[tuple[frozenset[str], Si
     return texts([" ".join(symbols), *by_pattern])
 
 
-def drawn(graph: GraphOp, count: int) -> tuple[SampleMeta, ...]:
-    """`count` samples in an order drawn from a fixed seed, each of the graph's once before any is there again; () where it lists none."""
+def drawn(graph: GraphOp, count: int, batches: int) -> list[tuple[SampleMeta, ...]]:
+    """Batches of `count` samples, drawn with a fixed seed: each of the graph's once before any is there again, none where it lists none."""
     found = graph.attributes.get(ATTRIBUTE)
     if not isinstance(found, ArrayAttr):
-        return ()
+        return []
     names, *lines = [line.data for line in found if isinstance(line, StringAttr)]
     known = [sample for line in lines for sample in _parse(line, names.split())]
     order: list[tuple[frozenset[str], Sizes]] = []
     rng = random.Random(SEED)
-    while known and len(order) < count:
+    while known and len(order) < batches * count:
         rng.shuffle(known)
-        order += known[: count - len(order)]
-    return tuple(SampleMeta(i, pattern, sizes) for i, (pattern, sizes) in enumerate(order))
+        order += known
+    some = (order[i * count : (i + 1) * count] for i in range(batches if order else 0))
+    return [tuple(SampleMeta(i, pattern, sizes) for i, (pattern, sizes) in enumerate(batch)) for batch in some]
 
 
 def _parse(line: str, names: Sequence[str]) -> list[tuple[frozenset[str], Sizes]]:

@@ -47,9 +47,10 @@ def handed(asked: Problem, a: Assignment) -> dict[str, list[int]]:
 def test_samples_print_and_parse_with_the_graph() -> None:
     module, _, trial = vlm()
     graph = graph_of(text.parse(text.print_module(module)))
-    assert samples.drawn(graph, 32) == trial.samples
-    assert sorted(s.sizes["n"] for s in trial.samples) == sorted(2 * [0] * 8 + 4 * [1, 2, 3, 4])  # all of them, twice
-    assert samples.drawn(graph_of(text.parse(VLM.read_text())), 32) == ()
+    assert samples.drawn(graph, 32, 4) == trial.batches and len(trial.batches) == 4
+    for batch in trial.batches:
+        assert sorted(s.sizes["n"] for s in batch) == sorted(2 * [0] * 8 + 4 * [1, 2, 3, 4])  # all of them, twice
+    assert samples.drawn(graph_of(text.parse(VLM.read_text())), 32, 4) == []
 
 
 def test_a_plan_without_anything_to_wait_for_takes_what_the_closed_form_says() -> None:
