@@ -1,6 +1,7 @@
 """The solver's best plan against plans near it, each under the real order, which finds what the closed forms misjudge.
 
-The first ones are the solver's: its best of all, with every section apart, and with all on the same devices. From the one with the
+The first ones are the solver's: its best of all, with every section apart, and with all on the same devices, each also without
+pipelines and tensor parallelism. From the one with the
 shortest step under the order (`secc.alloc.trial`), plans that differ in one thing are tried, those first that the closed forms like best:
 one section run in another way on as many ranks, or ranks handed from one group to another. The shortest goes on, until none is shorter or
 so many have been tried, or their orders became so long together. A plan whose order holds more than the memory there is does not count.
@@ -44,7 +45,7 @@ class Winner:
 
 def contest(trial: Trial, problem: Problem, best: Assignment, hand_out: Callable[[Assignment], Ranks], margin: float) -> Winner:
     """The best under the real order of the solver's plan `best` and those near it. `hand_out` gives the ranks of a plan's groups."""
-    plain = _without_rounds(problem)
+    plain = _without(problem, lambda c: c.sharding == IN_STEP)  # replicas that wait for each other in every micro-batch
     if plain != problem and problem.deadline is None and (found := solve(plain, margin=margin)) is not None:
         problem, best = plain, found.assignment
     return _Contest(trial, problem, hand_out, margin).run(best)
@@ -77,11 +78,16 @@ class _Contest:
         return max(0, min(MOST_TRIALS - len(jobs), (MOST_JOBS - sum(jobs)) // max(1, *jobs)))
 
     def _others(self, best: Assignment) -> Iterator[Assignment]:
-        """The solver's best plans of other kinds, where it was free to choose and they may come near."""
+        """The solver's best plans of other kinds, where it was free to choose and they may come near: also without replicas of several
+        ranks, because what stages wait for on devices that sections share is more than closed forms say."""
         for strategy in ("apart", "colocate") if self.problem.strategy == "auto" and len(self.problem.sections) > 1 else ():
-            found = solve(replace(self.problem, strategy=strategy), margin=self.margin, beside=best)
-            if found is not None:
+            free = replace(self.problem, strategy=strategy)
+            for problem in (free, _without(free, lambda c: c.width > 0)):
+                if (found := solve(problem, margin=self.margin, beside=best)) is None:
+                    continue
                 yield found.assignment
+                if not any(free.sections[s][i].width for s, i in found.assignment.choice.items()):
+                    break
 
     # -- what a plan is worth -----------------------------------------------------------------------------------------------------
 
@@ -144,13 +150,10 @@ class _Contest:
         return sorted(options, key=lambda o: sum(self.problem.sections[s][i].time_ns for s, i in o.choice.items()))
 
 
-def _without_rounds(problem: Problem) -> Problem:
-    """The problem in which nothing fits whose replicas wait for each other in every micro-batch."""
+def _without(problem: Problem, test: Callable[[Candidate], bool]) -> Problem:
+    """The problem in which no candidate fits of which the test holds."""
     full = 2 * problem.capacity
-    sections = {
-        s: tuple(replace(c, memory=full, memory_ahead=full) if c.sharding == IN_STEP else c for c in cs)
-        for s, cs in problem.sections.items()
-    }
+    sections = {s: tuple(replace(c, memory=full, memory_ahead=full) if test(c) else c for c in cs) for s, cs in problem.sections.items()}
     return replace(problem, sections=sections)
 
 
