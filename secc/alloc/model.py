@@ -68,7 +68,7 @@ def solve(problem: Problem, limit: float = DETERMINISTIC_LIMIT, margin: float = 
         model.hint(together)
         model.within(evaluate(coarse, together).time_ns if coarse.deadline is None else coarse.deadline)
     if beside is not None:
-        model.within(2 * evaluate(replace(coarse, strategy="auto"), beside).time_ns)
+        model.within(2 * evaluate(replace(coarse, strategy="auto", capacity=1 << 62, pools=(), deadline=None), beside).time_ns)
     solver, status = _run(model, limit)
     if status == cp_model.INFEASIBLE:
         return None
