@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import random
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,7 +32,7 @@ from secc.cluster import parse
 from secc.ir import samples, text
 from secc.ir.dialect import GraphOp, graph_of
 from secc.passes.allocate import MARGIN
-from tools.bench_workloads import WORKLOADS
+from tools.bench_workloads import print_rows
 
 COLUMNS = ("workload", "plan, s", "solver alone", "means only", "uniform", "greedy", "random", "without sink-boundaries")
 SINK = "sink-boundaries"
@@ -139,10 +138,7 @@ def row(name: str, plans: Path) -> list[str]:
 
 
 def main() -> None:
-    plans, *names = sys.argv[1:]
-    print("| " + " | ".join(COLUMNS) + " |\n|" + " --- |" * len(COLUMNS))
-    for name in names or WORKLOADS:
-        print("| " + " | ".join(row(name, Path(plans))) + " |", flush=True)
+    print_rows(COLUMNS, row)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from secc.simulate.machine import simulate
 from secc.simulate.measures import mean, measure
 from secc.simulate.steady import steady
 from secc.whatif import what_if
-from tools.bench_workloads import COMPILE, WORKLOADS
+from tools.bench_workloads import COMPILE, WORKLOADS, print_rows
 
 COLUMNS = ("workload", "plan, s", "over schedule bound", "over plan bound", *SCHEMES, "sections")
 BATCHES = 2  # that come round and round, as sections that run ahead need
@@ -60,10 +60,7 @@ def _ratio(time: float | None, step: float) -> str:
 
 
 def main() -> None:
-    plans, *names = sys.argv[1:]
-    print("| " + " | ".join(COLUMNS) + " |\n|" + " --- |" * len(COLUMNS))
-    for name in names or WORKLOADS:
-        print("| " + " | ".join(row(name, Path(plans))) + " |", flush=True)
+    print_rows(COLUMNS, row)
 
 
 if __name__ == "__main__":

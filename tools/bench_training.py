@@ -14,6 +14,7 @@ import argparse
 import os
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -67,7 +68,7 @@ def compiled(model: Path, folder: Path, options: argparse.Namespace) -> Path:
     """A plan with costs measured here, for a cluster that is this machine."""
     costs, cluster = folder / "costs.json", folder / "here.yaml"
     costs.write_text(profile_model(model, False, 18, 5, _quiet).table.to_json())
-    cluster.write_text(to_yaml(probe(_quiet)).replace("devices: ", f"devices: {options.ranks}  # "))
+    cluster.write_text(to_yaml(replace(probe(_quiet), devices=options.ranks)))
     wanted = Options(
         cluster=str(cluster), global_batch=options.global_batch, strategy=options.strategy, set=tuple(options.set), costs=str(costs)
     )

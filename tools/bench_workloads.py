@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,14 @@ COLUMNS = (
     "workload", "cluster", "wall, s", "cpu, s", "peak, GiB", "status", "gap", "step, s", "sections: ranks dp/pp/tp, micro-batch, extras"
 )  # fmt: skip
 COMPILE = "import sys; from secc.cli import main; main()"
+
+
+def print_rows(columns: Sequence[str], row: Callable[[str, Path], Sequence[str]]) -> None:
+    """For a tool that is called with a folder of plans and workloads (default: all): a table with a row of each."""
+    plans, *names = sys.argv[1:]
+    print("| " + " | ".join(columns) + " |\n|" + " --- |" * len(columns))
+    for name in names or WORKLOADS:
+        print("| " + " | ".join(row(name, Path(plans))) + " |", flush=True)
 
 
 def compiled(name: str, directory: Path) -> tuple[float, float, float, dict[str, Any] | str]:

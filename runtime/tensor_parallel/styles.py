@@ -30,6 +30,7 @@ from secc.runtime.tensor_parallel.linears import Linear, embedding, linear
 from secc.runtime.tensor_parallel.marks import Mark, Shapes, active, set_mark
 
 Forward = Callable[..., Any]
+Exchange = Callable[[torch.Tensor], torch.Tensor]  # among the ranks of a replica
 
 
 def install(plan: Plan, model: nn.Module, groups: Mapping[str, Group]) -> None:
@@ -50,25 +51,35 @@ def apply(root: nn.Module, styles: Iterable[Style], group: Group, parts: Mapping
 
 
 def _colwise(module: nn.Module, entrance: Entrance, parts: tuple[int, ...]) -> Forward:
+    return _by_outputs(module, parts, entrance)
+
+
+def _rowwise(module: nn.Module, entrance: Entrance, parts: tuple[int, ...]) -> Forward:
+    return _by_inputs(module, entrance.leave)
+
+
+def _by_outputs(module: nn.Module, parts: tuple[int, ...], enter: Exchange) -> Forward:
+    """A linear map whose outputs are cut."""
     found = _linear(module)
     found.resize(found.outputs, found.inputs)
     inner = module.forward
 
     @functools.wraps(inner)
     def forward(x: torch.Tensor) -> torch.Tensor:
-        out = inner(entrance(x))
+        out = inner(enter(x))
         return set_mark(out, Mark(out.ndim - 1, parts)) if active() else out
 
     return forward
 
 
-def _rowwise(module: nn.Module, entrance: Entrance, parts: tuple[int, ...]) -> Forward:
+def _by_inputs(module: nn.Module, leave: Exchange) -> Forward:
+    """A linear map whose inputs are cut: `leave` sums what the ranks have; the bias counts once."""
     found = _linear(module)
     found.resize(found.outputs, found.inputs)
 
     @functools.wraps(module.forward)
     def forward(x: torch.Tensor) -> torch.Tensor:
-        out = entrance.leave(found.product(x))
+        out = leave(found.product(x))
         return out if found.bias is None else out + found.bias.to(out.dtype)
 
     return forward
@@ -131,28 +142,11 @@ def _join(module: nn.Module, entrance: Entrance, parts: tuple[int, ...]) -> Forw
 
 
 def _columns(module: nn.Module, entrance: Entrance, parts: tuple[int, ...]) -> Forward:
-    found = _linear(module)
-    found.resize(found.outputs, found.inputs)
-    inner = module.forward
-
-    @functools.wraps(inner)
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        out = inner(x)
-        return set_mark(out, Mark(out.ndim - 1, parts)) if active() else out
-
-    return forward
+    return _by_outputs(module, parts, lambda x: x)
 
 
 def _scatter(module: nn.Module, entrance: Entrance, parts: tuple[int, ...]) -> Forward:
-    found = _linear(module)
-    found.resize(found.outputs, found.inputs)
-
-    @functools.wraps(module.forward)
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        out = entrance.positions.scatter(found.product(x))
-        return out if found.bias is None else out + found.bias.to(out.dtype)
-
-    return forward
+    return _by_inputs(module, entrance.positions.scatter)
 
 
 def _shapes(module: nn.Module, entrance: Entrance, parts: tuple[int, ...]) -> Forward:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.runtime.captioner import Layout, Reference, reference, write_plan
-from tests.runtime.test_trainer import assert_gradients
+from tests.runtime.test_trainer import assert_trained
 from tests.runtime.training import metrics, train
 
 STEPS = 5
@@ -39,14 +39,7 @@ def teacher(trace: Path) -> list[dict[str, Any]]:
 def test_steps_equal_plain_pytorch(tmp_path: Path, plain: Reference, layout: Layout, widths: str, arguments: list[str]) -> None:
     write_plan(tmp_path / "plan", layout, widths, run_ahead=ROOM)
     ranks = train(tmp_path / "plan", layout, STEPS, "--trace", str(tmp_path / "trace.json"), *arguments)
-    rows = metrics(tmp_path / "plan")
-    assert [row["loss"] for row in rows] == pytest.approx(plain.losses, rel=1e-6)
-    assert [row["grad_norm"] for row in rows] == pytest.approx(plain.norms, rel=1e-5)
-    for rank in ranks:
-        for found, expected in zip(rank["gradients"], plain.gradients, strict=True):
-            assert_gradients(found, expected)
-        for name, value in rank["state"].items():
-            torch.testing.assert_close(value, plain.state[name], rtol=1e-4, atol=1e-5)
+    assert_trained(tmp_path / "plan", ranks, plain)
     ran = teacher(tmp_path / "trace.json")
     assert len([e for e in ran if e.get("ahead")]) >= 2 * (STEPS - 1)  # in every step but the last one
     assert sum(len(e["samples"]) for e in ran) == 8 * STEPS  # each sample once

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +32,18 @@ def assert_gradients(found: dict[str, torch.Tensor | None], expected: dict[str, 
             assert float((gradient - wanted).norm()) <= 1e-5 * float(wanted.norm()) + 1e-8 * whole, name
 
 
+def assert_trained(plan: Path, ranks: Sequence[dict[str, Any]], plain: Reference) -> None:
+    """A run's losses, norms, gradients of all steps and parameters are those of plain PyTorch."""
+    rows = metrics(plan)
+    assert [row["loss"] for row in rows] == pytest.approx(plain.losses, rel=1e-6)
+    assert [row["grad_norm"] for row in rows] == pytest.approx(plain.norms, rel=1e-5)
+    for rank in ranks:
+        for found, expected in zip(rank["gradients"], plain.gradients, strict=True):
+            assert_gradients(found, expected)
+        for name, value in rank["state"].items():
+            torch.testing.assert_close(value, plain.state[name], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("layout", "widths", "arguments"),
     [
@@ -45,14 +59,7 @@ def assert_gradients(found: dict[str, torch.Tensor | None], expected: dict[str, 
 def test_steps_equal_plain_pytorch(tmp_path: Path, plain: Reference, layout: Layout, widths: str, arguments: list[str]) -> None:
     write_plan(tmp_path / "plan", layout, widths)
     ranks = train(tmp_path / "plan", layout, STEPS, *arguments)
-    rows = metrics(tmp_path / "plan")
-    assert [row["loss"] for row in rows] == pytest.approx(plain.losses, rel=1e-6)
-    assert [row["grad_norm"] for row in rows] == pytest.approx(plain.norms, rel=1e-5)
-    for rank in ranks:
-        for found, expected in zip(rank["gradients"], plain.gradients, strict=True):
-            assert_gradients(found, expected)
-        for name, value in rank["state"].items():
-            torch.testing.assert_close(value, plain.state[name], rtol=1e-4, atol=1e-5)
+    assert_trained(tmp_path / "plan", ranks, plain)
     assert set().union(*(rank["state"] for rank in ranks)) == plain.state.keys()
 
 
