@@ -64,8 +64,9 @@ class Graph:
         fed = (s for s in self.order if section.name in self.outside(s.name, self.ancestors[s.name]))
         return any(self._ranks(s) != self._ranks(section) for s in fed)
 
-    def _ranks(self, section: Section) -> list[int]:
-        return [rank for s in self.stages[section.name] for rank in s.mesh.ranks]
+    def _ranks(self, section: Section) -> set[int]:
+        """The ranks of a section's pipeline, whose stages list them in another order than a section beside it does."""
+        return {rank for s in self.stages[section.name] for rank in s.mesh.ranks}
 
     def teams(self) -> list[list[Section]]:
         """The sections that are dealt alike, in the plan's order."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from secc.runtime.ahead import result_bytes
 from secc.runtime.costs import Costs
 from secc.runtime.expr import evaluate
 from secc.runtime.program import computations
@@ -16,6 +17,7 @@ from secc.schedule.work import Work
 from secc.simulate.events import Simulated
 
 Amount = Callable[[str, int], int]  # of a section's micro-batch
+Change = tuple[int, int]  # time and how much more there is from then on
 
 GIB = 1 << 30
 OPTIMIZER_STATES = 2  # AdamW's, of a trained parameter
@@ -137,11 +139,12 @@ def _mfu(step: Simulated, traffic: Traffic) -> float | None:
 
 def in_flight(step: Simulated, rank: int) -> list[tuple[int, int]]:
     """(time, micro-batches between the start of their forward and the end of their backward) of a rank, at each change."""
-    return _running(step, rank, lambda section, micro: 1)
+    return _running(_changes(step, rank, lambda section, micro: 1))
 
 
 def memory_over_time(step: Simulated, rank: int) -> list[tuple[int, int]] | None:
-    """(time, bytes) on a rank at each change: parameters, gradients, optimizer states and what micro-batches in flight keep.
+    """(time, bytes) on a rank at each change: parameters, gradients, optimizer states, what micro-batches in flight keep, and results
+    that are computed a step ahead.
 
     None where the plan does not say what micro-batches keep.
     """
@@ -154,7 +157,8 @@ def memory_over_time(step: Simulated, rank: int) -> list[tuple[int, int]] | None
     def kept(section: str, micro: int) -> int:
         return evaluate(saved[section], sizes.together(step.schedule.micro_batches[section][micro].samples))
 
-    return [(0, fixed), *((time, fixed + bytes_) for time, bytes_ in _running(step, rank, kept))]
+    changes = [*_changes(step, rank, kept), *_results_ahead(step, rank, sizes)]
+    return [(0, fixed), *((time, fixed + bytes_) for time, bytes_ in _running(changes))]
 
 
 def _fixed(step: Simulated, rank: int) -> int:
@@ -170,12 +174,12 @@ def _fixed(step: Simulated, rank: int) -> int:
     return total
 
 
-def _running(step: Simulated, rank: int, amount: Amount) -> list[tuple[int, int]]:
-    changes = sorted(_changes(step, rank, amount))
+def _running(found: Iterable[Change]) -> list[tuple[int, int]]:
+    changes = sorted(found)
     return [(time, total) for (time, _), total in zip(changes, accumulate(change for _, change in changes), strict=True)]
 
 
-def _changes(step: Simulated, rank: int, amount: Amount) -> Iterator[tuple[int, int]]:
+def _changes(step: Simulated, rank: int, amount: Amount) -> Iterator[Change]:
     modes = {s.name: s.mode for s in step.plan.sections}
     last = {s.name: computations(s)[-1] for s in step.plan.sections}
     for c in step.compute:
@@ -183,3 +187,21 @@ def _changes(step: Simulated, rank: int, amount: Amount) -> Iterator[tuple[int, 
             size = amount(c.section, c.micro)
             if c.kind in ("F", last[c.section]):
                 yield (c.start, size) if c.kind == "F" else (c.end, -size)
+
+
+def _results_ahead(step: Simulated, rank: int, sizes: Costs) -> Iterator[Change]:
+    """What a rank keeps of results between steps: those of the step before until all are sent, those for the next one from their start."""
+    for section in (s for s in step.plan.sections if rank in s.mesh.ranks):
+        out = {e.name: e for e in step.plan.edges if e.src == section.name}
+        sent: Counter[int] = Counter()
+        for t in step.transfers:
+            if t.src == rank and t.direction == "fwd" and t.edge in out:
+                sent[t.src_micro] = max(sent[t.src_micro], t.end)
+        starts = {c.micro: c.start for c in step.compute if (c.rank, c.section) == (rank, section.name)}
+        replica = section.mesh.ranks.index(rank) // section.mesh.tp
+        for m in (m for m in step.schedule.micro_batches[section.name] if m.replica == replica):
+            size = sum(result_bytes(e, sizes.together(m.samples)) for e in out.values())
+            if step.schedule.is_computed(section.name, m.index) and sent[m.index]:
+                yield from ((0, size), (sent[m.index], -size))
+            elif step.schedule.is_later(m):
+                yield starts[m.index], size

@@ -19,9 +19,11 @@ from secc.schedule.bounds import schedule_bound
 from secc.schedule.steady import steady_bound
 from secc.schedule.work import Work
 from secc.simulate.machine import simulate
+from secc.simulate.measures import memory_over_time
 from secc.simulate.steady import consecutive, steady
 from tests.schedule.plans import batches, costs, edge, passes_on, plan, sample, section, stages, with_room
 from tests.schedule.test_check import explained, with_program
+from tests.simulate.test_machine import cluster
 
 
 def distillation(teachers=2, students=2, load=1.0, room=0, mode="forward"):
@@ -67,6 +69,17 @@ def test_a_step_among_others_starts_with_results_and_ends_with_the_next_steps():
         "SEND teacher_to_student fwd 0>0 to 1", "F teacher 1", "SEND teacher_to_student fwd 1>1 to 1", "REDUCE teacher", "STEP",
     ]  # fmt: skip
     assert parse_schedule(print_schedule(last[1])) == last[1]
+
+
+def test_results_for_the_next_step_take_memory_until_they_are_sent():
+    """A row on the edge has 32 bytes; the teacher has neither parameters nor a backward."""
+    p = dataclasses.replace(distillation(1, 1, room=1), cluster=cluster())
+    samples = [sample(0, length=10), sample(1, length=20)]
+    first, last = (simulate(p, *step) for step in consecutive(p, [samples, samples]))
+    start = max(c.start for c in first.compute if c.rank == 0)
+    sent = min(t.end for t in last.transfers)
+    assert memory_over_time(first, 0) == [(0, 0), (start, 32)]
+    assert memory_over_time(last, 0) == [(0, 0), (0, 32), (sent, 0)]
 
 
 @st.composite

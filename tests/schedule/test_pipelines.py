@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from secc.runtime.check import check
+from secc.runtime.graph import Graph
 from secc.runtime.plan import load, to_json
 from secc.runtime.timeline import Jobs, run
 from secc.runtime.wavefront import schedule, timed_schedule
@@ -78,6 +79,14 @@ def test_an_encoder_holds_no_more_than_it_may(room):
     samples = mixed(24, 0.6, seed=4)
     done = simulate(p, samples, schedule(p, samples))
     assert max(n for _, n in in_flight(done, 0)) == room
+
+
+def test_a_section_on_the_ranks_of_a_pipeline_does_backwards_as_they_come():
+    """Only what feeds other ranks does all forwards first; stages list the same ranks in another order."""
+    lm = stages("lm", [[0, 2], [1, 3]])
+    vision = [section("vision", ranks, when=IMAGE) for ranks in (range(4), range(4, 8))]
+    graphs = [Graph(plan([v, *lm], [edge("vision", "lm_0"), *passes_on(lm)], 8)) for v in vision]
+    assert [g.runs_ahead(v) for g, v in zip(graphs, vision, strict=True)] == [False, True]
 
 
 def test_room_is_a_wish_where_a_consumer_needs_more_at_once():
