@@ -44,7 +44,8 @@ class Allocate(ModulePass):
     """`cluster` as `secc.cluster.parse` reads it; `ranks` of it (0: all); `global_batch` samples (0: eight for each rank); `set` pins
     choices, NAME.KEY=VALUE; `strategy` is auto, apart, colocate or uniform. With `fit=false` a model that fits no device is planned
     with the least memory instead of refused, and the prediction says what is missing. `refused` are choices, NAME.KEY=VALUE, that a later
-    pass could not carry out. On CPUs, whose ranks share a memory, replicas of several ranks are for what does not fit otherwise.
+    pass could not carry out, `stages` numbers of stages, NAME.pp=N, that the model's layers were captured for. On CPUs, whose ranks share a
+    memory, replicas of several ranks are for what does not fit otherwise.
     `objective` is time, or gpus: the fewest ranks on which a step takes at most `step_time` seconds. `run_ahead` is the GiB that a rank
     keeps of results for the next step where frozen sections run ahead, or auto."""
 
@@ -56,6 +57,7 @@ class Allocate(ModulePass):
     strategy: str = "auto"
     fit: bool = True
     refused: tuple[str, ...] = ()
+    stages: tuple[str, ...] = ()
     objective: str = "time"
     step_time: float = 0.0
     run_ahead: str = ahead.AUTO
@@ -64,7 +66,7 @@ class Allocate(ModulePass):
         graph = graph_of(op)
         cluster = parse(self.cluster)
         ranks = self._ranks(cluster)
-        pins = pins_.parse(self.set, [s.sym.data for s in graph.sections], self.refused)
+        pins = pins_.parse((*self.stages, *self.set), [s.sym.data for s in graph.sections], self.refused)
         for section in graph.sections:
             if pins.splits_sequence(section.sym.data):
                 section.attributes["norms"] = StringAttr("sequence")

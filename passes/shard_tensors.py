@@ -3,7 +3,7 @@
 `secc.frontend.cuts` has found and shown them; here they are put together. A parameter that several sections have or that glue reads
 stays whole, and with it the module that it is in, unless all glue that reads it can do with some of its tokens each (`secc.ir.vocabulary`);
 one under several names is cut if it is cut alike under each of them. A tp that does not divide heads, or under which nothing could be cut,
-is refused.
+is refused. A plan that is only compared (`assume`) may have a tp under which nobody has cut the blocks yet, if they were found to take it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from xdsl.passes import ModulePass
 
 from secc.errors import Impossible, UserError
 from secc.ir.analysis import text_of, texts_of
-from secc.ir.cuts import cut_op
+from secc.ir.cuts import cut_op, cuttable
 from secc.ir.dialect import CaseOp, CutOp, GraphOp, ParamOp, SectionOp, TieOp, graph_of, section_of, strings, texts
 from secc.ir.types import tensor
 from secc.ir.vocabulary import Part, Spread, wide
@@ -31,28 +31,32 @@ UNEVEN = "does not divide"  # is in the reason of any size that tp does not divi
 @dataclass(frozen=True)
 class ShardTensors(ModulePass):
     name = "shard-tensors"
+    assume: bool = False
 
     def apply(self, ctx: Context, op: ModuleOp) -> None:
         graph = graph_of(op)
         for section in graph.sections:
             tp = section.attributes.get("tp")
             if isinstance(tp, IntegerAttr) and tp.value.data > 1:
-                _shard(graph, section, tp.value.data)
+                _shard(graph, section, tp.value.data, self.assume)
         for cut in graph.cuts:
             cut.detach()
             cut.erase()
 
 
-def _shard(graph: GraphOp, section: SectionOp, tp: int) -> None:
+def _shard(graph: GraphOp, section: SectionOp, tp: int, assume: bool) -> None:
     blocks = strings(section.blocks)
     # A block may lie in another one (an embedding that is also called by itself), and is cut once.
     cuts = list({c.path.data: c for c in graph.cuts if c.tp.data == tp and c.block.data in blocks}.values())
+    if assume and not cuts and tp in cuttable(graph, section):
+        return
     by_tokens = _by_tokens(graph, section, tp)
     cuts += _heads(graph, cuts, by_tokens, tp)
-    name = f"{section.sym.data}.tp={tp}"
+    whole = text_of(section, "pipeline") or section.sym.data
+    name = f"{whole}.tp={tp}"
     heads = next((w for c in cuts for w in strings(c.whole) if w.endswith(HEADS)), None)
     if heads is not None:
-        error = UserError(f"{name} is impossible: {heads}", remedy=f"set {section.sym.data}.tp to a number that divides its heads")
+        error = UserError(f"{name} is impossible: {heads}", remedy=f"set {whole}.tp to a number that divides its heads")
         raise Impossible(error, [name])
     kept, why = _usable(graph, section, cuts, set(by_tokens))
     cut = {name for c in kept for name, _ in map(_parts, strings(c.shards))}
@@ -63,8 +67,8 @@ def _shard(graph: GraphOp, section: SectionOp, tp: int) -> None:
     if uneven or not any(strings(c.styles) for c in kept):
         reasons = [w for c in cuts for w in strings(c.whole)] + why
         cause = reasons[0] if cuts and reasons else "nobody looked how its blocks could be cut"
-        error = UserError(f"{name} is impossible: none of its modules can be cut ({cause})", remedy=f"leave {section.sym.data}.tp out")
-        raise Impossible(error, [name if uneven else f"{section.sym.data}.tp"])
+        error = UserError(f"{name} is impossible: none of its modules can be cut ({cause})", remedy=f"leave {whole}.tp out")
+        raise Impossible(error, [name if uneven else f"{whole}.tp"])
     if text_of(section, "norms") == "sequence":
         kept = _on_positions(name, kept, why)
     section.attributes |= {

@@ -84,6 +84,7 @@ class Options:
     dtype: str = ""  # "bf16": compute in it, with float32 masters
     run_ahead: str = "auto"  # GiB on a rank
     refused: tuple[str, ...] = ()  # choices that `allocate` must not make
+    stages: tuple[str, ...] = ()  # NAME.pp=N for which layers were captured
 
 
 @dataclass
@@ -268,7 +269,7 @@ def pipeline_text(options: Options) -> str:
     coarsen = {"max-sections": options.max_sections, "sections": options.sections}
     allocate = {
         "cluster": options.cluster, "global-batch": options.global_batch, "strategy": options.strategy,
-        "set": options.set, "refused": options.refused,
+        "set": options.set, "refused": options.refused, "stages": options.stages,
         **({"run-ahead": options.run_ahead} if options.run_ahead != "auto" else {}),
         **({"objective": options.objective, "step-time": options.step_time} if options.objective != "time" or options.step_time else {}),
     }  # fmt: skip

@@ -1,7 +1,8 @@
 """What a plan would be under other choices: its allocation run again from the IR that the plan directory keeps.
 
 The model is not needed: `ir/` holds the text before `allocate`, and the header of the last dump the passes and options from there on. So
-the answer takes seconds, and differs from a fresh compilation only where choices change what is captured.
+the answer takes seconds, and differs from a fresh compilation only where choices change what is captured: sections that were captured in
+layers may have any number of stages, others one. A tp is taken to be possible where blocks were found to take it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from secc.ir import text
 from secc.ir.dialect import GraphOp, graph_of
 from secc.runtime.plan import Plan, load
 
-ALLOCATE = "allocate"
+ALLOCATE, SHARD = "allocate", "shard-tensors"
+WHOLE = ".pp=1"  # ends the pin of a section whose layers were not captured
 # Options of `allocate`; everything else is a section's choice.
 OPTIONS = {"cluster": str, "ranks": int, "global_batch": int, "strategy": str, "objective": str, "step_time": float}
 
@@ -51,19 +53,37 @@ def again(before: Path, allocate: Any, behind: Sequence[ModulePass], adapt: Call
             return module
         except Impossible as error:
             if set(error.choices) <= set(allocate.refused) or any(c.partition("=")[0] in pinned for c in error.choices):
-                raise
+                raise _compiled(error, allocate.set) from error
             allocate = dataclasses.replace(allocate, refused=(*allocate.refused, *error.choices))
 
 
 def before_allocate(directory: Path) -> tuple[list[ModulePass], Path]:
-    """`allocate` and the passes after it, and the dump before them. Raises UserError for a directory without the IR of a plan."""
+    """`allocate` and the passes after it, free to choose other stages and tp, and the dump before them.
+
+    Raises UserError for a directory without the IR of a plan.
+    """
     dumps = sorted((directory / "ir").glob("*.mlir"))
     at = next((i for i, path in enumerate(dumps) if path.stem.partition("-")[2] == ALLOCATE), 0)
     if not at:
         raise UserError("the plan has no IR to allocate again", str(directory / "ir"), "compile the model again")
     steps = list(pipeline.parse(",".join(pipeline.made_by(dumps[-1].read_text()))))
     first = next(i for i, step in enumerate(steps) if step.name == ALLOCATE)
-    return steps[first:], dumps[at - 1]
+    allocate: Any = steps[first]
+    freed = _with(allocate, stages=tuple(pin for pin in allocate.stages if pin.endswith(WHOLE)))
+    return [freed, *(_with(step, assume=True) if step.name == SHARD else step for step in steps[first + 1 :])], dumps[at - 1]
+
+
+def _with(step: Any, **options: Any) -> Any:
+    """A pass with other options."""
+    return dataclasses.replace(step, **options)
+
+
+def _compiled(error: Impossible, pins: Sequence[str]) -> UserError:
+    """The error for pins that the captured blocks cannot meet, which blocks captured for these pins perhaps can."""
+    keys = {choice.partition("=")[0] for choice in error.choices}
+    asked = " ".join(pin for pin in pins if pin.partition("=")[0] in keys)
+    remedy = f"compile with --set {asked}, which captures the model for it, or {error.remedy}"
+    return UserError(error.message, error.where, remedy) if asked else error
 
 
 def _options(allocate: Any, changes: Sequence[str]) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Plans of the reference workloads against all baselines: `python -m tools.bench_baselines PLANS [ID ...]` prints a table.
 
 PLANS is a folder with the plan of each workload in a folder of its name; those that are missing are compiled first
-(`tools.bench_workloads` has their clusters and batches). Plans are allocated again from the IR that they keep. A plan and all baselines
-train the same global batches on the same devices, in one simulator with one cost model (docs/baselines.md). Columns: the plan's step, its
-ratio to the bounds for its allocation and for any, and each baseline's step over the plan's: below 1 the plan loses, in bold.
+(`tools.bench_workloads` has their clusters and batches). A plan and all baselines train the same global batches on the same devices, in
+one simulator with one cost model (docs/baselines.md). Columns: the plan's step, its ratio to the bounds for its allocation and for any,
+and each baseline's step over the plan's: below 1 the plan loses, in bold.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pathlib import Path
 
 from secc.baselines.compare import Comparison
 from secc.baselines.schemes import SCHEMES
+from secc.runtime.plan import load
 from secc.schedule.steady import steady_bound
 from secc.schedule.work import Work
 from secc.simulate.batches import global_batches
 from secc.simulate.machine import simulate
 from secc.simulate.measures import mean, measure
 from secc.simulate.steady import steady
-from secc.whatif import what_if
 from tools.bench_workloads import COMPILE, WORKLOADS, print_rows
 
 COLUMNS = ("workload", "plan, s", "over schedule bound", "over plan bound", *SCHEMES, "sections")
@@ -41,7 +41,7 @@ def compiled(name: str, plans: Path) -> Path:
 def row(name: str, plans: Path) -> list[str]:
     """The cells of a workload."""
     directory = compiled(name, plans)
-    _, plan = what_if(directory, [])
+    plan = load(directory)
     batches = list(global_batches(directory, plan, steps=BATCHES))
     measures = [measure(simulate(plan, samples, programs)) for samples, programs in steady(plan, batches)]
     measured = mean(measures, steady_bound([Work(plan, samples) for samples in batches]))

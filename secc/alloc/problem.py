@@ -10,8 +10,6 @@ from dataclasses import replace
 from fractions import Fraction
 from math import ceil
 
-from xdsl.dialects.builtin import ArrayAttr, IntegerAttr
-
 from secc.alloc import layouts
 from secc.alloc.candidates import Load, Workload, candidate, declared_layers, held, replica_of, ways_to_run
 from secc.alloc.pins import Pins
@@ -19,7 +17,7 @@ from secc.alloc.types import ALL, Candidate, Edge, Pool, Problem
 from secc.cost import time
 from secc.cost.load import Crossing, micro_batch
 from secc.errors import UserError
-from secc.ir.dialect import GraphOp, SectionOp, strings
+from secc.ir.cuts import cuttable
 from secc.runtime.expr import evaluate
 from secc.runtime.sends import SENDS
 
@@ -96,19 +94,11 @@ def _candidates(work: Workload, load: Load, ranks: int, pins: Pins, free: bool, 
 def shapes(work: Workload, load: Load, pins: Pins, ranks: int, free: bool = True) -> list[tuple[int, int]]:
     """The (tp, pp) to consider: pinned ones, and where `free` those that the section is known to take."""
     whole = (load.cost.trainable and work.unshardable) or pins.splits_backward(load.name)
-    tps = [1, *_tps(work.graph, load.section)] if free and not whole else [1]
+    tps = [1, *cuttable(work.graph, load.section)] if free and not whole else [1]
     stages = layouts.powers(max(1, declared_layers(work.graph, load.section))) if free else [1]
     found = [(tp, pp) for tp in pins.choices(load.name, "tp", tps) for pp in pins.choices(load.name, "pp", stages)]
     fixed = pins.fixed(load.name, "tp") and pins.fixed(load.name, "pp")
     return found if fixed else [s for s in found if s[0] * s[1] <= ranks and s[0] <= work.cluster.per_node] or found[:1]
-
-
-def _tps(graph: GraphOp, section: SectionOp) -> list[int]:
-    """The tp above 1 that the section's blocks were found to take; blocks in which there is nothing to cut do not matter."""
-    declared = graph.blocks
-    found = [declared[path].attributes.get("tp") for path in strings(section.blocks)]
-    listed = [{int(i.value.data) for i in values if isinstance(i, IntegerAttr)} for values in found if isinstance(values, ArrayAttr)]
-    return sorted(set.intersection(*listed)) if listed else []
 
 
 def _edge(work: Workload, crossing: Crossing, sections: Mapping[str, tuple[Candidate, ...]]) -> Edge:

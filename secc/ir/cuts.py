@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from xdsl.dialects.builtin import IntAttr, StringAttr
+from xdsl.dialects.builtin import ArrayAttr, IntAttr, IntegerAttr, StringAttr
 
-from secc.ir.dialect import CutOp, texts
+from secc.ir.dialect import CutOp, GraphOp, SectionOp, strings, texts
 from secc.runtime.plan import Shard
 
 
@@ -36,3 +36,11 @@ def cut_op(
             "whole": texts(whole),
         }
     )
+
+
+def cuttable(graph: GraphOp, section: SectionOp) -> list[int]:
+    """The tp above 1 that the section's blocks were found to take; blocks in which there is nothing to cut do not matter."""
+    declared = graph.blocks
+    found = [declared[path].attributes.get("tp") for path in strings(section.blocks)]
+    listed = [{int(i.value.data) for i in values if isinstance(i, IntegerAttr)} for values in found if isinstance(values, ArrayAttr)]
+    return sorted(set.intersection(*listed)) if listed else []

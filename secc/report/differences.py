@@ -1,12 +1,13 @@
 """What differs between two plans, as tables: what a reader wants to know before one takes the other's place.
 
 Only differences are shown; equal plans give no table. Predictions stand beside each other with their ratio, because a change of layout
-is judged by what it does to the step.
+is judged by what it does to the step. Sections are whole: how their stages are cut is no matter between plans.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from secc.report.table import Table, bytes_text, ranks_text
@@ -22,11 +23,24 @@ def differences(a: Plan, b: Plan) -> list[Table]:
     found = [
         Table("Plan", ("", "first", "second", "ratio"), tuple(_headline(a, b))),
         _table("Sections", "section", _named(a.whole_sections), _named(b.whole_sections), SECTION),
-        _table("Edges", "edge", _named(a.edges), _named(b.edges), EDGE),
-        _table("Loss", "term", _named(a.terms), _named(b.terms), TERM),
+        _table("Edges", "edge", _named(_between(a)), _named(_between(b)), EDGE),
+        _table("Loss", "term", _named(_terms(a)), _named(_terms(b)), TERM),
         Table("Parameters", ("parameter", "first", "second"), tuple(_pairs(a.model.parameters, b.model.parameters))),
     ]
     return [t for t in found if t.rows]
+
+
+def _between(plan: Plan) -> tuple[Edge, ...]:
+    """The edges between whole sections."""
+    whole = {s.name: s.whole for s in plan.sections}
+    found = (replace(e, src=whole[e.src], dst=whole[e.dst]) for e in plan.edges)
+    return tuple(e for e in found if e.src != e.dst)
+
+
+def _terms(plan: Plan) -> tuple[Term, ...]:
+    """The loss's terms, in whole sections."""
+    whole = {s.name: s.whole for s in plan.sections}
+    return tuple(replace(t, section=whole.get(t.section, t.section)) for t in plan.terms)
 
 
 def _headline(a: Plan, b: Plan) -> list[tuple[str, ...]]:

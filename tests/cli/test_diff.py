@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from secc import whatif
+from secc import pipeline, whatif
 from secc.cli import main
 from secc.compiler import Options, compile_model
 from secc.errors import UserError
@@ -48,6 +48,22 @@ def test_what_another_cluster_changes(directory: Path) -> None:
 
 def test_the_same_choice_again_changes_nothing(directory: Path) -> None:
     assert differences(*whatif.what_if(directory, ["cluster=local:3"])) == []
+
+
+def test_a_plan_with_stages_may_have_others(tmp_path: Path) -> None:
+    """The layers are there, whatever number of stages they were captured for."""
+    compile_model(MODEL.parent / "skips.py", Options(cluster="local:4", stages=("model.pp=2",))).write(tmp_path / "plan", lambda plan: "")
+    steps, _ = whatif.before_allocate(tmp_path / "plan")
+    assert "stages" not in pipeline.described(steps[0])
+    first, other = whatif.what_if(tmp_path / "plan", ["model.pp=4"])
+    assert [s.mesh.pp for s in (*first.whole_sections, *other.whole_sections)] == [2, 4]
+    assert not any(title in {"Edges", "Loss"} for title, *_ in rows(first, other))
+
+
+def test_what_nobody_looked_at_needs_another_compilation(directory: Path) -> None:
+    with pytest.raises(UserError, match="nobody looked") as error:
+        whatif.what_if(directory, ["language_model.tp=2"])
+    assert "compile with --set language_model.tp=2" in error.value.remedy
 
 
 @pytest.mark.parametrize(

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from secc import pipeline
 from secc.codegen.plan import attribute
-from secc.errors import UserError
+from secc.errors import Impossible, UserError
 from secc.ir import text
 from secc.ir.dialect import graph_of
 
 SOURCE = (Path(__file__).parent / "shard_tensors.mlir").read_text()
 
 
-def sharded(source: str):
+def sharded(source: str, passes: str = "shard-tensors"):
     module = text.parse(source)
-    pipeline.run(module, pipeline.parse("shard-tensors"))
+    pipeline.run(module, pipeline.parse(passes))
     return graph_of(module).sections
 
 
@@ -31,6 +32,21 @@ def test_heads_that_tp_does_not_divide_are_refused() -> None:
 def test_a_section_of_which_nothing_can_be_cut_is_refused() -> None:
     with pytest.raises(UserError, match=r"lm\.tp=3 is impossible: none of its modules can be cut \(nobody looked"):
         sharded(SOURCE.replace("{tp = 2 : i64}", "{tp = 3 : i64}"))
+
+
+def test_a_stage_is_refused_by_the_name_of_its_section() -> None:
+    stage = SOURCE.replace("{tp = 2 : i64}", '{tp = 3 : i64, pipeline = "whole", stage = 0 : i64}')
+    with pytest.raises(Impossible, match=r"whole\.tp=3 is impossible") as error:
+        sharded(stage)
+    assert error.value.choices == ("whole.tp",)
+
+
+def test_a_plan_to_compare_may_have_a_tp_that_blocks_were_found_to_take() -> None:
+    three = SOURCE.replace("{tp = 2 : i64}", "{tp = 3 : i64}")
+    with pytest.raises(Impossible):
+        sharded(three, "shard-tensors{assume=true}")
+    known = re.sub(r'(sec.block "tower".*)', r"\1 {tp = [2 : i64, 3 : i64]}", three)
+    assert attribute(sharded(known, "shard-tensors{assume=true}")[0], "tp", 1) == 3
 
 
 def test_a_parameter_of_two_sections_stays_whole() -> None:
