@@ -105,12 +105,15 @@ class Compiled:
     seconds: dict[str, float]
     source: Source
 
-    def write(self, directory: Path, page: Callable[[Plan], str]) -> None:
-        """Write the plan directory, with `page(plan)` as its report; a plan that is there is replaced."""
+    def write(self, directory: Path, page: Callable[[Plan], str], beside: Mapping[str, str] | None = None) -> None:
+        """Write the plan directory, with `page(plan)` as its report and files `beside`; a plan that is there is replaced."""
         # Relative, so that a plan and its model may move together and equal inputs give equal plans.
         model = dataclasses.replace(self.plan.model, path=os.path.relpath(self.user.path.resolve(), directory.resolve()))
         plan = dataclasses.replace(self.plan, model=model)
-        write(directory, plan_files(plan, self.module, self.dumps, self.constants, self.user.path.read_text(), page(plan)))
+        write(
+            directory,
+            plan_files(plan, self.module, self.dumps, self.constants, self.user.path.read_text(), page(plan)) | dict(beside or {}),
+        )
 
     def write_sections(self, directory: Path) -> None:
         """Write only what the check needs: plan.json and sections/."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +11,7 @@ import typer
 from secc.cli.console import out, print_json, print_table, progress
 
 if TYPE_CHECKING:
+    from secc.compiler import Compiled
     from secc.runtime.plan import Plan
 
 MODEL = Annotated[Path, typer.Argument(help="the model file: plain PyTorch with model() and dataset()", metavar="MODEL.py")]
@@ -63,14 +65,13 @@ def command(
 
             show("compare with the eager model")
             compiled = checked(compiled)
-        from secc.report.page import page
+        show("simulate a step")
+        plan = _write(compiled, output)
+    if json:
         from secc.runtime.plan import to_dict
 
-        compiled.write(output, page)
-    if json:
-        print_json(to_dict(compiled.plan))
+        print_json(to_dict(plan))
         return
-    plan = compiled.plan
     shown = f"[bold]{output}[/]: {len(plan.pipelines)} sections on {plan.world_size} ranks, {_checked_text(plan.checks)}"
     out.print(shown, soft_wrap=True)
     for line in plan.checks.get("accepted", ()):
@@ -80,6 +81,16 @@ def command(
         _explain_fusion(plan)
     steps = f"  report   {output / 'report.html'}\n  explain  secc explain {output}\n  run      secc run {output} --steps 100"
     out.print(steps, soft_wrap=True)
+
+
+def _write(compiled: Compiled, output: Path) -> Plan:
+    """Write the plan directory; the plan comes back with what its simulated step says."""
+    from secc.preview import preview
+    from secc.report.page import page
+
+    seen = preview(compiled)
+    dataclasses.replace(compiled, plan=seen.plan).write(output, lambda plan: page(plan, seen.drawing), seen.files)
+    return seen.plan
 
 
 def _say_what_is_free(plan: Plan) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from secc.cluster import Cluster
 from secc.report import cuts, reasons
-from secc.report.table import Table, blocks_text, bytes_text, ranks_text, seconds_text
+from secc.report.table import Table, blocks_text, bytes_text, count_text, ranks_text, seconds_text
 from secc.runtime.ahead import sections
 from secc.runtime.graph import Graph
 from secc.runtime.plan import Edge, Plan, Recorded, Section
@@ -50,6 +51,7 @@ def summary(plan: Plan) -> list[tuple[str, str]]:
         ),
         ("global batch", f"{plan.global_batch} samples"),
         ("predicted step", f"{float(step):.4g} s{_tried(plan)}" if step is not None else "not predicted"),
+        *_simulated(plan),
         ("allocation", f"{status}" + (f", gap {float(gap):.2%}" if gap is not None else "")),
         ("widths", _widths(plan)),
         ("hash", plan.hash[:16]),
@@ -85,6 +87,16 @@ def _sections(plan: Plan) -> Table:
     return Table("Sections", columns, tuple(row(s) for s in plan.whole_sections), "Sections on the same ranks share their time and memory.")
 
 
+def _simulated(plan: Plan) -> list[tuple[str, str]]:
+    """What a simulated step says beside its bounds (`secc.preview`)."""
+    found: dict[str, Any] = plan.prediction.get("simulated", {})
+    if not found:
+        return []
+    step, bound = float(found["step_time_s"]), float(found["schedule_bound_s"])
+    over = f", {step / bound:.3f} of the least that any order can take ({found['bound_reason']})" if bound else ""
+    return [("simulated step", f"{step:.4g} s{over}; {found['plan_bound_s']:.4g} s if all work were spread evenly")]
+
+
 def _ranks(plan: Plan, section: Section) -> str:
     """Ranks, with the kind of their devices where the cluster has several."""
     cluster = Cluster.from_dict(plan.cluster)
@@ -95,11 +107,18 @@ def _ranks(plan: Plan, section: Section) -> str:
 def _stages(plan: Plan) -> Table:
     def row(s: Section) -> tuple[str, ...]:
         held = "any" if s.mode == "forward" or not s.in_flight else str(s.in_flight)
-        return (s.name, s.mode, ranks_text(s.mesh.ranks), str(len(s.params)), f"{s.memory_gib:.3g}", held, blocks_text(s.blocks))
+        return (s.name, s.mode, ranks_text(s.mesh.ranks), _weights(plan, s), f"{s.memory_gib:.3g}", held, blocks_text(s.blocks))
 
-    columns = ("stage", "mode", "ranks", "parameters", "GiB a rank", "in flight", "blocks")
+    columns = ("stage", "mode", "ranks", "weights", "GiB a rank", "in flight", "blocks")
     note = "Sections that run as pipelines; in flight: how many micro-batches a stage may hold between forward and backward."
     return Table("Stages", columns, tuple(row(s) for s in plan.sections if s.pipeline), note)
+
+
+def _weights(plan: Plan, section: Section) -> str:
+    """How many numbers the section's parameters hold, before they are shared between ranks."""
+    table = plan.model.parameters
+    shapes = (table[name].partition("[")[2].partition("]")[0] for name in section.params if name in table)
+    return count_text(sum(math.prod(int(n) for n in shape.split(",") if n.strip()) for shape in shapes))
 
 
 def _work(plan: Plan) -> Table:
@@ -108,11 +127,11 @@ def _work(plan: Plan) -> Table:
     def row(s: Section) -> tuple[str, ...]:
         busy = shares.get(s.name, {}).get("busy")
         return (
-            s.name, WHAT_MODES_OWE.get(s.mode, s.mode), f"{len(s.params)}", f"{s.memory_gib:.3g}",
+            s.name, WHAT_MODES_OWE.get(s.mode, s.mode), _weights(plan, s), f"{s.memory_gib:.3g}",
             f"{float(busy):.0%}" if busy is not None else "", s.cost.label,
         )  # fmt: skip
 
-    columns = ("section", "owes", "parameters", "GiB a rank", "busy", "costs are")
+    columns = ("section", "owes", "weights", "GiB a rank", "busy", "costs are")
     return Table(
         "Work and memory", columns, tuple(row(s) for s in plan.whole_sections), "Predictions rest on costs of the kind in the last column."
     )

@@ -7,9 +7,9 @@ from secc.report.facts import summary, tables
 from secc.runtime.plan import Plan
 
 
-def page(plan: Plan) -> str:
-    """The text of the page."""
-    return render("report.html.j2", plan=plan, summary=summary(plan), tables=tables(plan), lanes=_lanes(plan))
+def page(plan: Plan, drawing: str = "") -> str:
+    """The text of the page, with the drawing of a simulated step (HTML) if there is one."""
+    return render("report.html.j2", plan=plan, summary=summary(plan), tables=tables(plan), lanes=_lanes(plan), drawing=drawing)
 
 
 def _lanes(plan: Plan) -> list[tuple[int, list[str]]]:

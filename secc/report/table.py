@@ -50,6 +50,14 @@ def bytes_text(count: float) -> str:
     raise AssertionError
 
 
+def count_text(count: int) -> str:
+    """`3.5M` for a number of weights."""
+    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return str(count)
+
+
 def seconds_text(seconds: float) -> str:
     """`3.5 ms` for a time in seconds."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):

@@ -16,6 +16,7 @@ from secc.simulate.measures import Measures
 COLOURS = ("#1f6fb2", "#d9741c", "#2e8b4f", "#9a4fb0", "#b23a48", "#7a6a1f", "#008a8a", "#555fbf")
 TERMINAL = ("blue", "yellow", "green", "magenta", "red", "cyan", "bright_blue", "bright_green")
 GREY, NO_SECTION = "#9a9a9a", -1
+SWATCH = "display:inline-block;width:12px;height:12px;margin:0 4px 0 12px"  # of a legend
 MOST_ROWS = 64  # ranks drawn; more are too many to read
 ROW, GAP, LEFT, WIDTH, FOOT = 18, 4, 150, 1200, 40  # of the SVG, in pixels
 
@@ -130,22 +131,28 @@ def _rect(bar: Bar, y: int, end: int) -> str:
 
 def _axis(y: int, end: int) -> list[str]:
     ticks = [(LEFT + WIDTH * k / 5, end * k / 5 / 1e6) for k in range(6)]
-    return [f'<text x="{x:.0f}" y="{y + 14}" text-anchor="middle">{ms:.4g} ms</text>' for x, ms in ticks]
+    anchors = ["start", *["middle"] * 4, "end"]
+    return [f'<text x="{x:.0f}" y="{y + 14}" text-anchor="{a}">{ms:.4g} ms</text>' for (x, ms), a in zip(ticks, anchors, strict=True)]
+
+
+def figure(step: Simulated, measures: Measures) -> str:
+    """The drawing for an HTML page, below its legend."""
+    legend = " ".join(
+        f'<span><i style="{SWATCH};background:{COLOURS[i % len(COLOURS)]}"></i>'
+        f"{escape(s.name)} (busy {measures.sections[s.whole].busy:.0%})</span>"
+        for i, s in enumerate(step.plan.sections)
+    )
+    return f"<p>{legend}; forwards full, backwards lighter, reductions and optimizer grey.</p>{svg(step)}"
 
 
 def page(step: Simulated, measures: Measures) -> str:
     """An HTML page with the drawing, the legend and the headline figures."""
-    legend = " ".join(
-        f'<span><i style="background:{COLOURS[i % len(COLOURS)]}"></i>{escape(s.name)} (busy {measures.sections[s.whole].busy:.0%})</span>'
-        for i, s in enumerate(step.plan.sections)
-    )
     facts = (
         f"step {measures.step_time_s:.6g} s, schedule bound {measures.schedule_bound_s:.6g} s ({escape(measures.bound_reason)}), "
         f"plan bound {measures.plan_bound_s:.6g} s, {measures.gpus} ranks"
     )
-    style = "body{font:14px sans-serif;margin:24px}i{display:inline-block;width:12px;height:12px;margin:0 4px 0 12px}"
+    style = "body{font:14px sans-serif;margin:24px}"
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Simulated step</title><style>{style}</style>'
-        f"<h1>One step</h1><p>{facts}</p>"
-        f"<p>{legend}; forwards full, backwards lighter, reductions and optimizer grey.</p>{svg(step)}</html>\n"
+        f"<h1>One step</h1><p>{facts}</p>{figure(step, measures)}</html>\n"
     )
