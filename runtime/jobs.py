@@ -44,9 +44,14 @@ class Numbers:
         """Where the jobs start after which a micro-batch keeps nothing."""
         return self.weight if self.weight >= 0 else self.backward
 
+    @property
+    def parts(self) -> list[range]:
+        """All jobs: forwards, backwards, and what backwards leave for later."""
+        return [range(start, start + self.count) for start in {self.forward, self.backward, self.weight} if start >= 0]
+
     def jobs(self, micro: int) -> list[int]:
         """The jobs of a micro-batch."""
-        return [start + micro for start in {self.forward, self.backward, self.weight} if start >= 0]
+        return [part[micro] for part in self.parts]
 
 
 @dataclass

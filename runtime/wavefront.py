@@ -46,6 +46,7 @@ from secc.runtime.upstream import critical_load
 ORDERS = ("wavefront", "dataset")
 STYLE_TRIES = 8  # what a style takes, in tries of the search
 QUEUE_TRIES = 10  # what other queues of a pipeline take
+NOTHING_SHORTER = 1 << 62  # ns, as the time that no order can beat
 
 
 @dataclass
@@ -95,10 +96,11 @@ def timed_schedule(plan: Plan, samples: Sequence[SampleMeta], *, order: str = "w
         return _timed_schedule(plan, samples, order)
 
 
-def ordered(plan: Plan, samples: Sequence[SampleMeta]) -> Candidate:
-    """The order that `schedule` makes programs of."""
+def ordered(plan: Plan, samples: Sequence[SampleMeta], *, soon: bool = False) -> Candidate:
+    """The order that `schedule` makes programs of; with `soon` the first of those that it tries, which takes a part of the time."""
     with collector_paused():
-        return _ordered(Composer(plan, samples, Graph(plan)))
+        composer = Composer(plan, samples, Graph(plan))
+        return _ordered(composer, NOTHING_SHORTER if soon else composer.least())
 
 
 def arranged_schedule(plan: Plan, samples: Sequence[SampleMeta], cuts: Mapping[str, Cut], ahead: Iterable[str] = ()) -> Schedule:
@@ -125,12 +127,12 @@ def _timed_schedule(plan: Plan, samples: Sequence[SampleMeta], order: str) -> tu
     if order == "dataset":
         found = _candidate(composer, composer.dataset_order(), in_turn=True)
         return _emitted(composer, found), found.makespan
-    best = _ordered(composer)
+    best = _ordered(composer, composer.least())
     return _emitted(composer, best), best.makespan
 
 
-def _ordered(composer: Composer) -> Candidate:
-    least = composer.least()
+def _ordered(composer: Composer, least: int) -> Candidate:
+    """The shortest order found; `least` is a time in ns that none can beat, which bounds what looking for others is worth."""
     best = _best(composer, least)
     found = best.order, best.makespan
     best.tables, (best.order, best.makespan) = improve(best.step, composer.graph, best.tables, best.early, found, least)

@@ -6,6 +6,9 @@ shortest step under the order (`secc.alloc.trial`), plans that differ in one thi
 one section run in another way on as many ranks, or ranks handed from one group to another. The shortest goes on, until none is shorter or
 so many have been tried, or their orders became so long together. A plan whose order holds more than the memory there is does not count.
 
+A trial searches orders of several batches. So plans are looked at first: one batch, in the first order found. Those that are far behind
+the best in that are not tried. Looks and trials run on all cores.
+
 Under `zero3` replicas wait for each other in every micro-batch. Neither closed forms nor trials price that, and simulated steps of plans
 that had it without need took up to twice their time, so such plans only take part where nothing else fits.
 
@@ -15,18 +18,21 @@ inputs give the same plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, product
 
+from secc import parallel
 from secc.alloc.evaluate import evaluate
 from secc.alloc.layouts import IN_STEP
 from secc.alloc.model import solve
-from secc.alloc.trial import Ranks, Trial, Tried
+from secc.alloc.trial import Ranks, Trial, Tried, mean
 from secc.alloc.types import Assignment, Candidate, Problem
 
 MOST_TRIALS = 60
-MOST_JOBS = 600_000  # forwards and backwards in the orders of all trials, tens of microseconds each
+MOST_JOBS = 600_000  # forwards and backwards in the orders of all looks and trials, tens of microseconds each
+FEW_JOBS = 10_000  # in orders together, for which copies of the process would take longer
+CLOSE = 1 / 16  # a plan whose look takes longer than the best one's by more is not tried
 TRIED_AT_ONCE = 8  # neighbours of the best one, before the best of them goes on
 ALIKE = 6  # ways to run one section on as many ranks, of those that the closed forms like best
 ALIKE_STEPS = 1000  # steps that differ by less than one part in so many are about alike
@@ -51,31 +57,62 @@ def contest(trial: Trial, problem: Problem, best: Assignment, hand_out: Callable
     return _Contest(trial, problem, hand_out, margin).run(best)
 
 
+Key = tuple[tuple[int, ...], tuple[str, ...]]
+
+
 class _Contest:
+    """`looks` and `known` are what plans took at a look and in a trial."""
+
     def __init__(self, trial: Trial, problem: Problem, hand_out: Callable[[Assignment], Ranks], margin: float) -> None:
         self.trial, self.problem, self.hand_out, self.margin = trial, problem, hand_out, margin
-        self.known: dict[tuple[tuple[int, ...], tuple[str, ...]], Tried] = {}
+        self.looks: dict[Key, Tried] = {}
+        self.known: dict[Key, Tried] = {}
         self.step = 1  # ns that make a difference
         self.by_ranks = {s: _by_ranks(cs) for s, cs in problem.sections.items()}
 
     def run(self, best: Assignment) -> Winner:
         free = self.problem.deadline is None  # with a deadline the fewest devices are wanted, and the solver has them
-        starts = [best, *(self._others(best) if free else ())]
-        self.step = max(1, self._tried(starts[0]).time_ns // ALIKE_STEPS)
-        shortest = min(starts, key=self._score)
+        starts = {_key(a): a for a in (best, *(self._others(best) if free else ()))}
+        tried = self._tried([*starts.values()])
+        self.step = max(1, self.known[_key(tried[0])].time_ns // ALIKE_STEPS)
+        shortest = min(tried, key=self._score)
         while free and (left := self._left()):
             new = sorted(((self._closed(a), i, a) for i, a in enumerate(self._unknown(self._neighbours(shortest)))), key=lambda x: x[:2])
-            found = [a for _, _, a in new[: min(TRIED_AT_ONCE, left)]]
-            challenger = min(found, key=self._score, default=shortest)
+            tried = self._tried([a for _, _, a in new[: min(TRIED_AT_ONCE, left)]])
+            challenger = min(tried, key=self._score, default=shortest)
             if self._score(challenger) >= self._score(shortest):
                 break
             shortest = challenger
-        return Winner(shortest, self._tried(shortest), self._closed(shortest), len(self.known))
+        return Winner(shortest, self.known[_key(shortest)], self._closed(shortest), len(self.looks))
 
     def _left(self) -> int:
         """How many more plans may be tried."""
-        jobs = [tried.jobs for tried in self.known.values()]
-        return max(0, min(MOST_TRIALS - len(jobs), (MOST_JOBS - sum(jobs)) // max(1, *jobs)))
+        jobs = [tried.jobs for tried in (*self.looks.values(), *self.known.values())]
+        longest = max(tried.jobs for tried in self.looks.values())
+        return max(0, min(MOST_TRIALS - len(self.looks), (MOST_JOBS - sum(jobs)) // max(1, longest)))
+
+    def _tried(self, plans: Sequence[Assignment]) -> list[Assignment]:
+        """Those of new plans that were tried: which are close to the best at a look, or all where nothing was found that fits."""
+        self.looks |= zip(map(_key, plans), self._run([(a, None) for a in plans]), strict=True)
+        looks = [tried for tried in self.looks.values() if tried.fits]
+        most = min((tried.time_ns for tried in looks), default=0) * (1 + CLOSE)
+        close = [a for a in plans if not looks or (self.looks[_key(a)].fits and self.looks[_key(a)].time_ns <= most)]
+        batches = range(len(self.trial.batches))
+        steps = self._run([(a, i) for a in close for i in batches])
+        for i, a in enumerate(close):
+            self.known[_key(a)] = mean(steps[i * len(batches) : (i + 1) * len(batches)])
+        return close
+
+    def _run(self, wanted: Sequence[tuple[Assignment, int | None]]) -> list[Tried]:
+        """The steps of plans on batches, or looks at them."""
+
+        def run(item: tuple[Assignment, int | None]) -> Tried:
+            a, batch = item
+            ranks = self.hand_out(a)
+            return self.trial.look(a, ranks) if batch is None else self.trial.step(a, ranks, self.trial.batches[batch])
+
+        jobs = max((tried.jobs for tried in self.looks.values()), default=2 * len(self.trial.batches[0]) * len(self.by_ranks))
+        return parallel.mapped(run, wanted) if jobs * len(wanted) >= FEW_JOBS else [run(item) for item in wanted]
 
     def _others(self, best: Assignment) -> Iterator[Assignment]:
         """The solver's best plans of other kinds, where it was free to choose and they may come near: also without replicas of several
@@ -93,14 +130,9 @@ class _Contest:
 
     def _score(self, a: Assignment) -> tuple[bool, int, int]:
         """Less is better: what fits, the shorter step, the plainer plan. Steps that are about alike count as equal."""
-        tried, chosen = self._tried(a), [self.problem.sections[s][i] for s, i in a.choice.items()]
+        tried, chosen = self.known[_key(a)], [self.problem.sections[s][i] for s, i in a.choice.items()]
         wide = any(c.width for c in chosen)
         return not tried.fits, round(tried.time_ns * (1 + self.margin * wide) / self.step), sum(c.extras for c in chosen)
-
-    def _tried(self, a: Assignment) -> Tried:
-        if _key(a) not in self.known:
-            self.known[_key(a)] = self.trial.run(a, self.hand_out(a))
-        return self.known[_key(a)]
 
     def _closed(self, a: Assignment) -> int:
         return evaluate(self.problem, a).time_ns
@@ -108,7 +140,7 @@ class _Contest:
     # -- plans near it ------------------------------------------------------------------------------------------------------------
 
     def _unknown(self, found: Iterable[Assignment]) -> list[Assignment]:
-        return list({_key(a): a for a in found if _key(a) not in self.known}.values())
+        return list({_key(a): a for a in found if _key(a) not in self.looks}.values())
 
     def _neighbours(self, a: Assignment) -> Iterator[Assignment]:
         ranks = {g: self.problem.sections[g][a.choice[g]].ranks for g in a.group.values()}
@@ -157,7 +189,7 @@ def _without(problem: Problem, test: Callable[[Candidate], bool]) -> Problem:
     return replace(problem, sections=sections)
 
 
-def _key(a: Assignment) -> tuple[tuple[int, ...], tuple[str, ...]]:
+def _key(a: Assignment) -> Key:
     return tuple(a.choice.values()), tuple(a.group.values())
 
 

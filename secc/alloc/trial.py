@@ -48,6 +48,11 @@ class Tried:
     jobs: int
 
 
+def mean(steps: Sequence[Tried]) -> Tried:
+    """The mean step of several batches."""
+    return Tried(sum(s.time_ns for s in steps) // len(steps), all(s.fits for s in steps), sum(s.jobs for s in steps))
+
+
 class Trial:
     """Tries choices of one problem on drawn global batches; on one of mean samples where the graph lists none.
 
@@ -62,14 +67,18 @@ class Trial:
 
     def run(self, assignment: Assignment, ranks: Ranks) -> Tried:
         """The steps of the choice on these ranks."""
+        return mean([self.step(assignment, ranks, batch) for batch in self.batches])
+
+    def look(self, assignment: Assignment, ranks: Ranks) -> Tried:
+        """The step of the first batch in the first order that is found, which takes a small part of the time."""
+        return self.step(assignment, ranks, self.batches[0], soon=True)
+
+    def step(self, assignment: Assignment, ranks: Ranks, batch: Samples, *, soon: bool = False) -> Tried:
+        """The step of one batch."""
         chosen = {s: cs[assignment.choice[s]] for s, cs in self.problem.sections.items()}
         plan = self._plan(assignment, chosen, ranks)
         waits = self.waits | {(s, s): self._between_stages(s, c) for s, c in chosen.items() if c.pp > 1}
-        steps = [self._step(plan, chosen, waits, batch) for batch in self.batches]
-        return Tried(sum(s.time_ns for s in steps) // len(steps), all(s.fits for s in steps), sum(s.jobs for s in steps))
-
-    def _step(self, plan: Plan, chosen: Mapping[str, Candidate], waits: Mapping[tuple[str, str], int], batch: Samples) -> Tried:
-        order = ordered(plan, batch)
+        order = ordered(plan, batch, soon=soon)
         timeline = _Timeline(plan, order, waits)
         return Tried(self._closed(plan, chosen, order, timeline, batch), self._fits(plan, chosen, timeline), len(order.order))
 
@@ -203,9 +212,9 @@ class _Timeline:
     def __init__(self, plan: Plan, order: Order, waits: Mapping[tuple[str, str], int]) -> None:
         jobs, numbers = order.step.jobs, order.step.numbers
         section_of = [""] * len(jobs.rank)
-        for name, n in numbers.items():
-            for job in (j for m in range(n.count) for j in n.jobs(m)):
-                section_of[job] = plan.section(name).whole
+        for n in numbers.values():
+            for part in n.parts:
+                section_of[part.start : part.stop] = [n.section.whole] * n.count
         ready, free, ends = [0] * len(jobs.rank), [0] * jobs.ranks, [0] * len(jobs.rank)
         starts = list(ready)
         for job in order.order:
@@ -217,7 +226,7 @@ class _Timeline:
                 if jobs.rank[then] != rank:
                     at += waits.get((section, section_of[then]), 0) or waits.get((section_of[then], section), 0)
                 ready[then] = max(ready[then], at)
-        self.ends = {name: max((ends[j] for m in range(n.count) for j in n.jobs(m)), default=0) for name, n in numbers.items()}
+        self.ends = {name: max((end for part in n.parts for end in ends[part.start : part.stop]), default=0) for name, n in numbers.items()}
         self.in_flight: dict[tuple[str, int], int] = {}
         changes: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
         for name, n in numbers.items():

@@ -1,0 +1,51 @@
+"""Independent work on all cores: `mapped` runs a function over items in forked copies of this process.
+
+A copy has everything that is loaded and made here, which takes seconds to load and much to send; only results travel. They come in the
+items' order, so that nothing hangs on the number of cores.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+
+Item, Result = TypeVar("Item"), TypeVar("Result")
+
+_work: tuple[Callable[[Any], Any], list[Any]] | None = None  # what copies find here when they are made
+
+
+def mapped(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    """`function` of each item, which must not change what others read; results are pickled. Raises what `function` raises."""
+    global _work
+    found = list(items)
+    workers = min(cores(), len(found))
+    if workers < 2:
+        return [function(item) for item in found]
+    _work = function, found
+    try:
+        with ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), initializer=_alone) as pool:
+            return list(pool.map(_result, range(len(found))))
+    finally:
+        _work = None
+
+
+def cores() -> int:
+    """The cores that this process may use, 1 where it cannot be copied or is itself somebody's worker."""
+    forks = "fork" in multiprocessing.get_all_start_methods() and not multiprocessing.current_process().daemon
+    return len(os.sched_getaffinity(0)) if forks and hasattr(os, "sched_getaffinity") and _work is None else 1
+
+
+def _alone() -> None:
+    """A copy has none of the threads that torch computes with here, and must not wait for them."""
+    torch.set_num_threads(1)
+
+
+def _result(index: int) -> Any:
+    assert _work is not None
+    function, items = _work
+    return function(items[index])
