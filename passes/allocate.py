@@ -16,7 +16,7 @@ from xdsl.context import Context
 from xdsl.dialects.builtin import ModuleOp, StringAttr
 from xdsl.passes import ModulePass
 
-from secc.alloc import ahead
+from secc.alloc import ahead, known
 from secc.alloc import pins as pins_
 from secc.alloc.candidates import Load, Workload, on_rank, times_of, workload
 from secc.alloc.contest import Winner, contest
@@ -44,8 +44,9 @@ class Allocate(ModulePass):
     """`cluster` as `secc.cluster.parse` reads it; `ranks` of it (0: all); `global_batch` samples (0: eight for each rank); `set` pins
     choices, NAME.KEY=VALUE; `strategy` is auto, apart, colocate or uniform. With `fit=false` a model that fits no device is planned
     with the least memory instead of refused, and the prediction says what is missing. `refused` are choices, NAME.KEY=VALUE, that a later
-    pass could not carry out, `stages` numbers of stages, NAME.pp=N, that the model's layers were captured for. On CPUs, whose ranks share a
-    memory, replicas of several ranks are for what does not fit otherwise.
+    pass could not carry out, `stages` numbers of stages, NAME.pp=N, that the model's layers were captured for, and `known` all choices of
+    the plan that they were captured for, which is taken again where it fits. On CPUs, whose ranks share a memory, replicas of several ranks
+    are for what does not fit otherwise.
     `objective` is time, or gpus: the fewest ranks on which a step takes at most `step_time` seconds. `run_ahead` is the GiB that a rank
     keeps of results for the next step where frozen sections run ahead, or auto."""
 
@@ -58,6 +59,7 @@ class Allocate(ModulePass):
     fit: bool = True
     refused: tuple[str, ...] = ()
     stages: tuple[str, ...] = ()
+    known: tuple[str, ...] = ()
     objective: str = "time"
     step_time: float = 0.0
     run_ahead: str = ahead.AUTO
@@ -85,7 +87,9 @@ class Allocate(ModulePass):
             solution = solve(asked, margin=MARGIN)
         if solution is None:
             raise explain(work, asked, pins)
-        won = contest(Trial(work, asked, size), asked, solution.assignment, partial(_hand_out, asked), MARGIN)
+        won = contest(
+            Trial(work, asked, size), asked, solution.assignment, partial(_hand_out, asked), MARGIN, known.assignment(asked, self.known)
+        )
         _write(graph, work, asked, replace(solution, assignment=won.assignment, time_ns=won.closed_ns), won, pins, size)
 
     def _ranks(self, cluster: Cluster) -> int:

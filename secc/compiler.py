@@ -85,6 +85,7 @@ class Options:
     run_ahead: str = "auto"  # GiB on a rank
     refused: tuple[str, ...] = ()  # choices that `allocate` must not make
     stages: tuple[str, ...] = ()  # NAME.pp=N for which layers were captured
+    known: tuple[str, ...] = ()  # all choices of the plan for which they were
 
 
 @dataclass
@@ -272,7 +273,7 @@ def pipeline_text(options: Options) -> str:
     coarsen = {"max-sections": options.max_sections, "sections": options.sections}
     allocate = {
         "cluster": options.cluster, "global-batch": options.global_batch, "strategy": options.strategy,
-        "set": options.set, "refused": options.refused, "stages": options.stages,
+        "set": options.set, "refused": options.refused, "stages": options.stages, "known": options.known,
         **({"run-ahead": options.run_ahead} if options.run_ahead != "auto" else {}),
         **({"objective": options.objective, "step-time": options.step_time} if options.objective != "time" or options.step_time else {}),
     }  # fmt: skip

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 
 import torch
 
-Item, Result = TypeVar("Item"), TypeVar("Result")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 _work: tuple[Callable[[Any], Any], list[Any]] | None = None  # what copies find here when they are made
 

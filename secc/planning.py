@@ -90,7 +90,7 @@ class Planner:
             module = self.source.make(captured)
             start = print_module(module)
             stages = tuple(pin for pin in staged.stages if pin.partition("=")[0] not in self.pinned)
-            text = self.source.text(**options, sections=staged.sections, stages=stages)
+            text = self.source.text(**options, sections=staged.sections, stages=stages, known=staged.known)
             try:
                 passes, run = self._run(module, text)
             except UserError as error:

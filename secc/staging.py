@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 from xdsl.dialects.builtin import ModuleOp
 
+from secc.alloc import known
 from secc.errors import Impossible, UserError
 from secc.frontend.capture import Capture
 from secc.frontend.frontier import layers
@@ -26,13 +27,14 @@ from secc.ir.text import parse
 class Staging:
     """The blocks to open, the sections to keep, as `coarsen` takes them ("name=path+path"), and each section's stages ("name.pp=2").
 
-    `choices` are those that opening the blocks is for; `notes` says how each section was formed.
+    `choices` are those that opening the blocks is for, `known` all that were made; `notes` says how each section was formed.
     """
 
     cut: tuple[str, ...]
     sections: tuple[str, ...]
     stages: tuple[str, ...]
     choices: tuple[str, ...]
+    known: tuple[str, ...]
     notes: Mapping[str, tuple[str, ...]]
 
     def impossible(self, error: UserError) -> Impossible:
@@ -53,7 +55,8 @@ def find(module: ModuleOp, meta: nn.Module, dumps: Mapping[str, str]) -> Staging
     sections = tuple(f"{s.sym.data}={'+'.join(strings(s.blocks))}" for s in coarse if strings(s.blocks))
     stages = tuple(f"{s.sym.data}.pp={number_of(s, 'pp') or 1}" for s in graph.sections)
     notes = {s.sym.data: texts_of(s, "notes") for s in coarse}
-    return Staging(cut, sections, stages, tuple(sorted({f"{section}.pp" for section, path in calls if path in cut})), notes)
+    choices = tuple(sorted({f"{section}.pp" for section, path in calls if path in cut}))
+    return Staging(cut, sections, stages, choices, known.choices(graph), notes)
 
 
 def tell(staging: Staging, module: ModuleOp) -> bool:

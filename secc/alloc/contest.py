@@ -49,8 +49,20 @@ class Winner:
     trials: int
 
 
-def contest(trial: Trial, problem: Problem, best: Assignment, hand_out: Callable[[Assignment], Ranks], margin: float) -> Winner:
-    """The best under the real order of the solver's plan `best` and those near it. `hand_out` gives the ranks of a plan's groups."""
+def contest(
+    trial: Trial,
+    problem: Problem,
+    best: Assignment,
+    hand_out: Callable[[Assignment], Ranks],
+    margin: float,
+    known: Assignment | None = None,
+) -> Winner:
+    """The best under the real order of the solver's plan `best` and those near it. `hand_out` gives the ranks of a plan's groups.
+
+    `known` is the winner of a contest for the same model: where it still fits, there is no other one.
+    """
+    if known is not None and (tried := trial.run(known, hand_out(known))).fits:
+        return Winner(known, tried, evaluate(problem, known).time_ns, 1)
     plain = _without(problem, lambda c: c.sharding == IN_STEP)  # replicas that wait for each other in every micro-batch
     if plain != problem and problem.deadline is None and (found := solve(plain, margin=margin)) is not None:
         problem, best = plain, found.assignment

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from secc.alloc import contest as contests
+from secc.alloc import known
 from secc.alloc.candidates import workload
 from secc.alloc.contest import contest
 from secc.alloc.evaluate import evaluate
 from secc.alloc.model import solve
 from secc.alloc.pins import Pins
 from secc.alloc.problem import problem
-from secc.alloc.trial import Trial
+from secc.alloc.trial import Trial, Tried
 from secc.alloc.types import Assignment, Problem
 from secc.cluster import parse
 from secc.ir import samples, text
 from secc.ir.dialect import graph_of
+from secc.passes.allocate import Allocate
 
 VLM = Path(__file__).parents[1] / "passes" / "allocate_vlm.mlir"
 
@@ -85,3 +91,48 @@ def test_the_winner_is_no_longer_than_the_solver_s_plan(ragged: bool) -> None:
     assert won.tried.time_ns <= first.time_ns * 1.002 and won.tried.fits and won.trials > 1
     assert won.closed_ns == evaluate(asked, won.assignment).time_ns
     assert won == contest(Trial(trial.work, asked), asked, solution.assignment, hand_out, 0.0)
+
+
+def test_looks_and_trials_in_other_processes_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, asked, trial = vlm()
+    solution = solve(asked)
+    assert solution is not None
+    alone = contest(trial, asked, solution.assignment, lambda a: handed(asked, a), 0.0)
+    monkeypatch.setattr(contests, "FEW_JOBS", 0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    assert contest(trial, asked, solution.assignment, lambda a: handed(asked, a), 0.0) == alone
+
+
+def test_plans_far_behind_at_a_look_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, asked, trial = vlm()
+    solution = solve(asked)
+    assert solution is not None
+    runs: list[int] = []
+    step = Trial.step
+
+    def counted(*args: Any, soon: bool = False) -> Tried:
+        runs.append(soon)
+        return step(*args, soon=soon)
+
+    monkeypatch.setattr(Trial, "step", counted)
+    won = contest(trial, asked, solution.assignment, lambda a: handed(asked, a), 0.0)
+    assert runs.count(True) == won.trials and len(trial.batches) <= runs.count(False) < len(trial.batches) * won.trials
+
+
+def test_a_known_plan_is_taken_again() -> None:
+    module, asked, trial = vlm()
+    Allocate(cluster="1x4xcpu", global_batch=32).apply(text.context(), module)
+    texts = known.choices(graph_of(module))
+    found = known.assignment(asked, texts)
+    assert found is not None
+    won = contest(trial, asked, next(iter(_others(asked, found))), lambda a: handed(asked, a), 0.0, found)
+    assert won.assignment == found and won.trials == 1
+    assert known.assignment(asked, [t.replace("micro_batch=", "micro_batch=7") for t in texts]) is None
+    small = replace(asked, capacity=1 << 20)
+    assert known.assignment(small, texts) is None
+
+
+def _others(asked: Problem, a: Assignment) -> Iterator[Assignment]:
+    """Assignments that differ from one in a section's candidate."""
+    for s, candidates in asked.sections.items():
+        yield from (replace(a, choice={**a.choice, s: i}) for i in range(len(candidates)) if i != a.choice[s])

@@ -1,0 +1,41 @@
+"""Work in forked copies of this process."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from secc import parallel
+from secc.errors import UserError
+
+
+@pytest.fixture
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+
+
+def test_results_come_in_the_order_of_the_items_from_other_processes(two_cores: None) -> None:
+    factor = 3
+    found = parallel.mapped(lambda n: (factor * n, os.getpid()), range(6))
+    assert [n for n, _ in found] == [0, 3, 6, 9, 12, 15]
+    assert os.getpid() not in {process for _, process in found}
+
+
+def test_copies_make_no_copies(two_cores: None) -> None:
+    found = parallel.mapped(lambda n: {os.getpid(), *parallel.mapped(lambda _: os.getpid(), range(3))}, range(2))
+    assert [len(some) for some in found] == [1, 1]
+
+
+def test_errors_come_back_as_they_are(two_cores: None) -> None:
+    def refuse(_: int) -> None:
+        raise UserError("no", "model.py:1", "say yes")
+
+    with pytest.raises(UserError, match="no") as error:
+        parallel.mapped(refuse, range(2))
+    assert error.value.remedy == "say yes"
+
+
+def test_one_core_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    assert parallel.mapped(lambda _: os.getpid(), range(2)) == [os.getpid()] * 2
