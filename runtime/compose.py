@@ -15,14 +15,15 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise, repeat
+from itertools import compress, pairwise, repeat
+from operator import mul
 
 from secc.runtime.balance import Ranks, balance
 from secc.runtime.costs import Costs
 from secc.runtime.graph import Graph
 from secc.runtime.lots import Lot, lots
 from secc.runtime.plan import Plan, Section
-from secc.runtime.program import MicroBatch, SampleMeta, active, gathers, replica_ranks, returns_gradient, weight_part
+from secc.runtime.program import MicroBatch, SampleMeta, active, gathers, replica_ranks, returns_gradient, weight_parts
 from secc.runtime.routes import replicas
 
 Cut = list[tuple[int, Lot]]  # a section's micro-batches: (replica, positions of the samples)
@@ -80,12 +81,13 @@ class Composer:
         number = {pattern: k for k, pattern in enumerate(patterns)}
         self.kind: Column = [number[s.pattern] for s in samples]
         self._active = {s.name: [active(s.when, pattern) for pattern in patterns] for s in plan.sections}  # by kind
+        self._mask = {name: [] if all(on) else list(map(on.__getitem__, self.kind)) for name, on in self._active.items()}
         self.active = {s.name: self._active_positions(s) for s in plan.sections}
         self.alone = {s.name: self._masked(s) for s in plan.sections}
         self.size = {name: list(map(int.__add__, f, b)) for name, (f, b) in self.alone.items()}
         self.head, self.upstream = self._ways()
         self.waves = {s.name: self._waves(s) for s in plan.sections}
-        self.urgency = {s.name: self._urgency(s, Style()) for s in plan.sections}
+        self._set_style(Style())
         loads = {s.name: sum(self.size[s.name]) // s.mesh.dp for s in graph.order}
         busy = [s for s in graph.order if 2 * loads[s.name] >= max(loads.values())]
         self.critical = max(busy, key=lambda s: (graph.depth[s.name], loads[s.name]))
@@ -93,16 +95,18 @@ class Composer:
     # -- columns ------------------------------------------------------------------------------------------------------------------
 
     def _active_positions(self, section: Section) -> list[int]:
-        on = self._active[section.name]
-        return list(range(self.count)) if all(on) else [p for p, kind in enumerate(self.kind) if on[kind]]
+        mask = self._mask[section.name]
+        return list(compress(range(self.count), mask)) if mask else list(range(self.count))
 
     def _masked(self, section: Section) -> tuple[Column, Column]:
         """(forward, backward) of every sample on its own, 0 where the section is not active."""
-        columns, on = self.costs.alone(section), self._active[section.name]
-        if all(on):
-            return columns
-        forward, backward = ([v if on[kind] else 0 for v, kind in zip(c, self.kind, strict=True)] for c in columns)
-        return forward, backward
+        forward, backward = self.costs.alone(section)
+        return self._where_active(section.name, forward), self._where_active(section.name, backward)
+
+    def _where_active(self, name: str, column: Column) -> Column:
+        """The column with 0 for samples that do not pass a section."""
+        mask = self._mask[name]
+        return list(map(mul, column, mask)) if mask else column
 
     def _sum(self, columns: Iterable[Column]) -> Column:
         parts = list(columns)
@@ -125,12 +129,11 @@ class Composer:
     def _awaited(self, section: Section) -> Column:
         """The backward of every sample without a second part, for which nobody waits."""
         backward = self.alone[section.name][1]
-        return list(map(int.__sub__, backward, _weights(section, backward)))
+        return list(map(int.__sub__, backward, weight_parts(section, backward)))
 
     def _through(self, name: str, way: Column, own: Column) -> Column:
         """The way through a section, 0 for samples that do not pass it."""
-        on, total = self._active[name], list(map(int.__add__, way, own))
-        return total if all(on) else [t if on[kind] else 0 for t, kind in zip(total, self.kind, strict=True)]
+        return self._where_active(name, list(map(int.__add__, way, own)))
 
     def _longest(self, columns: Iterable[Column]) -> Column:
         parts = list(columns)
@@ -146,8 +149,8 @@ class Composer:
             name = s.name
             work[replica_ranks(s)] += sum(self.size[name])
             own = map(int.__add__, self.alone[name][0], self._awaited(s))
-            ways = zip(self.head[name], own, self.upstream[name], self.kind, strict=True)
-            longest = max([longest, *(h + w + u for h, w, u, kind in ways if self._active[name][kind])])
+            ways = map(int.__add__, map(int.__add__, self.head[name], self.upstream[name]), own)
+            longest = max(longest, max(compress(ways, self._mask[name]) if self._mask[name] else ways, default=0))
         return max([longest, *(-(-total // len(ranks)) for ranks, total in work.items())])
 
     def _waves(self, section: Section) -> list[int]:
@@ -157,6 +160,9 @@ class Composer:
         awaited, needed = ([self._active[name] for name in names] for names in sources)
         kinds = range(len(self._active[section.name]))
         return [AWAITED if any(on[k] for on in awaited) else NEEDY if any(on[k] for on in needed) else FREE for k in kinds]
+
+    def _set_style(self, style: Style) -> None:
+        self._style, self.urgency = style, {s.name: self._urgency(s, style) for s in self.plan.sections}
 
     def _urgency(self, section: Section, style: Style) -> Column:
         """Of samples of one wave the least goes first: what owes most upstream, what upstream has ready soonest, or the largest."""
@@ -255,7 +261,8 @@ class Composer:
 
     def wavefront(self, style: Style) -> dict[str, Table]:
         """Micro-batches of balanced replicas, cut as the critical section wants them."""
-        self.urgency = {s.name: self._urgency(s, style) for s in self.plan.sections}
+        if style.soonest != self._style.soonest:
+            self._set_style(style)
         turn = self.turns(self.dealt, style.lead)
         return self._tables([(r, t) for r, some in enumerate(self.dealt.critical) for t in some], turn)
 
@@ -335,12 +342,12 @@ class Composer:
             columns = (list(map(c.__getitem__, at)) for c in (*self.alone[name], owed, urgency, turn, self.kind))
             forward, backward, upstream, urgencies, turns, kinds = columns
             wave = list(map(waves.__getitem__, kinds))
-            return Table(micros, forward, backward, _weights(section, backward), upstream, wave, urgencies, turns)
+            return Table(micros, forward, backward, weight_parts(section, backward), upstream, wave, urgencies, turns)
         forward, backward = self.costs.of(section, lots)
         upstream, urgencies = ([sum(c[p] for p in t) for t in lots] for c in (owed, urgency))
         wave = [min((waves[self.kind[p]] for p in t), default=FREE) for t in lots]
         turns = [min((turn[p] for p in t), default=0) for t in lots]
-        return Table(micros, forward, backward, _weights(section, backward), upstream, wave, urgencies, turns)
+        return Table(micros, forward, backward, weight_parts(section, backward), upstream, wave, urgencies, turns)
 
 
 def _evened(cut: Cut, replicas: int) -> Cut:
@@ -354,7 +361,3 @@ def _level(load: dict[int, int], team: Iterable[Section]) -> None:
     """All ranks of a replica are as busy as the busiest of them."""
     for ranks in (ranks for s in team for ranks in replicas(s) if len(ranks) > 1):
         load |= dict.fromkeys(ranks, max(load[r] for r in ranks))
-
-
-def _weights(section: Section, backward: Column) -> Column:
-    return [weight_part(section, ns) for ns in backward] if section.weight_permille else [0] * len(backward)

@@ -10,11 +10,9 @@ anything.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import accumulate, repeat
-from operator import itemgetter
+from itertools import repeat
 from typing import cast
 
 from secc.runtime.compose import Table
@@ -24,36 +22,94 @@ from secc.runtime.plan import Plan
 from secc.runtime.program import COMPUTE, Instruction, Schedule, returns_gradient
 from secc.runtime.routes import Ranks, replicas, routes
 
-_instruction = cast("Callable[[tuple[int, Instruction]], Instruction]", itemgetter(1))
 _made = cast("Callable[[tuple[object, ...]], Instruction]", partial(tuple.__new__, Instruction))  # a third of `_make`'s time
 
-
-Channel = tuple[str, str, int, int]  # edge, direction, sender, receiver
-Message = tuple[int, int, int, int, int, int]  # places of the jobs that make and use it, micro-batches of the edge's ends, part and parts
+Channel = tuple[str, str, int, int, int, int]  # edge, direction, sender, receiver; which part of a message passes here, and of how many
+Message = tuple[int, Channel, int, int]  # the place in the order before which it is received, micro-batches of the edge's ends
 
 
 def emit(plan: Plan, graph: Graph, tables: dict[str, Table], messages: Messages, step: Step, order: Sequence[int]) -> Schedule:
     """The schedule whose ranks run their jobs in this order."""
-    count, square = len(order), len(order) ** 2
-    place = [0] * count
+    where, work, sends = _where(step), _work(tables, step), _sends(plan, step, messages, order)
+    programs: list[list[Instruction]] = [[] for _ in range(plan.world_size)]
+    receives: list[list[tuple[int, Instruction]] | None] = [None] * len(order)  # with their ranks, by the place before which they stand
+    for place, job in enumerate(order):
+        for rank, received in receives[place] or ():
+            programs[rank].append(received)
+        for rank in where[job]:
+            programs[rank] += work[job]
+        for due, (edge, direction, a, b, part, parts), m, n in sends[job] or ():
+            programs[a].append(_made(("SEND", "", 0, 0, -1, edge, direction, b, m, n, part, parts)))
+            entry = b, _made(("RECV", "", 0, 0, -1, edge, direction, a, m, n, part, parts))
+            if (known := receives[due]) is None:
+                receives[due] = [entry]
+            else:
+                known.append(entry)
+    members = [(s.name, {rank: r for r, ranks in enumerate(replicas(s)) for rank in ranks}) for s in reversed(graph.order)]
+    ended = ((*program, *_closing(members, rank)) for rank, program in enumerate(programs))
+    return Schedule({name: t.micro_batches for name, t in tables.items()}, tuple(ended))
+
+
+# -- messages ---------------------------------------------------------------------------------------------------------------------
+
+
+def _sends(plan: Plan, step: Step, messages: Messages, order: Sequence[int]) -> list[list[Message] | None]:
+    """What ranks send to others after each job, in its order."""
+    place = [0] * len(order)
     for index, job in enumerate(order):
         place[job] = index
-    where = _where(step)
-    entries: list[list[tuple[int, Instruction]]] = [[] for _ in range(plan.world_size)]  # to be sorted: by place in `order`, receives first
-    for (edge, direction, a, b), channel in _channels(plan, step, messages, where, place).items():
-        channel.sort()
-        sender, receiver = entries[a].append, entries[b].append
-        dues = list(accumulate((m[1] for m in reversed(channel)), min))  # a receive stands before all that need it or a later one
-        for due, (source, target, *which) in zip(reversed(dues), channel, strict=True):
-            sender((((3 * source + 2) * count + target) * count, _made(("SEND", "", 0, 0, -1, edge, direction, b, *which))))
-            receiver(((3 * due * count + source) * count + target, _made(("RECV", "", 0, 0, -1, edge, direction, a, *which))))
-    for first, second, some in _computations(tables, step):
-        for job, instruction in enumerate(some, first):
-            for rank in where[job]:
-                entries[rank].append(((3 * place[job] + 1) * square + second, instruction))
-    members = [(s.name, {rank: r for r, ranks in enumerate(replicas(s)) for rank in ranks}) for s in reversed(graph.order)]
-    programs = ((*map(_instruction, sorted(found)), *_closing(members, rank)) for rank, found in enumerate(entries))
-    return Schedule({name: t.micro_batches for name, t in tables.items()}, tuple(programs))
+    found: list[list[Message] | None] = [None] * len(order)
+    sections = {s.name: s for s in plan.sections}
+    for edge in plan.edges:
+        src, dst = step.numbers[edge.src], step.numbers[edge.dst]
+        _add(found, step, place, (edge.name, "fwd"), (src, dst), [(src.forward + m, dst.forward + n, m, n) for m, n in messages[edge.name]])
+        if returns_gradient(edge, sections):
+            back = [(dst.backward + n, src.backward + m, m, n) for m, n in messages[edge.name]]
+            _add(found, step, place, (edge.name, "bwd"), (dst, src), back)
+    _set_dues(found, order)
+    return found
+
+
+def _add(
+    found: list[list[Message] | None],
+    step: Step,
+    place: Sequence[int],
+    way: tuple[str, str],
+    ends: tuple[Numbers, Numbers],
+    pairs: Sequence[tuple[int, int, int, int]],
+) -> None:
+    """Add the messages of an edge in one direction, from the first job of each pair to the second; for now received right before that."""
+    rank, world, known = step.jobs.rank, step.jobs.ranks, dict[int, list[Channel]]()
+    made, used = ({ranks[0]: ranks for ranks in replicas(n.section)} for n in ends)
+    for first, then, m, n in pairs:
+        key = rank[first] * world + rank[then]
+        if (channels := known.get(key)) is None:
+            channels = known[key] = [(*way, p.sender, p.receiver, p.index, p.count) for p in routes(made[rank[first]], used[rank[then]])]
+        for channel in channels:
+            message = place[then], channel, m, n
+            if (others := found[first]) is None:
+                found[first] = [message]
+            else:
+                others.append(message)
+
+
+def _set_dues(sends: list[list[Message] | None], order: Sequence[int]) -> None:
+    """A message is received before the first job that needs it, or a later message of its channel."""
+    first: dict[Channel, int] = {}
+    for job in reversed(order):
+        if (some := sends[job]) is None:
+            continue
+        if len(some) > 1:
+            some.sort()
+        for k in range(len(some) - 1, -1, -1):
+            due, channel, m, n = some[k]
+            if (before := first.get(channel, due)) < due:
+                some[k] = before, channel, m, n
+            else:
+                first[channel] = due
+
+
+# -- computations -----------------------------------------------------------------------------------------------------------------
 
 
 def _where(step: Step) -> list[Ranks]:
@@ -66,30 +122,18 @@ def _where(step: Step) -> list[Ranks]:
     return found
 
 
-def _channels(
-    plan: Plan, step: Step, messages: Messages, where: Sequence[Ranks], place: Sequence[int]
-) -> defaultdict[Channel, list[Message]]:
-    """Every part of a message between different ranks, by channel."""
-    sections = {s.name: s for s in plan.sections}
-    channels: defaultdict[Channel, list[Message]] = defaultdict(list)
-    for edge in plan.edges:
-        src, dst, gradient = step.numbers[edge.src], step.numbers[edge.dst], returns_gradient(edge, sections)
-        for m, n in messages[edge.name]:
-            a, b = where[src.forward + m], where[dst.forward + n]
-            for sender, receiver, index, count in routes(a, b):
-                channels[edge.name, "fwd", sender, receiver].append((place[src.forward + m], place[dst.forward + n], m, n, index, count))
-            for sender, receiver, index, count in routes(b, a) if gradient else ():
-                channels[edge.name, "bwd", sender, receiver].append((place[dst.backward + n], place[src.backward + m], m, n, index, count))
-    return channels
-
-
-def _computations(tables: dict[str, Table], step: Step) -> Iterator[tuple[int, bool, Iterator[Instruction]]]:
-    """For each kind of computation of a section: its first job, whether its jobs do another one before it, and its instructions."""
+def _work(tables: dict[str, Table], step: Step) -> list[tuple[Instruction, ...]]:
+    """The instructions of each job: one, or two where it is a forward and a backward."""
+    found: list[tuple[Instruction, ...]] = [()] * len(step.jobs.rank)
     for name, n in step.numbers.items():
         replica = [m.replica for m in tables[name].micro_batches]
+        columns: dict[int, list[Iterator[Instruction]]] = {}
         for kind, start in zip(COMPUTE, (n.forward, n.backward, n.weight), strict=True):
+            columns.setdefault(start, []).append(_instructions(kind, n, replica))
+        for start, some in columns.items():
             if start >= 0:
-                yield start, kind != "F" and start == n.forward, _instructions(kind, n, replica)
+                found[start : start + n.count] = zip(*some, strict=True)
+    return found
 
 
 def _instructions(kind: str, n: Numbers, replica: Sequence[int]) -> Iterator[Instruction]:

@@ -12,9 +12,11 @@ what a section that runs ahead holds for its consumers: when its room is taken i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
+from operator import itemgetter
 
 from secc.runtime.compose import Column, Table
 from secc.runtime.graph import Graph
@@ -137,41 +139,40 @@ def _in_turn(step: Step, tables: dict[str, Table]) -> None:
 # -- priorities -------------------------------------------------------------------------------------------------------------------
 
 
+BACKWARD, AHEAD, FORWARD, BACKWARD_AHEAD, WEIGHT = range(5)  # bands, the most urgent first
+_job = itemgetter(-1)
+
+
 def _priorities(graph: Graph, step: Step, tables: dict[str, Table], in_turn: bool) -> Column:
-    """Each job's place in the order of urgency, in bands: backwards, forwards that run ahead, forwards, backwards of those ahead, and
-    what nobody waits for: the second parts of backwards."""
-    bands: list[list[tuple[int, ...]]] = [[], [], [], [], []]
+    """Each job's place in the order of urgency: by bands, in most of which downstream sections go first, then by keys, the job the last.
+
+    Bands: backwards, forwards that run ahead, forwards, backwards of those ahead, and what nobody waits for: the second parts of backwards.
+    """
+    found: defaultdict[tuple[int, int], list[tuple[int, ...]]] = defaultdict(list)  # keys by band and depth
     for name, n in step.numbers.items():
-        table, depth, ahead = tables[name], graph.depth[name], graph.runs_ahead(n.section)
-        early, late = _forward_band(bands, ahead), bands[3 if ahead else 0]
-        early += _forward_keys(n, table, depth, ahead, in_turn)
+        table, depth, ahead = tables[name], -graph.depth[name], graph.runs_ahead(n.section)
+        early = (AHEAD, 0) if ahead else (FORWARD, depth)
+        found[early] += _forward_keys(n, table, ahead, in_turn)
         if n.backward not in (-1, n.forward):
-            upstream = [-u for u in table.upstream] if not ahead else [-u - b for u, b in zip(table.upstream, table.backward, strict=True)]
-            late += zip(_constant(-depth, table), upstream, _sizes(table), range(n.backward, n.backward + len(upstream)), strict=True)
+            owed = list(map(int.__add__, table.upstream, table.backward)) if ahead else table.upstream
+            late = (BACKWARD_AHEAD if ahead else BACKWARD), depth
+            found[late] += zip(map(int.__neg__, owed), _sizes(table), range(n.backward, n.backward + n.count), strict=True)
         if n.weight >= 0:
-            bands[4] += [(job,) for job in range(n.weight, n.weight + n.count)]
+            found[WEIGHT, 0] += zip(range(n.weight, n.weight + n.count))
     priority = [0] * len(step.jobs.rank)
-    for place, key in enumerate(key for band in bands for key in sorted(band)):
-        priority[key[-1]] = place
+    for place, job in enumerate(chain.from_iterable(map(_job, sorted(keys)) for _, keys in sorted(found.items()))):
+        priority[job] = place
     return priority
 
 
-def _forward_band(bands: list[list[tuple[int, ...]]], ahead: bool) -> list[tuple[int, ...]]:
-    return bands[1] if ahead else bands[2]
-
-
-def _forward_keys(n: Numbers, table: Table, depth: int, ahead: bool, in_turn: bool) -> list[tuple[int, ...]]:
-    jobs = range(n.forward, n.forward + len(table.turn))
+def _forward_keys(n: Numbers, table: Table, ahead: bool, in_turn: bool) -> Iterable[tuple[int, ...]]:
+    jobs = range(n.forward, n.forward + n.count)
     if ahead:
-        return list(zip(table.turn, _sizes(table), jobs, strict=True))
+        return zip(table.turn, _sizes(table), jobs, strict=True)
     if in_turn:
-        return list(zip(_constant(-depth, table), table.turn, jobs, strict=True))
-    return list(zip(_constant(-depth, table), table.wave, table.urgency, _sizes(table), jobs, strict=True))
+        return zip(table.turn, jobs, strict=True)
+    return zip(table.wave, table.urgency, _sizes(table), jobs, strict=True)
 
 
 def _sizes(table: Table) -> list[int]:
     return [-f - b for f, b in zip(table.forward, table.backward, strict=True)]
-
-
-def _constant(value: int, table: Table) -> Sequence[int]:
-    return [value] * len(table.turn)

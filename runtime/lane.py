@@ -7,9 +7,8 @@ queue, but without the other ranks, which takes a tenth of the time. Two orders 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
 from typing import NamedTuple
 
 NEVER = 1 << 62
@@ -39,65 +38,59 @@ class Lane:
 
 
 class _Run:
-    """The state of a run. At each stage `came` and `back` are when forwards and backwards may start, in the queue's order."""
+    """The state of a run. At each stage `came` and `back` are when forwards and backwards may start, in the queue's order.
+
+    `acts`: when each stage looks for a job next; `idle`: the same where it has none, else 0, as at the end, for what is no stage.
+    """
 
     def __init__(self, lane: Lane, queue: Sequence[int], ready: Sequence[int]) -> None:
+        count, stages = len(queue), len(lane.forward)
         parts = (lane.forward, lane.backward, lane.weight)
-        self.forward, self.backward, self.weight = ([[column[m] for m in queue] for column in part] for part in parts)
-        self.count, self.stages = len(queue), len(lane.forward)
-        self.rooms = [room or self.count for room in lane.rooms]
-        self.came: list[list[int]] = [[] for _ in self.forward]
-        self.came[0] = [ready[m] for m in queue]
-        self.back: list[list[int]] = [[] for _ in self.forward]
+        self.times = [[list(map(column.__getitem__, queue)) for column in part] for part in parts]
+        self.rooms = [room or count for room in lane.rooms]
+        self.starts = [0] * count
+        self.came = [[*map(ready.__getitem__, queue), NEVER], *([NEVER] * (count + 1) for _ in range(stages - 1))]
+        self.back = [[NEVER] * (count + 1) for _ in range(stages)]
+        self.backs = [0] * count
+        self.acts, self.idle, self.ends = [0] * stages, [0] * (stages + 1), [0] * stages
 
     def run(self) -> Passage:
-        forward, backward, weight, rooms, came, back = self.forward, self.backward, self.weight, self.rooms, self.came, self.back
-        last, split = self.stages - 1, bool(weight)
-        went, returned, finished = ([0] * self.stages for _ in range(3))  # how many jobs of each kind a stage has started
-        if not split:
-            finished = returned
-        free = [0] * self.stages  # when a stage ends its job
-        wakes = [0] * self.stages  # when a stage without a job looks for one
-        starts, backs, end = list[int](), list[int](), 0
-        bits, mask = self.stages.bit_length(), (1 << self.stages.bit_length()) - 1
-        events = list(range(self.stages))  # (time << bits) + stage, which orders by time
-        while events:
-            event = heappop(events)
-            time, s = event >> bits, event & mask
-            if time < free[s]:
-                continue
-            i, j, to = returned[s], went[s], s
-            soon = back[s][i] if i < len(back[s]) else NEVER
-            next_forward = came[s][j] if j < len(came[s]) and j - finished[s] < rooms[s] else NEVER
+        acts, parts = self.acts, [self.stage(s) for s in range(len(self.acts))]
+        for part in parts:
+            next(part)
+        stages = [part.send for part in parts]
+        while (time := min(acts)) < NEVER:
+            stages[acts.index(time)](time)
+        return Passage(max(self.ends), self.starts, self.backs)
+
+    def stage(self, s: int) -> Generator[None, int, None]:
+        """A stage: starts a job at each time that it is sent."""
+        forward, backward, *later = (part[s] for part in self.times if part)
+        weight, acts, idle, room = later[0] if later else [], self.acts, self.idle, self.rooms[s]
+        came, back, last = self.came[s], self.back[s], s == len(self.acts) - 1
+        passed, returned = back if last else self.came[s + 1], self.back[s - 1] if s else self.backs
+        next_forward = next_backward = finished = 0
+        while True:
+            time = yield
+            soon = back[next_backward]
+            comes = came[next_forward] if next_forward - finished < room else NEVER
             if soon <= time:
-                done = time + backward[s][i]
-                returned[s] = i + 1
-                if s:
-                    to = s - 1
-                    back[to].append(done)
-                else:
-                    backs.append(done)
-            elif next_forward <= time:
-                done = time + forward[s][j]
-                went[s] = j + 1
-                if s < last:
-                    to = s + 1
-                    came[to].append(done)
-                else:
-                    back[s].append(done)
+                done = returned[next_backward] = time + backward[next_backward]
+                next_backward, to = next_backward + 1, s - 1
+                if not weight:
+                    finished = next_backward
+            elif comes <= time:
                 if not s:
-                    starts.append(time)
-            elif split and finished[s] < i:
-                done = time + weight[s][finished[s]]
-                finished[s] += 1
+                    self.starts[next_forward] = time
+                done = passed[next_forward] = time + forward[next_forward]
+                next_forward, to = next_forward + 1, s + 1
+            elif weight and finished < next_backward:
+                done = time + weight[finished]
+                finished, to = finished + 1, s
             else:
-                wakes[s] = min(soon, next_forward)
-                if wakes[s] < NEVER:
-                    heappush(events, (wakes[s] << bits) + s)
+                acts[s] = idle[s] = min(soon, comes)
                 continue
-            free[s], wakes[s], end = done, 0, max(end, done)
-            heappush(events, (done << bits) + s)
-            if done < wakes[to]:
-                wakes[to] = done
-                heappush(events, (done << bits) + to)
-        return Passage(end, starts, backs)
+            acts[s] = self.ends[s] = done
+            idle[s] = 0
+            if done < idle[to]:
+                acts[to] = idle[to] = done

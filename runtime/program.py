@@ -145,6 +145,14 @@ def weight_part(section: Section, backward_ns: int) -> int:
     return backward_ns * section.weight_permille // 1000 if owes_backward(section) else 0
 
 
+def weight_parts(section: Section, backward: Sequence[int]) -> list[int]:
+    """`weight_part` of each of these times."""
+    if not section.weight_permille or not owes_backward(section):
+        return [0] * len(backward)
+    permille = section.weight_permille
+    return [ns * permille // 1000 for ns in backward]
+
+
 def returns_gradient(edge: Edge, sections: Mapping[str, Section]) -> bool:
     """Whether the consumer's backward sends a gradient back over the edge, on which the producer's backward waits."""
     return edge.grad and owes_backward(sections[edge.src]) and owes_backward(sections[edge.dst])

@@ -14,9 +14,9 @@ them before the others are free waits. Nothing can wait for ever: when no job ru
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 
 @dataclass
@@ -47,22 +47,22 @@ class Jobs:
         self.successors[first].append(then)
         self.waits[then] += 1
 
-    def follow(self, first: Sequence[int], then: Sequence[int]) -> None:
+    def follow(self, first: range, then: range) -> None:
         """Make the jobs `then` go in the order of the jobs `first`, each of which its follower waits for. All must have priorities."""
         self._bind()
-        for a, b in zip(first, then, strict=True):
-            self.followers[a], self.line_of[a] = b, len(self.lines)
-        self.lines.append(sorted(self.priority[job] for job in then))
+        self.followers[first.start : first.stop] = then
+        self.line_of[first.start : first.stop] = [len(self.lines)] * len(first)
+        self.lines.append(sorted(self.priority[then.start : then.stop]))
 
     def join(self, together: Sequence[int]) -> None:
         """Make these jobs, each on another rank, run at the same time."""
         self.joined |= dict.fromkeys(together, tuple(together))
 
-    def limit(self, room: int, takes: Sequence[int], gives: Sequence[int]) -> None:
+    def limit(self, room: int, takes: range, gives: range) -> None:
         """Give the jobs `takes` room for so many on a rank, each until a job of `gives` has ended there. All jobs must be there."""
         self._bind()
-        for a, b in zip(takes, gives, strict=True):
-            self.takes[a] = self.gives[b] = len(self.rooms)
+        for column, some in ((self.takes, takes), (self.gives, gives)):
+            column[some.start : some.stop] = [len(self.rooms)] * len(some)
         self.rooms.append(room)
 
     def _bind(self) -> None:
@@ -83,48 +83,52 @@ class _Run:
 
     def __init__(self, jobs: Jobs) -> None:
         self.jobs, self.waits = jobs, jobs.waits.copy()
-        self.priority, self.by_priority = jobs.priority, [0] * len(jobs.priority)
+        self.priority, self.by_priority = jobs.priority.copy(), [0] * len(jobs.priority)
         for job, place in enumerate(jobs.priority):
             self.by_priority[place] = job
         self.free = [True] * jobs.ranks
         self.absent = {job: len(some) for job, some in jobs.joined.items() if job == some[0]}  # those that wait for others
         self.begun, self.held = set[int](), set[int]()  # joined jobs that have started; ranks that wait for others to be free
-        if jobs.followers:
-            self.priority = self.priority.copy()
-        free_of_limits = [-1] * len(self.priority) if jobs.joined and not jobs.followers else []
-        self.takes, self.gives, self.followers = (x or free_of_limits for x in (jobs.takes, jobs.gives, jobs.followers))
         self.started = [0] * len(jobs.lines)
+        none = [] if jobs.followers else [-1] * len(self.priority)
+        self.takes, self.gives, self.followers = (x or none for x in (jobs.takes, jobs.gives, jobs.followers))
         self.ready: list[list[int]] = [[] for _ in range(jobs.ranks)]  # priorities of the jobs that may start
         self.room = [room for room in jobs.rooms for _ in range(jobs.ranks)]  # by slot
         self.kept: defaultdict[int, list[int]] = defaultdict(list)  # priorities by slot
 
     def run(self) -> tuple[list[int], int]:
-        jobs, waits, ready = self.jobs, self.waits, self.ready
-        rank, duration, successors, gives = jobs.rank, jobs.duration, jobs.successors, self.gives
-        priority, joined, free = self.priority, jobs.joined, self.free
-        bits = max(1, len(priority)).bit_length()
-        mask = (1 << bits) - 1
-        for job, count in enumerate(waits):
-            if not count and self.offered(job):
-                heappush(ready[rank[job]], priority[job])
-        ends: list[int] = []  # (time << bits) + job, which orders by time
-        order: list[int] = []
-        time, touched = 0, list(range(jobs.ranks))
-        bound = bool(jobs.followers or joined)
+        jobs, waits, ready, free, joined = self.jobs, self.waits, self.ready, self.free, self.jobs.joined
+        rank, duration, successors, ranks = jobs.rank, jobs.duration, jobs.successors, jobs.ranks
+        by_priority, priority, takes, gives, followers = self.by_priority, self.priority, self.takes, self.gives, self.followers
+        bound, bits = bool(jobs.followers), max(1, len(priority)).bit_length()
+        mask, time, ends, order = (1 << bits) - 1, 0, list[int](), list[int]()  # `ends`: (time << bits) + job, which orders by time
+        self.offer_first()
+        touched: Iterable[int] = range(ranks)
         while True:
             for r in touched:
-                if free[r] and ready[r]:
-                    job = self.start(r) if bound else self.by_priority[heappop(ready[r])]
+                queue = ready[r]
+                while queue and free[r]:
+                    job = by_priority[heappop(queue)]
                     if job in joined:
-                        end = time + max(duration[j] for j in joined[job]) << bits
-                        for j in joined[job]:
-                            free[rank[j]] = False
-                            order.append(j)
-                            heappush(ends, end + j)
-                    elif job >= 0:
-                        free[r] = False
-                        order.append(job)
-                        heappush(ends, (time + duration[job] << bits) + job)
+                        if self.joins(job, r):
+                            end = time + max(duration[j] for j in joined[job]) << bits
+                            order += joined[job]
+                            for j in joined[job]:
+                                heappush(ends, end + j)
+                        if r in self.held:
+                            break
+                        continue
+                    if bound and (limit := takes[job]) >= 0:
+                        slot = limit * ranks + r
+                        if not self.room[slot]:
+                            heappush(self.kept[slot], priority[job])
+                            continue
+                        self.room[slot] -= 1
+                    if bound and followers[job] >= 0:
+                        self.pass_on(job)
+                    free[r] = False
+                    order.append(job)
+                    heappush(ends, (time + duration[job] << bits) + job)
             if not ends:
                 if (r := self.make_room()) < 0:
                     break
@@ -139,7 +143,7 @@ class _Run:
                 free[r] = True
                 touched.append(r)
                 if bound and gives[job] >= 0:
-                    self.give(gives[job] * jobs.ranks + r)
+                    self.give(gives[job] * ranks + r)
                 for then in successors[job]:
                     waits[then] -= 1
                     if not waits[then] and (then not in joined or self.offered(then)):
@@ -149,6 +153,45 @@ class _Run:
         if len(order) < len(priority):
             raise ValueError(f"{len(priority) - len(order)} jobs wait for each other in a circle")
         return order, time
+
+    def offer_first(self) -> None:
+        """Make ready what waits for nothing."""
+        for job in [job for job, count in enumerate(self.waits) if not count]:
+            if self.offered(job):
+                self.ready[self.jobs.rank[job]].append(self.priority[job])
+        for queue in self.ready:
+            heapify(queue)
+
+    def pass_on(self, job: int) -> None:
+        """A job's follower gets the line's next priority."""
+        line, then = self.jobs.line_of[job], self.followers[job]
+        place = self.jobs.lines[line][self.started[line]]
+        self.started[line] += 1
+        self.priority[then], self.by_priority[place] = place, then
+
+    # -- joined jobs --------------------------------------------------------------------------------------------------------------
+
+    def joins(self, job: int, r: int) -> bool:
+        """Start a job of rank `r` and those joined to it, unless they have started, lack room, or wait for ranks to be free."""
+        jobs, together = self.jobs, self.jobs.joined[job]
+        if job in self.begun:
+            return False
+        if (limit := self.takes[job]) >= 0 and not self.room[limit * jobs.ranks + r]:
+            heappush(self.kept[limit * jobs.ranks + r], self.priority[job])
+            return False
+        if not all(self.free[jobs.rank[j]] for j in together):
+            heappush(self.ready[r], self.priority[job])
+            self.held.add(r)
+            return False
+        for j in together:
+            on = jobs.rank[j]
+            self.free[on] = False
+            if (limit := self.takes[j]) >= 0:
+                self.room[limit * jobs.ranks + on] -= 1
+            if self.followers[j] >= 0:
+                self.pass_on(j)
+        self.begun.update(together)
+        return True
 
     def offered(self, job: int) -> bool:
         """Whether a job whose predecessors are done may start; the last of joined ones is the word for the others."""
@@ -163,49 +206,14 @@ class _Run:
                 heappush(self.ready[self.jobs.rank[other]], self.priority[other])
         return True
 
-    def start(self, r: int) -> int:
-        """Start the most urgent job of rank `r` that has room, with those that are joined to it; -1 if there is none, or the rank has to
-        wait for others."""
-        jobs, ready = self.jobs, self.ready[r]
-        while ready:
-            job = self.by_priority[ready[0]]
-            if job in self.begun:
-                heappop(ready)
-            elif (limit := self.takes[job]) >= 0 and not self.room[limit * jobs.ranks + r]:
-                heappush(self.kept[limit * jobs.ranks + r], heappop(ready))
-            elif job not in jobs.joined:
-                heappop(ready)
-                self.begin(job, r)
-                return job
-            elif all(self.free[jobs.rank[j]] for j in jobs.joined[job]):
-                heappop(ready)
-                for j in jobs.joined[job]:
-                    self.begin(j, jobs.rank[j])
-                self.begun.update(jobs.joined[job])
-                return job
-            else:
-                self.held.add(r)
-                return -1
-        return -1
-
-    def begin(self, job: int, r: int) -> None:
-        """Take the job's room; its follower gets the line's next priority."""
-        if (limit := self.takes[job]) >= 0:
-            self.room[limit * self.jobs.ranks + r] -= 1
-        if (then := self.followers[job]) >= 0:
-            line = self.jobs.line_of[job]
-            place = self.jobs.lines[line][self.started[line]]
-            self.started[line] += 1
-            self.priority[then], self.by_priority[place] = place, then
-
     def give(self, slot: int) -> None:
         """There is room again, for the most urgent job that was kept back."""
         self.room[slot] += 1
-        kept = self.kept[slot]
-        while kept and self.by_priority[kept[0]] in self.begun:
-            heappop(kept)
-        if kept:
-            heappush(self.ready[slot % self.jobs.ranks], heappop(kept))
+        if kept := self.kept.get(slot):
+            while kept and self.by_priority[kept[0]] in self.begun:
+                heappop(kept)
+            if kept:
+                heappush(self.ready[slot % self.jobs.ranks], heappop(kept))
 
     def make_room(self) -> int:
         """Nothing runs: let the most urgent of the jobs that were kept back start. Its rank, or -1 if there is none."""

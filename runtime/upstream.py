@@ -13,7 +13,7 @@ from secc.runtime.compose import FREE, Composer
 from secc.runtime.lane import Lane
 from secc.runtime.lots import Lot
 from secc.runtime.plan import Section
-from secc.runtime.program import gathers, owes_backward, replica_ranks, weight_part
+from secc.runtime.program import gathers, owes_backward, replica_ranks, weight_parts
 from secc.runtime.queues import Load
 
 
@@ -28,7 +28,7 @@ def critical_load(composer: Composer) -> tuple[Load, list[Lot]] | None:
     if not lots or not _apart(composer, stages):
         return None
     times = [composer.costs.of(s, lots) for s in stages]
-    later = [[weight_part(s, ns) for ns in backward] for s, (_, backward) in zip(stages, times, strict=True)]
+    later = [weight_parts(s, backward) for s, (_, backward) in zip(stages, times, strict=True)]
     first = [list(map(int.__sub__, backward, weight)) for (_, backward), weight in zip(times, later, strict=True)]
     lane = Lane([f for f, _ in times], first, later if stages[0].weight_permille else (), [s.in_flight for s in stages])
     size = [sum(ns) // len(stages) for ns in zip(*(map(int.__add__, f, b) for f, b in times), strict=True)]

@@ -147,5 +147,5 @@ def test_plan_json_is_read_back(tmp_path):
 
 def test_followers_go_in_the_order_of_those_they_follow():
     jobs = Jobs(2, rank=[0, 0, 1, 1], duration=[1, 1, 5, 5], successors=[[2], [3], [], []], waits=[0, 0, 1, 1], priority=[1, 0, 2, 3])
-    jobs.follow([0, 1], [2, 3])
+    jobs.follow(range(0, 2), range(2, 4))
     assert run(jobs)[0] == [1, 0, 3, 2]
