@@ -2,8 +2,9 @@
 
 python -m tools.bench_schedules quality            mixes and loads, mean and worst of ten seeds, as a table
 python -m tools.bench_schedules pipelines          the same of language models in stages, by samples, stages, room and kind of backward
-python -m tools.bench_schedules loads              the same of 32 samples a replica, by mixes and loads
+python -m tools.bench_schedules loads              the same of 32 samples a replica, by mixes, loads, stages and room
 python -m tools.bench_schedules small --count 300  against optima proven by CP-SAT (minutes)
+python -m tools.bench_schedules rooms --count 20    the same of pipelines alone, by stages and room
 python -m tools.bench_schedules cost               seconds of one core over four decades of batch sizes
 
 Costs are linear and transfers take no time; `tools/mixes.py` has the mixes. Prints Markdown.
@@ -18,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from statistics import mean
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -100,14 +102,13 @@ def pipelines(seeds: int) -> None:
 
 
 def loads(seeds: int) -> None:
-    """Rows of mixes and loads, columns of stages and backwards, with 32 samples a replica and room for 2P: mean/worst over the bound."""
-    kinds = [(stages, split) for split in (False, True) for stages in PLANNED_STAGES]
-    heads = [f"{'split' if split else 'whole'}, {stages} stages" for stages, split in kinds]
-    print(f"| P(image) | load upstream | {' | '.join(heads)} |\n| --- | --- |{' --- |' * len(kinds)}")
-    for images in (0.10, 0.33, 0.75):
-        for load in (0.6, 0.8, 1.0):
-            cells = [_staged(32, images, load, mixes.Pipeline(stages, 2 * stages, split), seeds) for stages, split in kinds]
-            print(f"| {images:.2f} | {load:.0%} | {' | '.join(cells)} |", flush=True)
+    """Rows of mixes, loads and stages, columns of backwards and room, with 32 samples a replica: mean/worst over the bound."""
+    kinds = [(split, room) for split in (False, True) for room in PLANNED_ROOMS]
+    heads = [f"{'split' if split else 'whole'}, {room if room > 1 else ''}P" for split, room in kinds]
+    print(f"| P(image) | load upstream | stages | {' | '.join(heads)} |\n| --- | --- | --- |{' --- |' * len(kinds)}")
+    for images, load, stages in product((0.10, 0.33, 0.75), (0.6, 0.8, 1.0), PLANNED_STAGES):
+        cells = [_staged(32, images, load, mixes.Pipeline(stages, room * stages, split), seeds) for split, room in kinds]
+        print(f"| {images:.2f} | {load:.0%} | {stages} | {' | '.join(cells)} |", flush=True)
 
 
 def _staged(count: int, images: float, load: float, pipeline: mixes.Pipeline, seeds: int) -> str:
@@ -163,6 +164,30 @@ def small(count: int, limit: float) -> None:
         print(f"| {name} | {len(values)} | {_spread(values) if values else ' | | | '} |")
 
 
+ROOM_SAMPLES = 6  # more are seldom proven
+
+
+def rooms(count: int, limit: float) -> None:
+    """Pipelines with little room, so many batches each: what the optimum is over the bound and the order over the optimum, mean/worst.
+
+    One replica with 6 samples and an encoder of its own at 80% load. Optima that CP-SAT does not prove within `limit` are left out.
+    """
+    print("| stages | backward | room | proven | optimum over bound | order over optimum | order over bound |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for stages, split, room in product((2, 4), (False, True), (1, 2)):
+        found = list[tuple[float, float, float]]()
+        for seed in range(count):
+            batch = mixes.multimodal(ROOM_SAMPLES, 0.33, seed)
+            plan = mixes.vlm(batch, 1, 1, 0.8, pipeline=mixes.Pipeline(stages, room * stages, split))
+            order, bound = timed_schedule(plan, batch)[1], schedule_bound(plan, batch).ns
+            exact = solve(Work(plan, batch), limit, hint_ns=order)
+            if exact is not None and exact.optimal:
+                found.append((exact.ns / bound, order / exact.ns, order / bound))
+        cells = [f"{mean(column):.3f}/{max(column):.3f}" for column in zip(*found, strict=True)] or [""] * 3
+        name, held = "split" if split else "whole", f"{room if room > 1 else ''}P"
+        print(f"| {stages} | {name} | {held} | {len(found)} of {count} | {' | '.join(cells)} |", flush=True)
+
+
 def _spread(values: list[float]) -> str:
     values = sorted(values)
     return " | ".join(f"{values[min(len(values) - 1, int(len(values) * q))]:.3f}" for q in (0.5, 0.9, 0.95, 1.0))
@@ -200,9 +225,9 @@ def _timed(plan: Plan, samples: list[SampleMeta]) -> tuple[float, float]:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["quality", "pipelines", "loads", "small", "cost"])
+    parser.add_argument("what", choices=["quality", "pipelines", "loads", "small", "rooms", "cost"])
     parser.add_argument("--seeds", type=int, default=10, help="batches for each row of quality")
-    parser.add_argument("--count", type=int, default=300, help="instances of small")
+    parser.add_argument("--count", type=int, default=300, help="instances of small, batches of each row of rooms")
     parser.add_argument("--limit", type=float, default=5.0, help="CP-SAT's deterministic time for each instance, about seconds")
     parser.add_argument("--repeats", type=int, default=7, help="runs of cost")
     options = parser.parse_args(arguments)
@@ -215,6 +240,8 @@ def main(arguments: list[str]) -> int:
             loads(options.seeds)
         case "small":
             small(options.count, options.limit)
+        case "rooms":
+            rooms(options.count, options.limit)
         case _:
             cost(options.repeats)
     return 0

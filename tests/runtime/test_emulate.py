@@ -11,10 +11,13 @@ import pytest
 from secc.cli import main
 from secc.runtime.emulate import FILE, read, to_json
 from secc.runtime.errors import UserError
+from secc.simulate.batches import global_batches
 from secc.simulate.emulated import table
+from secc.simulate.steady import consecutive
 from tests.runtime.captioner import UNEVEN, write_plan
 from tests.schedule.plans import plan, section
 from tests.simulate.test_machine import cluster, trained
+from tools import bench_emulation
 
 
 @pytest.mark.gloo
@@ -29,6 +32,31 @@ def test_an_emulated_step_takes_what_the_simulator_says_and_then_some(tmp_path, 
     lines = [json.loads(line) for line in (tmp_path / "plan" / "logs" / FILE).read_text().splitlines()]
     assert [line["samples"] for line in lines] == [8, 8] and all(line["step_time_s"] > 0 for line in lines)
     assert not (tmp_path / "plan" / "logs" / "metrics.jsonl").exists()
+
+
+SMALL = ["2 ranks, shared", "4 ranks, teacher → student of 2 stages, ahead"]
+LARGER = [pytest.param(name, marks=pytest.mark.slow) for name in bench_emulation.CASES if name not in SMALL]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", [*SMALL, *LARGER])
+def test_plans_of_all_kinds_are_emulated(tmp_path, name):
+    """Stages, sections on the same ranks, and sections that run ahead: every rank comes to its end, and no wait is short."""
+    case = bench_emulation.CASES[name]
+    plan = bench_emulation.write(tmp_path, case, batches=2)
+    steps = bench_emulation.emulated(tmp_path, plan, steps=2, scale=0.25)
+    assert f"{plan.world_size} ranks" == name.split(",")[0]
+    assert [step for step, _, _ in steps] == [1, 2]
+    assert all(took > 0.999 * expected > 0 for _, took, expected in steps)
+    lines = [json.loads(line) for line in (tmp_path / "logs" / FILE).read_text().splitlines()]
+    assert [line["samples"] for line in lines] == [case.samples] * 2
+
+
+def test_emulated_plans_run_ahead_where_they_say_so(tmp_path):
+    case = bench_emulation.CASES["3 ranks, teacher → student, ahead"]
+    plan = bench_emulation.write(tmp_path, case, batches=2)
+    first, last = consecutive(plan, list(global_batches(tmp_path, plan, steps=2)))
+    assert first[1].own == case.samples and last[1].computed["teacher"]
 
 
 def test_the_table_has_the_times_of_the_cost_model(tmp_path):
