@@ -18,7 +18,7 @@ from functools import cached_property
 from itertools import compress, pairwise, repeat
 from operator import mul
 
-from secc.runtime.balance import Ranks, balance
+from secc.runtime.balance import Ranks, balance, balance_rounds
 from secc.runtime.costs import Costs
 from secc.runtime.graph import Graph
 from secc.runtime.lots import Lot, lots
@@ -215,7 +215,8 @@ class Composer:
         order.sort(key=weights.__getitem__, reverse=True)
         order.sort(key=lambda p: self.waves[last.name][self.kind[p]])
         owner = [0] * self.count
-        for p, replica in zip(order, balance([weights[p] for p in order], ranks, load), strict=True):
+        deal = balance_rounds if any(map(gathers, sections)) else balance
+        for p, replica in zip(order, deal([weights[p] for p in order], ranks, load), strict=True):
             owner[p] = replica
         return owner
 

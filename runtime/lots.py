@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from secc.runtime.balance import Ranks, balance
+from secc.runtime.balance import Ranks, balance, balance_rounds
 from secc.runtime.costs import Costs
 from secc.runtime.plan import Section
+from secc.runtime.program import gathers
 
 Lot = tuple[int, ...]
 
@@ -30,10 +31,14 @@ def lots(
         found = [pair for group, table in zip(groups, times, strict=True) for pair in _cut(group, table[:limit])]
         weighed = sorted(((time + sum(others[p] for p in lot), lot) for lot, time in found), key=lambda x: (-x[0], x[1]))
         after = dict(load)
-        owner = balance([w for w, _ in weighed], ranks, after)
-        longest = max(after.get(rank, 0) for rank in ranks)
+        owner = (balance_rounds if gathers(section) else balance)([w for w, _ in weighed], ranks, after)
+        longest = sum(w for w, _ in weighed[:: len(ranks)]) if gathers(section) else max(after.get(rank, 0) for rank in ranks)
         if best is None or longest < best[0]:
             best = longest, [(lot, r) for (_, lot), r in zip(weighed, owner, strict=True)], after
+    if gathers(section):
+        assert best is not None
+        load.update(best[2])
+        return best[1]
     single = [(table[0][i] + others[p], p) for group, table in zip(groups, times, strict=True) for i, p in enumerate(group)]
     after = dict(load)
     found = _each_cut(costs, section, groups, sorted(single, key=lambda x: (-x[0], x[1])), ranks, dict(load))

@@ -9,7 +9,7 @@ from math import ceil
 
 from xdsl.dialects.builtin import StringAttr
 
-from secc.alloc.candidates import Load, Workload, replica_of, room, update_ns
+from secc.alloc.candidates import Load, Workload, bubbles_ns, busy_ns, replica_of, room, update_ns
 from secc.alloc.types import Candidate
 from secc.cost import parallel, time
 from secc.cost.again import Again
@@ -23,7 +23,7 @@ from secc.runtime.expr import evaluate
 
 PRODUCTS, BYTES, ISSUE, MEASURED = "products and attention", "memory traffic", "issuing operations", "measured blocks"
 TP_SUMS, GRADIENTS, OPTIMIZER, BUBBLES = "sums over tp", "sums of gradients", "optimizer", "filling and draining stages"
-GATHERS = "gathering weights that nothing hides"
+GATHERS = "gathering weights that nothing hides, waits for other replicas"
 _NONE = {"ops": 0, "work": "0", "backward_work": "0", "glue_bytes": "0", "forward_ns": "0", "backward_ns": "0"}
 _KEPT = {
     PRODUCTS: (("work", "backward_work"), ("work",)),
@@ -42,7 +42,7 @@ def time_parts(work: Workload, load: Load, c: Candidate) -> dict[str, int]:
     shards = c.dp if c.sharding != "none" else 1
     found[OPTIMIZER] = time.optimizer_ns(rank.cost, work.cluster.device, shards) if load.mode == "train" else 0
     found[GRADIENTS] = update_ns(work, rank, c.dp, c.sharding) - found[OPTIMIZER]
-    found[BUBBLES] = (c.pp - 1) * (c.fill_ns + c.drain_ns) // c.pp
+    found[BUBBLES] = bubbles_ns(rank, c.micro_batch, busy_ns(work, rank, c.dp, c.micro_batch, c.sharding, c.recompute))
     found[GATHERS if c.sharding == "zero3" else "other"] = c.time_ns - sum(found.values())
     return {name: ns for name, ns in sorted(found.items(), key=lambda part: -part[1]) if ns > c.time_ns // 1000}
 
@@ -69,7 +69,7 @@ def _of_step(work: Workload, load: Load, c: Candidate, forward: str, backward: s
         samples = busiest * pattern.share / load.share
         alike = min(c.micro_batch, ceil(samples))
         sizes = micro_batch(work.graph, pattern.sizes, alike)
-        total += samples / alike * (evaluate(forward, sizes) + evaluate(backward, sizes))
+        total += samples / alike * load.spread.mean(pattern.when, evaluate(forward, sizes) + evaluate(backward, sizes))
     return ceil(total)
 
 

@@ -1,5 +1,7 @@
 """What each section asks of a cluster, and the times and memory of one way to run it.
 
+Stages, and replicas that gather parameters, wait for the longest of several micro-batches: there the spread of samples counts.
+
 Expected load: a global batch holds `global_batch x share` samples of each pattern, and the busiest of dp replicas gets the dp-th part of
 the active ones, rounded up. A micro-batch holds samples of one pattern, as the wavefront composes them, at the pattern's mean sizes.
 """
@@ -15,6 +17,7 @@ from math import ceil, lcm
 from xdsl.dialects.builtin import StringAttr
 
 from secc.alloc.pins import WORDS, Pins
+from secc.alloc.spread import WHOLE, Spread, spread
 from secc.alloc.types import Candidate
 from secc.cluster import Cluster
 from secc.cost import parallel, time
@@ -40,7 +43,8 @@ Busy = tuple[int, int, int, int]
 class Load:
     """A section as the cost model sees it: its cost, times as texts, and the patterns it is active for.
 
-    `backward_ns` has a text for each way to recompute. With `tp` and `pp`, cost and times are those of one rank of a replica. `memo` keeps
+    `backward_ns` has a text for each way to recompute. With `tp` and `pp`, cost and times are those of one rank of a replica; `spread` is
+    that of its samples' times. `memo` keeps
     what the texts gave, `dealt` and `busy` what
     the busiest of so many replicas has to do.
     """
@@ -52,6 +56,7 @@ class Load:
     backward_ns: Mapping[str, str]
     label: str
     active: tuple[Pattern, ...]
+    spread: Spread = field(default_factory=Spread)
     tp: int = 1
     pp: int = 1
     memo: dict[object, tuple[int, int]] = field(init=False, repr=False, compare=False, default_factory=dict[object, tuple[int, int]])
@@ -130,7 +135,8 @@ def _load(graph: GraphOp, section: SectionOp, cluster: Cluster, seen: list[Patte
     mode = section.mode.data if section.mode is not None else "train"
     active = tuple(p for p in seen if is_active(section, p))
     whole = Load(section, mode, section_cost(graph, section), "0", {}, "", active)
-    return on_rank(whole, 1, 1, cluster)
+    load = on_rank(whole, 1, 1, cluster)
+    return replace(load, spread=spread(graph, active, f"{load.forward_ns} + {load.backward_ns['none']}"))
 
 
 def on_rank(whole: Load, tp: int, pp: int, cluster: Cluster) -> Load:
@@ -217,8 +223,8 @@ def _only_none(load: Load, key: str, pins: Pins, reason: str) -> None:
 
 def candidate(work: Workload, load: Load, dp: int, size: int, sharding: str = "none", recompute: str = "none") -> Candidate:
     """The times and memory of a section in `dp` replicas with micro-batches of `size` samples."""
-    total, micro_batches, fill, drain = _busy(work, load, dp, size, sharding, recompute)
-    total += (load.pp - 1) * (fill + drain)  # until the last stage has work, and after the first one has none
+    total, micro_batches, fill, drain = busy_ns(work, load, dp, size, sharding, recompute)
+    total += bubbles_ns(load, size, (total, micro_batches, fill, drain))
     rank = room(work, load, dp, size, sharding, recompute, micro_batches)
     in_turn = min(micro_batches, max(load.pp, IN_TURN if load.name in work.sources else 1))
     return Candidate(
@@ -236,6 +242,17 @@ def candidate(work: Workload, load: Load, dp: int, size: int, sharding: str = "n
         pp=load.pp,
         sharding=sharding,
     )
+
+
+def bubbles_ns(load: Load, size: int, busy: Busy) -> int:
+    """What stages wait: until the last one has work, after the first one has none, and where long micro-batches follow short ones.
+
+    For each stage but one, half of a micro-batch of mean samples and half of the longest one, which is what trials find.
+    """
+    total, micro_batches, fill, drain = busy
+    if load.mode == "forward":  # nothing comes back that stages would wait for, and they may fill and drain beside other steps
+        return (load.pp - 1) * fill // 2
+    return (load.pp - 1) * (fill + drain + max(fill + drain, load.spread.longest(size) * total // (WHOLE * micro_batches))) // 2
 
 
 def held(work: Workload, load: Load, c: Candidate) -> list[Candidate]:
@@ -277,7 +294,7 @@ def times_of(work: Workload, load: Load, dp: int, sharding: str, recompute: str)
     return own if gathers is None else gathers.texts(*own)
 
 
-def _busy(work: Workload, load: Load, dp: int, size: int, sharding: str, recompute: str) -> Busy:
+def busy_ns(work: Workload, load: Load, dp: int, size: int, sharding: str, recompute: str) -> Busy:
     """Of the busiest of `dp` replicas: ns of its micro-batches, their number, ns of the longest forward and of the longest backward."""
     gathers = passing(load.cost, dp, sharding, work.cluster, load.tp * load.pp)
     busiest = -(-work.samples(load) // dp)
@@ -285,14 +302,16 @@ def _busy(work: Workload, load: Load, dp: int, size: int, sharding: str, recompu
     if gathers is None and key in load.busy:
         return load.busy[key]
     parts, dealt = _dealt(load, busiest, size)
+    count = max(1, -(-sum(number for *_, number in dealt) // parts))
+    waits = load.spread.in_rounds(count, dp, size) if gathers is not None else load.spread.uneven(busiest, count)
     total, fill, drain = 0, 0, 0
     for pattern, alike, number in dealt:
         forward, backward = _times(work, load, pattern, alike, recompute)
         if gathers is not None:
-            forward, backward = gathers.forward_ns(forward), gathers.backward_ns(backward)
+            forward, backward = gathers.forward_ns(forward * waits // WHOLE), gathers.backward_ns(backward * waits // WHOLE)
         total += number * (forward + backward)
         fill, drain = max(fill, forward), max(drain, backward)
-    found = -(-total // parts), max(1, -(-sum(number for *_, number in dealt) // parts)), fill, drain
+    found = -(-total * (WHOLE if gathers else waits) // (parts * WHOLE)), count, fill, drain
     if gathers is None:
         load.busy[key] = found
     return found
@@ -313,7 +332,8 @@ def _times(work: Workload, load: Load, pattern: Pattern, samples: int, recompute
     key = (pattern.when, samples, recompute)
     if key not in load.memo:
         sizes = work.sizes(pattern, samples)
-        load.memo[key] = evaluate(load.forward_ns, sizes), evaluate(load.backward_ns[recompute], sizes)
+        both = evaluate(load.forward_ns, sizes), evaluate(load.backward_ns[recompute], sizes)
+        load.memo[key] = load.spread.mean(pattern.when, both[0]), load.spread.mean(pattern.when, both[1])
     return load.memo[key]
 
 

@@ -9,8 +9,8 @@ so many have been tried, or their orders became so long together. A plan whose o
 A trial searches orders of several batches. So plans are looked at first: one batch, in the first order found. Those that are far behind
 the best in that are not tried. Looks and trials run on all cores.
 
-Under `zero3` replicas wait for each other in every micro-batch. Neither closed forms nor trials price that, and simulated steps of plans
-that had it without need took up to twice their time, so such plans only take part where nothing else fits.
+Under `zero3` replicas wait for each other in every micro-batch, and on shared ranks for whatever else these are at, which closed forms do
+not price: such steps take up to twice their time. So these plans only take part where nothing else fits.
 
 As in the solver, replicas of several ranks have to be faster by a margin. Everything is counted and nothing timed, so that the same
 inputs give the same plan.
@@ -63,7 +63,7 @@ def contest(
     """
     if known is not None and (tried := trial.run(known, hand_out(known))).fits:
         return Winner(known, tried, evaluate(problem, known).time_ns, 1)
-    plain = _without(problem, lambda c: c.sharding == IN_STEP)  # replicas that wait for each other in every micro-batch
+    plain = _without(problem, lambda c: c.sharding == IN_STEP)
     if plain != problem and problem.deadline is None and (found := solve(plain, margin=margin)) is not None:
         problem, best = plain, found.assignment
     return _Contest(trial, problem, hand_out, margin).run(best)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from secc.alloc.types import Candidate
 
 ANY_COUNT = 32  # a cluster of so many ranks is shared out rank by rank, a larger one node by node
-IN_STEP = "zero3"  # replicas wait for each other in every micro-batch, which no closed form prices
+IN_STEP = "zero3"  # replicas wait for each other in every micro-batch
 MEMORY_STEPS = 40  # of the capacity: memories in one step count as equal
 
 

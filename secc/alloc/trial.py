@@ -28,7 +28,7 @@ from secc.ir.dialect import strings
 from secc.runtime.costs import Costs
 from secc.runtime.expr import evaluate
 from secc.runtime.plan import Cost, Edge, Mesh, ModelRef, Plan, Section, Symbol
-from secc.runtime.program import SampleMeta
+from secc.runtime.program import SampleMeta, replica_ranks
 from secc.runtime.wavefront import Candidate as Order
 from secc.runtime.wavefront import ordered
 
@@ -179,19 +179,22 @@ class Trial:
         last: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for s in plan.sections:
             c = chosen[s.whole]
-            early = self._early_ns(plan, s, order, batch) if s.name in order.early else 0
-            update = early + update_ns(*self._load(s.whole, c), c.dp, c.sharding)
-            last[s.mesh.ranks[0]].append((timeline.ends[s.name], update))
+            update = update_ns(*self._load(s.whole, c), c.dp, c.sharding)
+            if s.name not in order.early:
+                last[s.mesh.ranks[0]].append((max(timeline.ends[s.name].values(), default=0), update))
+                continue
+            for rank, early in zip(replica_ranks(s), self._early_ns(plan, s, order, batch), strict=True):
+                last[rank].append((timeline.ends[s.name].get(rank, 0), early + update))
         return max(_one_after_another(ends) for ends in last.values())
 
-    def _early_ns(self, plan: Plan, section: Section, order: Order, batch: Samples) -> int:
-        """What the busiest replica computes in a step for the next one, which is alike."""
+    def _early_ns(self, plan: Plan, section: Section, order: Order, batch: Samples) -> list[int]:
+        """What each replica computes in a step for the next one, which is alike."""
         micros = [m for m in order.tables[section.name].micro_batches if m.index in order.early[section.name]]
         forward, _ = Costs(plan, batch).of(section, [m.samples for m in micros])
         total = [0] * section.mesh.dp
         for m, ns in zip(micros, forward, strict=True):
             total[m.replica] += ns
-        return max(total)
+        return total
 
     def _fits(self, plan: Plan, chosen: Mapping[str, Candidate], timeline: _Timeline) -> bool:
         """Whether every rank has memory for its sections: all that stays, and what is in flight at once."""
@@ -207,7 +210,7 @@ class Trial:
 
 
 class _Timeline:
-    """When the jobs of an order run, with messages between ranks: each section's end, and the most that it holds on a rank at once."""
+    """When the jobs of an order run, with messages between ranks: each section's end and the most that it holds at once, by rank."""
 
     def __init__(self, plan: Plan, order: Order, waits: Mapping[tuple[str, str], int]) -> None:
         jobs, numbers = order.step.jobs, order.step.numbers
@@ -216,17 +219,23 @@ class _Timeline:
             for part in n.parts:
                 section_of[part.start : part.stop] = [n.section.whole] * n.count
         ready, free, ends = [0] * len(jobs.rank), [0] * jobs.ranks, [0] * len(jobs.rank)
-        starts = list(ready)
+        starts, joined = list(ready), dict[int, int]()  # when those that run at the same time start
         for job in order.order:
             rank, section = jobs.rank[job], section_of[job]
-            starts[job] = max(free[rank], ready[job])
-            free[rank] = ends[job] = end = starts[job] + jobs.duration[job]
+            if job in jobs.joined and job not in joined:
+                joined |= dict.fromkeys(jobs.joined[job], max(max(free[jobs.rank[j]], ready[j]) for j in jobs.joined[job]))
+            starts[job] = joined[job] if job in joined else max(free[rank], ready[job])
+            lasts = max(jobs.duration[j] for j in jobs.joined[job]) if job in joined else jobs.duration[job]
+            free[rank] = ends[job] = end = starts[job] + lasts
             for then in jobs.successors[job]:
                 at = end
                 if jobs.rank[then] != rank:
                     at += waits.get((section, section_of[then]), 0) or waits.get((section_of[then], section), 0)
                 ready[then] = max(ready[then], at)
-        self.ends = {name: max((end for part in n.parts for end in ends[part.start : part.stop]), default=0) for name, n in numbers.items()}
+        self.ends: dict[str, dict[int, int]] = {name: {} for name in numbers}
+        for name, n in numbers.items():
+            for job in (job for part in n.parts for job in part):
+                self.ends[name][jobs.rank[job]] = max(self.ends[name].get(jobs.rank[job], 0), ends[job])
         self.in_flight: dict[tuple[str, int], int] = {}
         changes: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
         for name, n in numbers.items():
