@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,13 +25,15 @@ from secc.runtime.fetch import Fetchers
 from secc.runtime.loader import Collated, Loader, Rows, Share
 from secc.runtime.metadata import Leaf, Record, Records, Skipped, leaves_of
 from secc.runtime.plan import Plan, is_label
+from secc.runtime.pool import Pool
 from secc.runtime.program import SampleMeta, Schedule
-from secc.runtime.rerecord import Rerecorder
+from secc.runtime.rerecord import Rerecorder, Spent
 from secc.runtime.sizes import combine
 from secc.runtime.user_model import UserModel
-from secc.runtime.worker import AHEAD, RECORDED_AHEAD, Background, Inline
+from secc.runtime.worker import AHEAD, RECORDED_AHEAD, Ask, Background, Inline
 
 Order = Callable[[Sequence[SampleMeta]], Schedule]
+_REMEMBERED = 3  # steps: recordings are made up to two before their micro-batch is trained
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class DataPlane:
     sizes are known ahead. With `workers=1` samples load in a background process, with more in so many and collate in one; they are
     forked here: make the data plane before process groups, threads and GPU contexts. `device` is where `batch` puts tensors. Up to
     `ahead` global batches are asked for beyond the one whose micro-batches are. `rerecorder` records glue, where the plan has some
-    that values decide.
+    that values decide: where samples are collated, or with a worker in so many `recorders`, processes beside it.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class DataPlane:
         start: int = 0,
         ahead: int = 1,
         rerecorder: Rerecorder | None = None,
+        recorders: int = 0,
     ) -> None:
         user.use_inputs(plan.inputs)
         self.plan, self.rank, self.world_size, self.device = plan, rank, world_size, torch.device(device)
@@ -96,11 +100,13 @@ class DataPlane:
         self._records = Records(plan, leaves)
         self._shares = _Shares(self.epochs, world_size, user, plan, order)
         fetchers = Fetchers(user, seed, workers) if workers > 1 else None
-        loader = Loader(user, self._records, self.epochs, skip_bad, fetchers, rerecorder, ahead)
-        requests = AHEAD if rerecorder is None else RECORDED_AHEAD
-        self._source = Background(loader, fetchers, requests, ahead) if workers else Inline(loader)
+        pool = Pool(rerecorder.record, recorders, "secc-recorder", held=1) if workers and recorders and rerecorder is not None else None
+        loader = Loader(user, self._records, self.epochs, skip_bad, fetchers, rerecorder, pool, ahead)
+        requests, pools = AHEAD if rerecorder is None else RECORDED_AHEAD, [p for p in (fetchers, pool) if p is not None]
+        self._source = Background(loader, pools, requests, ahead) if workers else Inline(loader)
         self._step = start - 1
         self._latest: GlobalBatch | None = None
+        self._waits: list[tuple[int, Spent]] = []
         self._source.request([self._share(start)])
 
     def next(self, group: dist.ProcessGroup | None = None) -> GlobalBatch:
@@ -109,7 +115,8 @@ class DataPlane:
         Raises UserError, naming the dataset index and the cause, where a sample of this rank's share does not load.
         """
         self._step += 1
-        rows: Rows = self._source.result(self._share(self._step))
+        self._waits = [(step, spent) for step, spent in self._waits if step >= self._step - _REMEMBERED]
+        rows: Rows = self._result(self._share(self._step))
         if self.epochs.count(self._step + 1):
             self._source.request([self._share(self._step + 1)])
         for line in rows.skipped:
@@ -143,7 +150,7 @@ class DataPlane:
         if not self._records.leaves or not share.positions:
             mine: tuple[float, ...] = (0.0,) * len(self._records.leaves)
         else:
-            mine = leaves_of(self._records.leaves, self._source.result(share))
+            mine = leaves_of(self._records.leaves, self._result(share))
         if self.world_size == 1 or not mine:
             return [mine]
         device = self.device if dist.get_backend(group) == "nccl" else torch.device("cpu")
@@ -159,8 +166,19 @@ class DataPlane:
     def batch(self, positions: Sequence[int], of: GlobalBatch | None = None) -> dict[str, Any]:
         """The samples at `positions` of a global batch (default: the latest), collated in this order, on the device, padded as the plan
         wants."""
-        batch = self._source.result(self._of(of).collated(positions))
+        batch = self._result(self._of(of).collated(positions))
         return {key: v.to(self.device, non_blocking=True) if isinstance(v, torch.Tensor) else v for key, v in batch.items()}
+
+    @property
+    def waits(self) -> list[Spent]:
+        """When this rank waited for the loader, in the last few steps."""
+        return [spent for _, spent in self._waits]
+
+    def _result(self, ask: Ask) -> Any:
+        start = time.monotonic_ns()
+        found = self._source.result(ask)
+        self._waits.append((self._step, Spent(start, time.monotonic_ns())))
+        return found
 
     def _of(self, given: GlobalBatch | None) -> GlobalBatch:
         found = given or self._latest

@@ -15,6 +15,7 @@ from secc.runtime.epochs import Epochs
 from secc.runtime.errors import UserError
 from secc.runtime.fetch import Fetchers, ItemKey
 from secc.runtime.metadata import Record, Records, Skipped
+from secc.runtime.pool import Pool
 from secc.runtime.rerecord import Rerecorder
 from secc.runtime.sizes import pad_batch
 from secc.runtime.user_model import UserModel
@@ -49,6 +50,8 @@ class Rows(NamedTuple):
 class Loader:
     """Loads samples of one dataset in this process, or from `fetchers`. Steps must not go back by more than `ahead` and one.
 
+    `rerecorder` records glue where the plan wants it; with `recorders`, processes that do it, `begin` and `finished` let them.
+
     With `skip_bad` a sample that does not load, or cannot be collated, is left out of its global batch instead of ending the run.
     """
 
@@ -60,10 +63,13 @@ class Loader:
         skip_bad: bool = False,
         fetchers: Fetchers | None = None,
         rerecorder: Rerecorder | None = None,
+        recorders: Pool | None = None,
         ahead: int = 1,
     ) -> None:
         self.user, self.records, self.epochs, self.skip_bad = user, records, epochs, skip_bad
         self._fetchers, self.rerecorder, self._ahead = fetchers, rerecorder, ahead
+        self.recorders = recorders
+        self._recorded: dict[Collated, dict[str, Any]] = {}  # batches that the recorders have
         self._items: dict[int, dict[str, Any]] = {}  # by number in the sequence
 
     def share(self, ask: Share) -> Iterator[Record | Skipped]:
@@ -88,10 +94,34 @@ class Loader:
 
     def collated(self, ask: Collated) -> dict[str, Any]:
         """The batch asked for."""
+        batch = self._batch(ask)
+        return self.rerecorder.with_glue(batch, len(ask.positions)) if self.rerecorder is not None and ask.glue else batch
+
+    def begin(self, ask: Collated) -> dict[str, Any] | None:
+        """The batch asked for, or None where `finished` will give it."""
+        if self.recorders is None or self.rerecorder is None or not ask.glue:
+            return self.collated(ask)
+        batch, samples = self._batch(ask), len(ask.positions)
+        found = self.rerecorder.kept_glue(batch, samples)
+        if found is None:
+            self._recorded[ask] = batch
+            self.recorders.give(ask, batch, samples)
+        return found
+
+    def finished(self) -> Iterator[tuple[Collated, dict[str, Any] | Exception]]:
+        """The batches that were begun and whose recordings are there now."""
+        for ask, answer in self.recorders.take(timeout=0) if self.recorders is not None else ():
+            batch = self._recorded.pop(ask)
+            if isinstance(answer, Exception) or self.rerecorder is None:
+                yield ask, answer
+            else:
+                yield ask, self.rerecorder.keep(batch, len(ask.positions), *answer)
+
+    def _batch(self, ask: Collated) -> dict[str, Any]:
         batch = self.user.collate([self._item(ask.step, p) for p in ask.positions])
         if ask.widths:
             batch = pad_batch(batch, self.records.plan.inputs, dict(ask.widths))
-        return self.rerecorder.with_glue(batch, len(ask.positions)) if self.rerecorder is not None and ask.glue else batch
+        return batch
 
     def _alone(self, step: int, position: int) -> dict[str, Any]:
         """`collate([sample])`. Raises UserError, naming the dataset index, where the sample does not load or cannot be collated."""

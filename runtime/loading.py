@@ -18,7 +18,8 @@ class Loading:
 
     def __init__(self, data: DataPlane, step: Step, trace: Trace) -> None:
         self._data, self._step, self._trace = data, step, trace
-        self._recording = self._waiting = 0.0
+        self._recording = self._waiting = self._exposed = 0.0
+        self._recorded = self._kept = 0
 
     def batch(self, micro: MicroBatch) -> dict[str, Any]:
         """The batch of a micro-batch, on the device."""
@@ -28,8 +29,12 @@ class Loading:
             found = self._data.batch(*self._place(micro))
         self._waiting += time.perf_counter() - start
         if RECORDED in found and (spent := found[RECORDED].spent):
+            self._recorded += 1
             self._recording += spent.seconds
+            self._exposed += sum(map(spent.shared, self._data.waits))
             self._trace.background(f"RECORD {micro.section} {micro.index}", spent.start, spent.end, kind="RECORD", **args)
+        elif RECORDED in found:
+            self._kept += 1
         return found
 
     def _place(self, micro: MicroBatch) -> tuple[Sequence[int], GlobalBatch]:
@@ -39,5 +44,7 @@ class Loading:
         return micro.samples, self._step.batch
 
     def spent(self, share: float = 1.0) -> dict[str, float]:
-        """Seconds so far, times `share`: what recordings took, wherever they were made, and how long this rank waited for batches."""
-        return {"recording_s": share * self._recording, "waiting_s": share * self._waiting}
+        """What recordings took of the step so far: how many were made for it and how many were known, and seconds times `share`: what
+        recordings took, wherever they were made, how long this rank waited meanwhile, and how long it waited for batches."""
+        seconds = {"recording_s": self._recording, "exposed_s": self._exposed, "waiting_s": self._waiting}
+        return {"recorded": self._recorded, "kept": self._kept} | {name: share * s for name, s in seconds.items()}

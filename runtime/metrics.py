@@ -43,6 +43,8 @@ class Metrics:
         rate = values["tokens"] / values["step_time_s"] if values["step_time_s"] > 0 else 0.0
         line = f"step {values['step']}/{self._last_step}  loss {values['loss']:.4f}  grad norm {values['grad_norm']:.3g}"
         line += f"  {values['step_time_s']:.2f} s/step  {rate:,.0f} tokens/s"
+        if "recorded" in values:
+            line += f"  {values['recorded']:.0f} recorded, {values['kept']:.0f} known, {values['exposed_s']:.2f} s of it waited for"
         if self._in_place:
             columns = _columns()
             self._stream.write("\r" + line[:columns].ljust(min(self._width, columns)))

@@ -35,6 +35,7 @@ class Options:
     shuffle: bool = False
     skip_bad_samples: bool = False
     workers: int = 1
+    recorders: int | None = None
     order: str = "wavefront"
     emulate: Path | None = None
     run_ahead: float | None = None
@@ -65,6 +66,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--shuffle", action="store_true", help="shuffle the dataset in every epoch")
     p.add_argument("--skip-bad-samples", action="store_true", help="leave samples that do not load out of their step, and name them")
     p.add_argument("--workers", type=_at_least(0), default=1, metavar="N", help="loader processes of a rank (default 1; 0: itself)")
+    text = "processes of a rank that record glue which values decide (default: by the cores that a rank has; 0: its loader process does)"
+    p.add_argument("--recorders", type=_at_least(0), metavar="N", help=text)
     p.add_argument("--order", choices=ORDERS, default="wavefront", help="the order of a global batch's samples (default wavefront)")
     text = "memory on a rank for results that frozen sections compute ahead for the next step (default: the plan's; 0: none)"
     p.add_argument("--run-ahead", type=_not_negative, metavar="GIB", help=text)

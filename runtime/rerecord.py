@@ -3,32 +3,32 @@
 The helper has a model without weights of its own, since recording changes how modules are called. It runs ahead of the step, where batches
 are loaded. What it finds goes with the batch: a program for each tensor that glue makes for a block, and the numbers of rows that values
 decide. A micro-batch that goes another way than the plan's is refused there, before its step.
+
+Most of a forward need not run for that. Once a whole recording has shown that forward calls no block in vain, so that the plan's calls are
+the forward's by number, blocks whose results have sizes that the plan knows do not run, and a recording ends with the last block for which
+the rank's sections take recorded glue.
 """
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from secc.runtime.errors import UserError
-from secc.runtime.plan import Plan, Recorded, is_label
-from secc.runtime.recorder import Recorder, Recording, is_read
+from secc.runtime.plan import Plan, is_label
+from secc.runtime.recorded_case import RecordedCase, agreed
+from secc.runtime.recorder import Recorder
 from secc.runtime.recorder.fold import fold
-from secc.runtime.recorder.match import mismatch
 from secc.runtime.recorder.outline import Outline
 from secc.runtime.recorder.program import Program, input_of, programs
-from secc.runtime.section import RECORDED, Section
+from secc.runtime.recordings import Decides, Kept
+from secc.runtime.section import RECORDED, Case, Section
 from secc.runtime.sizes import sizes_of
-
-_KEPT = 256  # recordings that the cache holds
-_DYNAMIC = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 class Extent(NamedTuple):
@@ -38,7 +38,7 @@ class Extent(NamedTuple):
 
 
 class Spent(NamedTuple):
-    """When a recording was made, in the machine's monotonic nanoseconds."""
+    """When something was done, in the machine's monotonic nanoseconds."""
 
     start: int
     end: int
@@ -47,6 +47,10 @@ class Spent(NamedTuple):
     def seconds(self) -> float:
         """How long it took."""
         return (self.end - self.start) / 1e9
+
+    def shared(self, other: Spent) -> float:
+        """Seconds that both took."""
+        return max(0, min(self.end, other.end) - max(self.start, other.start)) / 1e9
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,7 @@ class Glue:
     def run(self, section: Section, batch: Mapping[str, Any], label: str, sources: Sequence[torch.Tensor]) -> torch.Tensor:
         """The tensor with this label; `sources` are those that the plan has for it."""
         given = dict(zip(self.planned[label], sources, strict=True))
+        self._check(label, given)
 
         def source(name: str) -> torch.Tensor:
             if name in given:
@@ -70,6 +75,46 @@ class Glue:
 
         return self.programs[label].run(source, section)
 
+    def _check(self, label: str, given: Mapping[str, torch.Tensor]) -> None:
+        """Raises UserError where a block's result has another shape than it had in the recording, which may have it from the plan alone."""
+        for name, shape in self.programs[label].shapes.items():
+            if name in given and tuple(given[name].shape) != shape:
+                block = name.removeprefix("result ").strip()
+                message = f"block {block} returns a tensor of shape {tuple(given[name].shape)}, where sizes say {shape}"
+                raise UserError(message, remedy="name a larger module as the block: what values decide is not to leave it")
+
+
+@dataclass(frozen=True)
+class _Want:
+    """What the sections of this rank want of a micro-batch's recording: labels, or with None all of them, and the call it may end with."""
+
+    pattern: frozenset[str]
+    bodies: Sequence[Sequence[Case]] = ()
+    labels: frozenset[str] | None = None
+    until: int | None = None
+
+    def kind(self, samples: int) -> Hashable:
+        """What recordings of so many samples that can stand for each other have in common."""
+        return self.pattern, self.labels, self.until, samples
+
+
+@dataclass(frozen=True)
+class Found:
+    """A recording as its micro-batch needs it. `case` has the name of the plan's, "" if none was asked for.
+
+    `decides`: what decided it, None where it is not to be kept.
+    """
+
+    case: str
+    programs: Mapping[str, Program]
+    extents: Mapping[str, Extent]
+    decides: Decides | None
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of its values."""
+        return sum(p.nbytes for p in self.programs.values())
+
 
 class Rerecorder:
     """Records micro-batches anew. `model` makes a model of its own when the first is recorded; `sections` are those that will run them."""
@@ -77,37 +122,74 @@ class Rerecorder:
     def __init__(self, plan: Plan, model: Callable[[], nn.Module], sections: Callable[[nn.Module], Sequence[Section]]) -> None:
         self.plan, self._make, self._make_sections = plan, model, sections
         self._when = {s.name: frozenset(s.when) for s in plan.sections}
-        self._cases = [_Case(c) for c in plan.recorded]
         self._optional = frozenset(i.key for i in plan.inputs if i.optional)
         self._counted = [s for s in plan.symbols if is_label(s.key)]
+        self._plain = [s for s in plan.symbols if not is_label(s.key)]
+        self._cases = [RecordedCase(c) for c in plan.recorded]
         self._recorder: Recorder | None = None
         self._sections: Sequence[Section] = ()
-        self._cache: OrderedDict[bytes, _Found] = OrderedDict()
-        self._deciding = frozenset[str]()
-        self._recordings = 0
+        self._kept = Kept[Found]()
+        self._numbered: dict[frozenset[str], bool] = {}  # patterns: whether the plan's calls are the forward's
+        self.recordings = 0
 
     def with_rows(self, batch: dict[str, Any]) -> dict[str, Any]:
         """A sample's batch with the numbers of rows that values decide, if the plan has such symbols."""
-        return batch | self._extents(self._find(batch)) if self._counted else batch
+        if not self._counted:
+            return batch
+        pattern = self._optional.intersection(batch)
+        ends = [c.last(s.key for s in self._counted) for c in self._cases_of(pattern)]
+        return {**batch, **self._found(batch, 1, _Want(pattern, (), frozenset(), max(ends, default=None))).extents}
 
     def with_glue(self, batch: dict[str, Any], samples: int) -> dict[str, Any]:
         """A micro-batch of so many samples with its recording, where a section needs it. Raises UserError where it goes another way."""
-        pattern = self._optional.intersection(batch)
-        cases = [c for c in self._cases if c.when == pattern]
-        active = (s for s in self._ready() if not self._when[s.name] or self._when[s.name] & pattern) if cases else ()
-        if not any(s.wants_recording(batch) for s in active):
+        want = self._wanted(batch)
+        if want is None:
             return batch
+        start, before = time.monotonic_ns(), self.recordings
+        found = self._found(batch, samples, want)
+        return self._with(batch, found, Spent(start, time.monotonic_ns()) if self.recordings > before else None)
+
+    def kept_glue(self, batch: dict[str, Any], samples: int) -> dict[str, Any] | None:
+        """The same where nothing has to be recorded for it, else None."""
+        want = self._wanted(batch)
+        if want is None:
+            return batch
+        found = self._kept.get(want.kind(samples), batch)
+        return None if found is None else self._with(batch, found, None)
+
+    def record(self, batch: dict[str, Any], samples: int) -> tuple[Found, Spent]:
+        """The recording of a micro-batch that another process asks for, and keeps."""
+        want = self._wanted(batch)
+        assert want is not None
         start = time.monotonic_ns()
-        before = self._recordings
-        found = self._find(batch)
-        known = batch | self._extents(found)
-        sizes = sizes_of(known, self.plan.symbols, samples)
-        problems = [c.problem(found, sizes) for c in cases]
-        fitting = next((c for c, problem in zip(cases, problems, strict=True) if problem is None), None)
-        if fitting is None:
-            raise problems[0] or UserError("no case of the plan fits")
-        spent = Spent(start, time.monotonic_ns()) if self._recordings > before else None
-        return known | {RECORDED: Glue(fitting.name, found.programs, fitting.sources, spent)}
+        return self._recorded(batch, samples, want), Spent(start, time.monotonic_ns())
+
+    def keep(self, batch: dict[str, Any], samples: int, found: Found, spent: Spent) -> dict[str, Any]:
+        """The micro-batch with the recording that another process made of it."""
+        want = self._wanted(batch)
+        assert want is not None
+        self._keep(want.kind(samples), batch, found)
+        return self._with(batch, found, spent)
+
+    def _with(self, batch: dict[str, Any], found: Found, spent: Spent | None) -> dict[str, Any]:
+        sources = next(c.sources for c in self._cases if c.name == found.case)
+        return {**batch, **found.extents, RECORDED: Glue(found.case, found.programs, sources, spent)}
+
+    def _cases_of(self, pattern: frozenset[str]) -> list[RecordedCase]:
+        return [c for c in self._cases if c.when == pattern]
+
+    def _wanted(self, batch: Mapping[str, Any]) -> _Want | None:
+        """What the sections want of a micro-batch's recording, None if they want none."""
+        pattern = self._optional.intersection(batch)
+        cases = self._cases_of(pattern)
+        active = (s for s in self._ready() if not self._when[s.name] or self._when[s.name] & pattern) if cases else ()
+        bodies = [found for s in active if (found := s.anew(batch))]
+        if not bodies:
+            return None
+        labels = frozenset(label for body in bodies for case in body for label in case.takes)
+        if any(case.whole for body in bodies for case in body):
+            return _Want(pattern, bodies, labels)
+        return _Want(pattern, bodies, labels, max(c.last([*labels, *(s.key for s in self._counted)]) for c in cases))
 
     def _ready(self) -> Sequence[Section]:
         if self._recorder is None:
@@ -116,93 +198,55 @@ class Rerecorder:
             self._recorder = Recorder(model, {*self.plan.fused, *(b for s in self.plan.sections for b in s.blocks)})
         return self._sections
 
-    def _extents(self, found: _Found) -> dict[str, Extent]:
-        shapes = found.outline.shapes()
-        return {s.key: Extent(shapes[s.key]) for s in self._counted if s.key in shapes}
+    def _found(self, batch: Mapping[str, Any], samples: int, want: _Want) -> Found:
+        kind = want.kind(samples)
+        found = self._kept.get(kind, batch)
+        if found is None:
+            found = self._recorded(batch, samples, want)
+            self._keep(kind, batch, found)
+        return found
 
-    def _find(self, batch: Mapping[str, Any]) -> _Found:
-        key = self._key(batch)
-        if key in self._cache:
-            self._cache.move_to_end(key)
-            return self._cache[key]
+    def _keep(self, kind: Hashable, batch: Mapping[str, Any], found: Found) -> None:
+        if found.decides is not None:
+            self._kept.put(kind, batch, found, found.decides, found.nbytes)
+
+    def _recorded(self, batch: Mapping[str, Any], samples: int, want: _Want) -> Found:
+        """Record as little of a micro-batch as will do."""
         self._ready()
+        cases = self._cases_of(want.pattern)
+        numbered = self._numbered.get(want.pattern, False)
+        rules = agreed([c.rules(sizes_of(batch, self._plain, samples)) for c in cases]) if numbered else {}
+        outline = self._outline(batch, rules, want.until if numbered else None)
+        if outline.recording.ended:
+            found = self._fitting(outline, batch, samples, want)
+            if found is not None:
+                return found
+            outline = self._outline(batch, rules, None)
+        first = want.until is not None and want.pattern not in self._numbered  # more decides it than what is recorded next
+        self._numbered[want.pattern] = not outline.recording.idle and self._numbered.get(want.pattern, True)
+        found = self._fitting(outline, batch, samples, want)
+        assert found is not None
+        return replace(found, decides=None) if first else found
+
+    def _outline(self, batch: Mapping[str, Any], rules: Any, until: int | None) -> Outline:
         assert self._recorder is not None
-        self._recordings += 1
-        outline = Outline.of(fold(self._recorder.record(batch)))
-        made, read = programs(outline, batch)
-        deciding = read | _deciding(outline.recording)
-        if not deciding <= self._deciding:  # keys so far left out what has decided something now
-            self._deciding |= deciding
-            self._cache.clear()
-            key = self._key(batch)
-        self._cache[key] = _Found(outline, made)
-        if len(self._cache) > _KEPT:
-            self._cache.popitem(last=False)
-        return self._cache[key]
+        self.recordings += 1
+        return Outline.of(fold(self._recorder.record(batch, rules, until)))
 
-    def _key(self, batch: Mapping[str, Any]) -> bytes:
-        """What decides a recording: the shapes of all inputs, and the values of those that Python or a shape depends on."""
-        digest = hashlib.sha256()
-        for key, value in sorted(batch.items()):
-            if not isinstance(value, torch.Tensor):
-                continue
-            digest.update(f"{key} {value.dtype} {tuple(value.shape)};".encode())
-            if key in self._deciding:
-                digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        return digest.digest()
-
-
-@dataclass(frozen=True)
-class _Found:
-    """A recording as outline and programs."""
-
-    outline: Outline
-    programs: Mapping[str, Program]
-
-
-class _Case:
-    """A case of the plan that is recorded anew."""
-
-    def __init__(self, case: Recorded) -> None:
-        self.name, self.when, self._nodes = case.name, frozenset(case.when), case.nodes
-        self.sources = {n["kind"][1]: [_source(case.nodes, i) for i in n["sources"]] for n in case.nodes if n["kind"][0] == "recorded"}
-
-    def problem(self, found: _Found, sizes: Mapping[str, int]) -> UserError | None:
-        """Where a recording differs from the plan's case in anything but the glue that is recorded; None if it does not."""
-        problem = mismatch(found.outline.skeleton(self.sources), self._nodes, sizes)
-        if problem is not None:
-            return problem
-        for label, program in found.programs.items():
-            extra = [s for s in program.sources if s not in self.sources[label] and not s.startswith("input ")]
-            if extra:
-                message = f"the glue that makes {label} of a micro-batch needs {extra[0].partition(' ')[2]}, which no capture needed there"
-                place = found.outline.made[label].meta.get("where", "")
-                return UserError(message, place, "let dataset() show such samples earlier, or compile again with more --stats-samples")
-        return None
-
-
-def _source(nodes: Sequence[Mapping[str, Any]], number: int) -> str:
-    """The name of a source by its place in an outline."""
-    kind = nodes[number]["kind"]
-    if kind[0] != "result":
-        return f"{kind[0]} {kind[1]}"
-    call = nodes[number]["args"][0]["node"]
-    path = nodes[call]["kind"][1]
-    earlier = sum(n["kind"][0] == "call" and n["kind"][1] == path for n in nodes[:call])
-    return f"result {path}#{earlier} {kind[1]}" if earlier else f"result {path} {kind[1]}"
-
-
-def _deciding(recording: Recording) -> frozenset[str]:
-    """The inputs whose values decided something: a read, the shape of an op's result, or what a block does."""
-    roots: list[Any] = []
-    for node in recording.graph.nodes:
-        dynamic = any(tag in _DYNAMIC for tag in getattr(node.target, "tags", ()))
-        if is_read(node) or dynamic or node.meta.get("reads"):
-            roots.append(node)
-    seen, queue = set[Any](), roots
-    while queue:
-        node = queue.pop()
-        if node not in seen:
-            seen.add(node)
-            queue += node.all_input_nodes
-    return frozenset(str(n.target).partition("[")[0] for n in seen if n.op == "placeholder")
+    def _fitting(self, outline: Outline, batch: Mapping[str, Any], samples: int, want: _Want) -> Found | None:
+        """What is found of a micro-batch that goes the way of a case of the plan. Of a recording that ended early None if it is not clear
+        which, of a whole one UserError if it goes none's."""
+        shapes, ended = outline.shapes(), outline.recording.ended
+        extents = {s.key: Extent(shapes[s.key]) for s in self._counted if s.key in shapes}
+        made, read = programs(outline, batch, want.labels)
+        sizes = sizes_of({**batch, **extents}, self.plan.symbols, samples)
+        name = ""
+        if want.bodies:
+            problems = {c: c.problem(outline, made, sizes) for c in self._cases_of(want.pattern)}
+            fitting = [c for c, problem in problems.items() if problem is None]
+            if ended and len({c.way(want.bodies, want.labels) for c in fitting}) != 1:
+                return None
+            if not fitting:
+                raise next(iter(problems.values())) or UserError("no case of the plan fits")
+            name = fitting[0].name
+        return Found(name, made, extents, Decides.of(outline.recording, read))

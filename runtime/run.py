@@ -37,6 +37,7 @@ from secc.runtime.wavefront import Orders
 from secc.runtime.weights import build_model, canonical_names, load_user_model
 
 DEFAULT_STEPS = 100
+MOST_RECORDERS = 4  # processes of a rank, unless the user wants more: a step has few micro-batches for one
 
 
 class Terms(Protocol):
@@ -129,7 +130,17 @@ class Run(ExitStack):
             start=self.about.step if self.about else 0,
             ahead=1 + (self.records_ahead and self.plan.run_ahead_gib > 0),
             rerecorder=self._rerecorder(),
+            recorders=self.recorders,
         )
+
+    @property
+    def recorders(self) -> int:
+        """How many processes record glue beside the loader: what the user says, else as many as there are cores that nothing else has."""
+        if self.options.recorders is not None or not self.records_ahead:
+            return self.options.recorders or 0
+        known = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = known // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return max(0, min(MOST_RECORDERS, cores - 1 - self.options.workers))
 
     @property
     def records_ahead(self) -> bool:

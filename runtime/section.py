@@ -36,7 +36,8 @@ class Case:
 
     `when` is the set of optional keys of the micro-batch that this section tells apart; `guards` maps a method of the section
     (input-only) to the value the captures saw. `receives`, `sends` and `terms` name the edges and loss terms of this case. `anew`: the
-    plan's cases one of which the micro-batch's own recording has to have (`secc.runtime.rerecord`).
+    plan's cases one of which the micro-batch's own recording has to have (`secc.runtime.rerecord`); `takes`: the labels of the recorded
+    tensors; `whole`: it computes parts of the forward beside them and its blocks, so that the whole recording has to fit.
     """
 
     method: str
@@ -46,6 +47,8 @@ class Case:
     sends: tuple[str, ...] = ()
     terms: tuple[str, ...] = ()
     anew: tuple[str, ...] = ()
+    takes: tuple[str, ...] = ()
+    whole: bool = False
 
 
 class Constants:
@@ -129,9 +132,9 @@ class Section(nn.Module):
             remedy="let dataset() show such samples earlier, or compile again with more --stats-samples",
         )
 
-    def wants_recording(self, batch: Batch) -> bool:
-        """Whether no case is compiled for a micro-batch, but one takes glue that is recorded for it."""
-        return self._compiled(batch)[0] is None and any(c.anew for c in self._alike(batch))
+    def anew(self, batch: Batch) -> list[Case]:
+        """The cases that take glue recorded for a micro-batch; none where a case is compiled for it."""
+        return [c for c in self._alike(batch) if c.anew] if self._compiled(batch)[0] is None else []
 
     def _alike(self, batch: Batch) -> list[Case]:
         pattern = self.optional & batch.keys()

@@ -12,16 +12,16 @@ import os
 import pickle
 import signal
 import threading
-import traceback
 from collections import deque
-from collections.abc import Callable, Iterable
-from multiprocessing.connection import Connection
+from collections.abc import Iterable, Sequence
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from secc.runtime.errors import UserError
-from secc.runtime.fetch import REMEDY, Fetchers
+from secc.runtime.fetch import Fetchers
 from secc.runtime.loader import Collated, Loader, Rows, Share
 from secc.runtime.metadata import Record, Skipped
+from secc.runtime.pool import REMEDY, Pool, attempt
 from secc.runtime.processes import serve
 
 Ask = Share | Collated
@@ -47,14 +47,14 @@ class Inline:
 
 
 class Background:
-    """Loads in a process of its own, with `fetchers` in several. Make it before process groups, threads and GPU contexts: it forks.
+    """Loads in a process of its own, which has the help of `pools`. Make it before process groups, threads and GPU contexts: it forks.
 
     It works on up to `requests` before their results are asked for. A thread takes the answers as they come, so that it never waits.
     Shares are asked for up to `ahead` steps before batches.
     """
 
-    def __init__(self, loader: Loader, fetchers: Fetchers | None = None, requests: int = AHEAD, ahead: int = 1) -> None:
-        self._fetchers, self._requests, self._ahead = fetchers, requests, ahead
+    def __init__(self, loader: Loader, pools: Sequence[Fetchers | Pool] = (), requests: int = AHEAD, ahead: int = 1) -> None:
+        self._pools, self._requests, self._ahead = pools, requests, ahead
         context = multiprocessing.get_context("fork")
         self._pipe, far_end = context.Pipe()
         self._process = context.Process(target=_serve, args=(loader, far_end, self._pipe, os.getpid()), name="secc-loader", daemon=True)
@@ -122,8 +122,8 @@ class Background:
         self._process.join()
         self._taker.join(timeout=5)
         self._pipe.close()
-        if self._fetchers is not None:
-            self._fetchers.close()
+        for pool in self._pools:
+            pool.close()
 
     def _ended(self) -> UserError:
         self._process.join(timeout=5)
@@ -133,19 +133,23 @@ class Background:
 
 
 def _serve(loader: Loader, pipe: Connection, other_end: Connection, parent: int) -> None:
-    """The background process: read requests, answer batches at once, and work on shares sample by sample in between."""
+    """The background process: read requests, answer batches first, and work on shares sample by sample in between."""
     other_end.close()
     serve(parent)
     shares: deque[_Work] = deque()
+    recordings = loader.recorders.connections if loader.recorders is not None else []
     try:
         while True:
-            while pipe.poll(0 if shares else None):
+            ready = wait([pipe, *recordings], 0 if shares else None)
+            for ask, answer in loader.finished() if recordings else ():
+                _send(pipe, ask, answer)
+            if pipe in ready:
                 ask = pickle.loads(pipe.recv_bytes())
                 if isinstance(ask, Share):
                     shares.append(_Work(loader, ask))
-                else:
-                    _send(pipe, ask, _attempt(lambda ask=ask: loader.collated(ask)))
-            if shares[0].advance():
+                elif (answer := attempt(loader.begin, ask)) is not None:
+                    _send(pipe, ask, answer)
+            elif shares and shares[0].advance():
                 work = shares.popleft()
                 _send(pipe, work.ask, work.answer)
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -162,22 +166,12 @@ class _Work:
 
     def advance(self) -> bool:
         """Make one record more; whether `answer` is there now."""
-        record = _attempt(lambda: next(self._records, None))
+        record = attempt(next, self._records, None)
         if isinstance(record, Record | Skipped):
             self._done.append(record)
             return False
         self.answer = self._loader.rows(self._done) if record is None else record
         return True
-
-
-def _attempt(work: Callable[[], Any]) -> Any:
-    """The result, or the exception to raise in the rank: a UserError as it is, a defect with its traceback."""
-    try:
-        return work()
-    except UserError as error:
-        return error
-    except Exception:
-        return RuntimeError(f"loading samples failed\n{traceback.format_exc()}")
 
 
 def _send(pipe: Connection, ask: Ask, answer: Any) -> None:

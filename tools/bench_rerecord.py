@@ -25,7 +25,7 @@ from tools.ranks import metrics, run
 
 MODEL = Path(__file__).parent / "models" / "grid_reader.py"
 WAYS = {"ahead": "1", "waited for": "0"}  # loading processes of a rank
-COLUMNS = ("step_time_s", "recording_s", "waiting_s")
+COLUMNS = ("step_time_s", "recorded", "kept", "recording_s", "exposed_s", "waiting_s")
 _WARM = 2  # steps
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextvars
 import copy
 import hashlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,8 +25,16 @@ from secc.runtime.recorder import structure
 from secc.runtime.recorder.places import class_place
 from secc.runtime.recorder.recording import Drawn, Hazard
 
+Extents = Mapping[str, tuple[int, ...]]  # shapes of tensors by their access paths
 LARGE = 1 << 20  # entries of floating-point inputs (pictures, sounds) whose values hardly any forward reads and that cost time and memory
 Run = tuple[Any, bool, tuple[Hazard, ...], tuple[Drawn, ...]]  # a result, whether values of real tensors were read, hazards, random ops
+
+
+class Guess(BaseException):
+    """Something depends on the shape of a block's result, which no rule gives: the forward has to be recorded without rules.
+
+    No Exception: the user's forward is not to catch it.
+    """
 
 
 def is_fake(tensor: object) -> bool:
@@ -86,7 +95,24 @@ class Leaf:
     def __init__(self, path: str, tensor: torch.Tensor, argument: int | None = None) -> None:
         self.path, self.argument = path, argument
         self.shape, self.stride, self.dtype = tuple(tensor.shape), tensor.stride(), tensor.dtype
-        self.requires_grad = tensor.requires_grad
+        self.requires_grad, self.guessed = tensor.requires_grad, False
+
+    def sized(self, shape: tuple[int, ...] | None) -> Leaf:
+        """The same without gaps in another shape; with None its shape is a guess."""
+        found = copy.copy(self)
+        found.guessed = shape is None
+        if shape is not None:
+            found.shape, found.stride = shape, _dense(shape)
+        return found
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether entries lie one behind the other in the order of the dims."""
+        return self.stride == _dense(self.shape)
+
+
+def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(max(1, d) for d in shape[i + 1 :]) for i in range(len(shape)))
 
 
 @dataclass(frozen=True)
@@ -115,6 +141,33 @@ class Result:
 
         return structure.replace(self.skeleton, tensor), new
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it holds tensors and None alone, in containers that have as many of them always."""
+        return _is_plain(self.skeleton)
+
+    def sized(self, shapes: Extents) -> Result | None:
+        """The same result in other shapes, by access path; None where it has more to it than the shapes of its tensors."""
+        new: dict[Leaf, Leaf] = {}
+
+        def sized(_: str, leaf: Any) -> Any:
+            if isinstance(leaf, Leaf) and leaf.argument is None and leaf not in new:
+                new[leaf] = leaf.sized(shapes.get(leaf.path))
+            return new.get(leaf, leaf) if isinstance(leaf, Leaf) else leaf
+
+        if not self.is_plain:
+            return None
+        skeleton = structure.replace(self.skeleton, sized)
+        fits = all(old.is_dense and len(leaf.shape) == len(old.shape) for old, leaf in new.items() if not leaf.guessed)
+        return replace(self, skeleton=skeleton, reads=False) if fits else None
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return False
+    found = structure.children(value)
+    return value is None or isinstance(value, Leaf) if found is None else all(_is_plain(child) for _, child in found)
+
 
 def fresh(
     mode: FakeTensorMode, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, requires_grad: bool = False
@@ -126,19 +179,32 @@ def fresh(
 
 
 class Shapes:
-    """Results of blocks, learnt once: by class, parameters, arguments and, where the block read values, the values of real arguments."""
+    """Results of blocks, learnt once: by class, parameters, arguments and, where the block read values, the values of real arguments.
+
+    Where a rule gives the shapes of a result, one that arguments of other sizes gave says all else about it.
+    """
 
     def __init__(self) -> None:
         self._results: dict[Any, Result] = {}
+        self._alike: dict[Any, Result] = {}  # without the sizes of the arguments
         self._reading: set[Any] = set()
         self._signatures: dict[str, Any] = {}
         self._digests: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of real tensors, with the version that they are of
 
-    def result(self, path: str, module: nn.Module, arguments: Any, run: Callable[[], Run]) -> Result:
-        """The result of `module(*arguments)`; `run` calls it."""
+    def result(self, path: str, module: nn.Module, arguments: Any, run: Callable[[], Run], rule: Extents | None = None) -> Result:
+        """The result of `module(*arguments)`; `run` calls it. `rule` has the shapes of tensors in it."""
+        if rule is not None and (alike := self._alike.get(self._kind(path, module, arguments))) is not None:
+            found = alike.sized(rule)
+            if found is not None:
+                return found
+        return self._learnt(path, module, arguments, run)
+
+    def _kind(self, path: str, module: nn.Module, arguments: Any) -> Any:
+        return self._signature(path, module), _moment(), _shape_key(arguments, sizes=False)
+
+    def _learnt(self, path: str, module: nn.Module, arguments: Any, run: Callable[[], Run]) -> Result:
         inputs = [t for _, t in structure.tensors(arguments)]
-        moment = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast()
-        key = (self._signature(path, module), moment, _shape_key(arguments))
+        key = (self._signature(path, module), _moment(), _shape_key(arguments))
         known = (key, self._values(inputs)) if key in self._reading else key
         if known in self._results:
             return self._results[known]
@@ -148,6 +214,7 @@ class Shapes:
         if reads:
             self._reading.add(key)
         self._results[(key, self._values(inputs)) if reads else key] = found
+        self._alike[self._kind(path, module, arguments)] = found
         return found
 
     def _values(self, inputs: list[torch.Tensor]) -> tuple[bytes, ...]:
@@ -180,9 +247,13 @@ def _parameters(module: nn.Module) -> Iterator[Any]:
         yield name, tuple(t.shape), t.dtype, t.requires_grad
 
 
-def _shape_key(arguments: Any) -> str:
+def _moment() -> Any:
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast()
+
+
+def _shape_key(arguments: Any, sizes: bool = True) -> str:
     def describe(t: torch.Tensor) -> Any:
-        return f"{tuple(t.shape)} {t.stride()} {t.dtype} {t.requires_grad} {is_fake(t)}"
+        return f"{(tuple(t.shape), t.stride()) if sizes else t.ndim} {t.dtype} {t.requires_grad} {is_fake(t)}"
 
     return repr(structure.arguments(arguments, describe))
 

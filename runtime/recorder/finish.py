@@ -35,7 +35,7 @@ def finish(graph: fx.Graph) -> fx.Graph:
 
 def needed(node: fx.Node) -> bool:
     """Whether a node stays though nothing uses it."""
-    return node.op in ("placeholder", "output") or is_read(node) or "log" in node.meta
+    return node.op in ("placeholder", "output") or is_read(node) or "log" in node.meta or "kept" in node.meta
 
 
 def _drop_aliases(graph: fx.Graph) -> None:

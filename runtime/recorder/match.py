@@ -52,7 +52,10 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def mismatch(found: Recording, nodes: Nodes, sizes: Mapping[str, int]) -> UserError | None:
-    """What in the outline of a micro-batch differs from the plan's `nodes`, None if nothing does. `sizes` are the micro-batch's symbols."""
+    """What in the outline of a micro-batch differs from the plan's `nodes`, None if nothing does. `sizes` are the micro-batch's symbols.
+
+    Of a recording that ended early, what it has is compared.
+    """
     return _Match(found, nodes, sizes).run()
 
 
@@ -65,7 +68,8 @@ class _Match:
 
     def run(self) -> UserError | None:
         heads = [n for n in self._found.graph.nodes if n.op in ("placeholder", "get_attr")]
-        present = [n for n in self._found.graph.nodes if n.op not in ("placeholder", "get_attr") and n.target is not _COPY]
+        left_out = ("placeholder", "get_attr", "output") if self._found.ended else ("placeholder", "get_attr")
+        present = [n for n in self._found.graph.nodes if n.op not in left_out and n.target is not _COPY]
         planned = [(i, n) for i, n in enumerate(self._nodes) if n["kind"][0] not in ("input", "state") and not n.get("made")]
         planned = [(i, n) for i, n in planned if list(n["kind"][:2]) != ["op", str(_COPY)]]
         self._heads(heads)
@@ -73,7 +77,7 @@ class _Match:
             self._number[node] = number
             if not self._same(node, expected):
                 return _differs(node)
-        if len(present) != len(planned):
+        if len(present) != len(planned) and not (self._found.ended and len(present) < len(planned)):
             longer = present[len(planned) :] or present[-1:]
             return _differs(longer[0])
         return None

@@ -26,6 +26,7 @@ _READERS: dict[Any, str] = {torch.Tensor.tolist: "tolist", torch.Tensor.numpy: "
 _MAKERS = {torch.tensor, torch.as_tensor, torch.Tensor.new_tensor}
 _TEXTS = {torch.Tensor.__format__, torch.Tensor.__repr__}
 _DATA = torch.Tensor.data.__get__  # pyright: ignore[reportAttributeAccessIssue]
+_SHAPELESS = {getattr(torch.Tensor, name).__get__ for name in ("dtype", "device", "requires_grad", "is_cuda", "is_meta", "layout")}
 _REFUSED: dict[Any, str] = {
     torch.Tensor.register_hook: "a hook on a tensor",
     torch.Tensor.register_post_accumulate_grad_hook: "a hook on a tensor",
@@ -49,6 +50,9 @@ class Listener(Protocol):
 
     def attend(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Attention inside a block."""
+
+    def touch(self, *values: Any) -> None:
+        """Glue or Python does something with these tensors that may depend on their shapes."""
 
     def read(self, kind: str, tensor: torch.Tensor) -> None:
         """Python looks at the values of a tensor."""
@@ -87,6 +91,8 @@ class Calls(TorchFunctionMode):
         if self._listener.paused:
             attends = func is scaled_dot_product_attention
             return self._listener.attend(func, args, kwargs) if attends else func(*args, **kwargs)
+        if func not in _SHAPELESS:
+            self._listener.touch(args, kwargs)
         if func in _REFUSED:
             remedy = "move it into one of the model's modules, which is called as it is"
             raise UserError(f"forward uses {_REFUSED[func]} between its modules, which cannot be recorded", place(), remedy)

@@ -102,14 +102,14 @@ class _Skeleton:
 
     def run(self) -> Recording:
         recording = self.outline.recording
-        tail = self.outline.behind(recording.loss)
+        tail = [] if recording.ended else self.outline.behind(recording.loss)
         self._heads(tail)
         for call in self.outline.calls:
             self._call(call)
         for node in tail:
             if node not in self.new:
                 self._copy(self._result(node) if node.target is take else node)
-        self.graph.output(self.new[recording.loss])
+        self.graph.output(() if recording.ended else self.new[recording.loss])
         constants = {n: t for n, t in recording.constants.items() if any(n == node.target for node in tail)}
         inputs = {str(n.target): n for n in self.graph.nodes if n.op == "placeholder"}
         return replace(recording, graph=self.graph, inputs=inputs, constants=constants)

@@ -7,7 +7,7 @@ while the glue was recorded, and travel as values. All else, and all that gradie
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
@@ -59,9 +59,10 @@ class Host(Protocol):
 
 @dataclass
 class Program:
-    """Makes one tensor. `sources` are names as in `secc.runtime.recorder.outline`."""
+    """Makes one tensor. `sources` are names as in `secc.runtime.recorder.outline`, `shapes` those of blocks' results among them."""
 
     sources: list[str] = field(default_factory=list)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     values: list[torch.Tensor] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     result: int = 0
@@ -80,6 +81,11 @@ class Program:
                 slots[used] = None
         return slots[self.result]
 
+    @property
+    def nbytes(self) -> int:
+        """The memory of its values."""
+        return sum(_tensor(v).nbytes for v in self.values)
+
     def _last_uses(self) -> dict[int, list[int]]:
         """The slots that are not needed after each step."""
         first = len(self.sources) + len(self.values)
@@ -91,13 +97,16 @@ class Program:
         return found
 
 
-def programs(outline: Outline, batch: Mapping[str, Any]) -> tuple[dict[str, Program], frozenset[str]]:
-    """A program for each tensor that glue makes, and the inputs whose values went into them.
+def programs(
+    outline: Outline, batch: Mapping[str, Any], labels: Collection[str] | None = None
+) -> tuple[dict[str, Program], frozenset[str]]:
+    """A program for each tensor that glue makes (with `labels` for these), and the inputs whose values went into them.
 
     `batch` is what was recorded; its values give those that inputs decide.
     """
     values = _Values(outline, batch)
-    found = {label: _Writer(outline, values).write(node) for label, node in outline.made.items()}
+    wanted = {label: node for label, node in outline.made.items() if labels is None or label in labels}
+    found = {label: _Writer(outline, values).write(node) for label, node in wanted.items()}
     return found, frozenset(values.read)
 
 
@@ -116,6 +125,7 @@ class _Writer:
             self._slots[n] = Slot(len(self._slots))
         program = self._program
         program.sources = [self._outline.source(n) for n in sources]
+        program.shapes = {self._outline.source(n): n.meta["shape"] for n in sources if n.target is take}
         program.values = [_compact(self._values.of(n)) for n in values]
         program.steps = [self._step(n) for n in needed if n not in {*sources, *values}]
         program.result = self._slots[node].number
@@ -205,6 +215,10 @@ class _Expanded(NamedTuple):
 
     tensor: Any
     shape: tuple[int, ...]
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    return _tensor(value.tensor) if isinstance(value, _Expanded) else value
 
 
 def _expanded(value: Any, device: torch.device) -> torch.Tensor:

@@ -10,7 +10,7 @@ import copy
 import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -23,7 +23,7 @@ from secc.runtime.randomness.ops import is_random, supported
 from secc.runtime.recorder import structure
 from secc.runtime.recorder.applying import record_apply
 from secc.runtime.recorder.attention import Attention
-from secc.runtime.recorder.fakes import Run, Shapes, fake_copy, is_large, valueless
+from secc.runtime.recorder.fakes import Extents, Guess, Run, Shapes, fake_copy, is_large, valueless
 from secc.runtime.recorder.finish import finish
 from secc.runtime.recorder.functional import functionalise, mutates
 from secc.runtime.recorder.glue import Executor, Glue
@@ -32,9 +32,18 @@ from secc.runtime.recorder.modes import Calls, Ops, autograd_functions, idle_aut
 from secc.runtime.recorder.places import class_place, drawer, is_internal, paths_of, place, short_place
 from secc.runtime.recorder.recording import BlockError, Drawn, Hazard, Recording
 from secc.runtime.recorder.tape import Tape, here
+from secc.runtime.recorder.touched import Touched
 from secc.runtime.user_model import loss_of, scalars_of
 
 _COLLECTORS = "transformers.utils.output_capturing"
+
+
+Rules = Mapping[str, Extents]
+NO_RULES: Rules = {}
+
+
+class Enough(BaseException):
+    """The recording ends here. No Exception: the user's forward is not to catch it."""
 
 
 class Observer:
@@ -85,8 +94,19 @@ class Recorder:
         finally:
             self._observer = Observer()
 
-    def record(self, batch: Mapping[str, Any]) -> Recording:
-        """Record `model(**batch)`. Raises UserError for what cannot be recorded, BlockError where other blocks may help."""
+    def record(self, batch: Mapping[str, Any], rules: Rules = NO_RULES, until: int | None = None) -> Recording:
+        """Record `model(**batch)`. Raises UserError for what cannot be recorded, BlockError where other blocks may help.
+
+        `rules` give the shapes of blocks' results, by call (`secc.runtime.recorder.outline`) and access path: such blocks need not run.
+        With `until` the recording ends with the call of a block that has this number (from 0).
+        """
+        self._until = until
+        with suppress(Guess):
+            return self._attempt(batch, rules)
+        return self._attempt(batch, NO_RULES)
+
+    def _attempt(self, batch: Mapping[str, Any], rules: Rules) -> Recording:
+        self._rules = rules
         if self._valueless and any(is_large(t) for _, t in _named(batch)):
             try:
                 return self._record(batch)
@@ -97,30 +117,37 @@ class Recorder:
     def _record(self, batch: Mapping[str, Any]) -> Recording:
         self.paused, self._open, self._hazards, self._watch = False, [""], dict[Hazard, None](), Watch("")
         self._tape = Tape(self._state, lambda: here(self._open[-1]), {}, self._stray)
-        self._draws, self._met = list[Drawn](), Counter[str]()
+        self._draws, self._met, self._called = list[Drawn](), Counter[str](), Counter[str]()
+        self._touched = Touched(self._tape)
         self._executor = Executor(self._mode, self._fail)
         self._glue = Glue(self._tape, self._executor, self._fail)
         inputs = self._copies(batch)
         for name, tensor in _named(inputs):
             self._tape.bind(tensor, self._tape.head("placeholder", name, tensor))
         with Calls(self), Ops(self), autograd_functions(self), idle_autocast(self):
-            loss, scalars = self._forward(inputs)
-        self._tape.graph.output(self._tape.node(loss))
-        for name, tensor in scalars.items() if self.logs else ():
+            found = self._forward(inputs)
+        self._tape.graph.output(() if found is None else self._tape.node(found[0]))
+        for name, tensor in found[1].items() if found is not None and self.logs else ():
             meta = self._tape.node(tensor).meta
             meta["log"], self.logged = (*meta.get("log", ()), name), True
         tape = self._functional(batch) if mutates(self._tape.graph) else self._tape
+        for node in tape.graph.nodes if found is None else ():
+            node.meta |= {"kept": True} if node.op == "call_module" else {}
         graph = finish(tape.graph)
         used = {n.target for n in graph.nodes if n.op == "get_attr"}
         placeholders = {str(n.target): n for n in graph.nodes if n.op == "placeholder"}
         constants = {n: t for n, t in tape.constants.items() if n in used}
-        return Recording(graph, placeholders, constants, list(self._hazards), self._draws)
+        idle = sum(n.op == "call_module" for n in graph.nodes) < self._called.total()
+        return Recording(graph, placeholders, constants, list(self._hazards), self._draws, found is None, idle, self._touched.inputs())
 
-    def _forward(self, inputs: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _forward(self, inputs: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]] | None:
+        """The loss and the scalars beside it; None where the recording ends before."""
         where = class_place(type(self._model))
         try:
             output = self._model(**inputs)
             loss = loss_of(output, where)
+        except Enough:
+            return None
         except UserError:
             raise
         except Exception as error:
@@ -159,6 +186,7 @@ class Recorder:
 
     def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An op between blocks."""
+        self._touched.see((args, kwargs))
         out = self._glue.run(func, args, kwargs)
         if is_random(func, args, kwargs):
             first = out if isinstance(out, torch.Tensor) else out[0]
@@ -184,6 +212,10 @@ class Recorder:
         self._met[drawn.name] += 1
         return self._draws[-1].call
 
+    def touch(self, *values: Any) -> None:
+        """What is done with these tensors may depend on their shapes."""
+        self._touched.see(values)
+
     def read(self, kind: str, tensor: torch.Tensor) -> None:
         """Python looks at a tensor's values."""
         with self.silence():
@@ -204,6 +236,7 @@ class Recorder:
                 )
             return out
 
+        self._touched.see(args)
         with self.silence():
             return record_apply(self._tape, self._mode, cls, args, quietly, self._fail)
 
@@ -248,13 +281,17 @@ class Recorder:
     def _block(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Record the call of a block, and give its result without its values."""
         with self.silence():
-            call = self._node(path, args, kwargs)
+            call, rule = self._node(path, args, kwargs), self._rule(path, args, kwargs)
             unknown = structure.replace((args, kwargs), lambda _, leaf: self._executor.fake(leaf))
-            result = self._shapes.result(path, module, unknown, lambda: self._run(path, module, *unknown))
+            result = self._shapes.result(path, module, unknown, lambda: self._run(path, module, *unknown), rule)
             out, new = result.build(self._mode, [t for _, t in structure.tensors((args, kwargs))])
             call.meta["reads"] = result.reads
+            if not result.is_plain:
+                self._touched.see((args, kwargs))
             for leaf, tensor in new:
                 self._tape.take(call, leaf.path, tensor, leaf.requires_grad)
+                if leaf.guessed:
+                    self._touched.hide(tensor)
             self._hazards |= {Hazard(path, h.kind, h.op, h.where): None for h in result.hazards}
             site = drawer(self._paths)[1]
             call.meta["site"] = "<".join(site)
@@ -262,6 +299,16 @@ class Recorder:
                 self._drew(drawn.at(path, site))
         _collect(module, args, out)
         return out
+
+    def _rule(self, path: str, args: Any, kwargs: Any) -> Extents | None:
+        """The rule for a call of a block, which is the next one. Raises Enough if the recording ends with it."""
+        self._touched.refuse((args, kwargs))
+        number = self._called[path]
+        self._called[path] += 1
+        if self._until is not None and self._called.total() > self._until:
+            self._touched.see((args, kwargs))
+            raise Enough
+        return self._rules.get(f"{path}#{number}" if number else path)
 
     def _layer(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """A layer inside a block whose shape is learnt: sixty-four equal layers cost one."""

@@ -96,13 +96,20 @@ class Hazard:
 
 @dataclass
 class Recording:
-    """The glue of one forward; see the module's text. `inputs` maps batch keys to their placeholders."""
+    """The glue of one forward; see the module's text. `inputs` maps batch keys to their placeholders.
+
+    `ended`: it goes up to the call of a block, and has no loss. `idle`: forward calls a block whose result nothing needs. `matters`: the
+    inputs whose shapes could decide something.
+    """
 
     graph: fx.Graph
     inputs: dict[str, fx.Node]
     constants: dict[str, torch.Tensor]
     hazards: list[Hazard] = field(default_factory=list)
     draws: list[Drawn] = field(default_factory=list)
+    ended: bool = False
+    idle: bool = False
+    matters: frozenset[str] = frozenset()
 
     @property
     def reads(self) -> list[Read]:

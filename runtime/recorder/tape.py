@@ -58,6 +58,10 @@ class Tape:
         self._node[id(tensor)] = node
         self._alive.append(tensor)
 
+    def known(self, tensor: torch.Tensor) -> fx.Node | None:
+        """The node that stands for a tensor, None if there is none yet."""
+        return self._node.get(id(tensor))
+
     def state_name(self, tensor: torch.Tensor) -> str | None:
         """The name of the parameter or buffer that a tensor is, None if it is none."""
         return self._state.get(id(tensor))

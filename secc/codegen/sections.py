@@ -59,12 +59,15 @@ class Guard:
 
 @dataclass(frozen=True)
 class CaseText:
-    """One way through the section: the optional keys present, its guards, and of which cases recorded glue is taken."""
+    """One way through the section: the optional keys present, its guards, of which cases recorded glue is taken, the labels of that glue,
+    and whether the rest of the forward counts as well."""
 
     when: tuple[str, ...]
     method: Method
     guards: tuple[Guard, ...]
     anew: tuple[str, ...]
+    takes: tuple[str, ...]
+    whole: bool
 
 
 def bodies(graph: GraphOp, section: str) -> list[BodyOp]:
@@ -115,7 +118,14 @@ def _cases(graph: GraphOp, body: BodyOp, attributes: dict[str, str], name: str) 
         tuple(op.edge.data for op in ops if isinstance(op, ReceiveOp)),
     )
     guards = tuple(_guard(graph, body, f"guard_{name}_{i}", op) for i, op in enumerate(o for o in ops if isinstance(o, GuardOp)))
-    return [CaseText(when, method, guards, texts_of(body, recorded.ANEW)) for when in patterns(body)]
+    anew = texts_of(body, recorded.ANEW)
+    takes = tuple(label for op in needed if (label := recorded.label(op)) is not None)
+    return [CaseText(when, method, guards, anew, takes, bool(method.terms) or any(map(_is_compiled, needed))) for when in patterns(body)]
+
+
+def _is_compiled(op: Operation) -> bool:
+    """Whether an op is glue of the captures, which only a whole recording shows to be the micro-batch's own."""
+    return isinstance(op, GlueOp) and recorded.label(op) is None
 
 
 def _computation(ops: Sequence[Operation]) -> list[Operation]:

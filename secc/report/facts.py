@@ -190,9 +190,7 @@ def _recorded(plan: Plan) -> Table:
         taken = "where no compiled case fits" if case.spare else "always"
         return (", ".join(case.when) or "no optional inputs", taken, str(tensors), case.why, case.where)
 
-    note = (
-        "Recorded for each micro-batch ahead of its step, where it is loaded; a run's metrics say what that took (recording_s, waiting_s)."
-    )
+    note = "Recorded for each micro-batch ahead of its step, where it is loaded; see a run's metrics (recorded, recording_s, exposed_s)."
     return Table("Glue recorded anew", ("pattern", "taken", "tensors", "why", "where"), tuple(map(row, plan.recorded)), note)
 
 

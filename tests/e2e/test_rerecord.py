@@ -12,7 +12,8 @@ import torch
 from secc.check import OneRank
 from secc.compiler import Compiled, Options, compile_model
 from secc.frontend.reference import compare, eager
-from tests.e2e.harness import compile_to, differences, distributed, plain, recording_model
+from tests.e2e.harness import compile_to, differences, distributed, metrics, plain, recording_model
+from tests.runtime import reader
 
 RARE = 777  # an index that no survey of this dataset draws
 UNDRAWN = 38  # another one, in an early global batch
@@ -103,6 +104,22 @@ def test_ranks_train_a_micro_batch_that_no_capture_saw(tmp_path: Path) -> None:
     found = distributed(tmp_path / "plan", 2, 3, tmp_path / "run", "--workers", "1", *trace)
     assert list(differences(found, plain(model, 16, 3, tmp_path / "plain"))) == []
     assert_traced(json.loads((tmp_path / "trace.json").read_text())["traceEvents"], UNDRAWN)
+
+
+@pytest.mark.gloo
+def test_ranks_train_what_several_processes_record(tmp_path: Path) -> None:
+    """A section of few inputs, whose recordings end early and are often known, and one that wants the whole forward."""
+    (tmp_path / "rows_reader.py").write_text(reader.SOURCE)
+    model = recording_model("rows_reader", tmp_path, tmp_path)
+    options = {"cluster": "local:2", "global_batch": 8, "strategy": "apart", "sections": ("front=body", "back=decoder")}
+    made = compile_to(model, tmp_path / "plan", **options)
+    assert [case.spare for case in made.plan.recorded] == [False]
+    found = distributed(tmp_path / "plan", 2, 4, tmp_path / "run", "--workers", "1", "--recorders", "2")
+    assert list(differences(found, plain(model, 8, 4, tmp_path / "plain"))) == []
+    steps = metrics(tmp_path / "run")
+    micros = steps[0]["recorded"] + steps[0]["kept"]
+    assert micros >= 2 and all(m["recorded"] + m["kept"] == micros for m in steps)
+    assert all(m["exposed_s"] >= 0 for m in steps) and steps[0]["recording_s"] > 0
 
 
 def assert_traced(events: list[dict[str, Any]], sample: int) -> None:

@@ -60,8 +60,8 @@ def compiled(folder: Path) -> Compiled:
     return compile_model(folder / "reader.py", Options(cluster="local:1", global_batch=4, sections=("front=body", "back=decoder")))
 
 
-def rerecorder(made: Compiled, folder: Path, **changes: Any) -> Rerecorder:
-    """What records its micro-batches, on a model with these attributes changed."""
+def rerecorder(made: Compiled, folder: Path, only: str = "", **changes: Any) -> Rerecorder:
+    """What records its micro-batches for all sections or for one, on a model with these attributes changed."""
     made.write_sections(folder / "plan")
 
     def model() -> torch.nn.Module:
@@ -71,6 +71,6 @@ def rerecorder(made: Compiled, folder: Path, **changes: Any) -> Rerecorder:
         return found
 
     def sections(model: torch.nn.Module) -> list[Section]:
-        return [load_section(folder / "plan", s, model) for s in made.plan.sections]
+        return [load_section(folder / "plan", s, model) for s in made.plan.sections if only in ("", s.name)]
 
     return Rerecorder(made.plan, model, sections)
