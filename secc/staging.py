@@ -7,7 +7,7 @@ paths that it had.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -27,22 +27,25 @@ from secc.ir.text import parse
 class Staging:
     """The blocks to open, the sections to keep, as `coarsen` takes them ("name=path+path"), and each section's stages ("name.pp=2").
 
-    `choices` are those that opening the blocks is for, `known` all that were made; `notes` says how each section was formed.
+    `choices` has for each block the choice that opening it is for ("name.pp"), `known` are all that were made; `notes` says how each
+    section was formed.
     """
 
     cut: tuple[str, ...]
     sections: tuple[str, ...]
     stages: tuple[str, ...]
-    choices: tuple[str, ...]
+    choices: Mapping[str, str]
     known: tuple[str, ...]
     notes: Mapping[str, tuple[str, ...]]
 
-    def impossible(self, error: UserError) -> Impossible:
-        """What went wrong with the blocks open, as a reason against the stages."""
+    def impossible(self, error: UserError, paths: Collection[str] = ()) -> Impossible:
+        """What went wrong with the blocks open, as a reason against the stages that `paths`, or else all of them, were opened for."""
         if isinstance(error, Impossible):
             return error
-        message = f"{' and '.join(self.choices)} cannot be had: with {' and '.join(self.cut)} cut into layers, {error.message}"
-        return Impossible(UserError(message, error.where, "leave pp out for that section"), self.choices)
+        cut = [path for path in self.cut if path in paths or not paths]
+        choices = sorted({self.choices[path] for path in cut})
+        message = f"{' and '.join(choices)} cannot be had: with {' and '.join(cut)} cut into layers, {error.message}"
+        return Impossible(UserError(message, error.where, "leave pp out for that section"), choices)
 
 
 def find(module: ModuleOp, meta: nn.Module, dumps: Mapping[str, str]) -> Staging:
@@ -55,7 +58,7 @@ def find(module: ModuleOp, meta: nn.Module, dumps: Mapping[str, str]) -> Staging
     sections = tuple(f"{s.sym.data}={'+'.join(strings(s.blocks))}" for s in coarse if strings(s.blocks))
     stages = tuple(f"{s.sym.data}.pp={number_of(s, 'pp') or 1}" for s in graph.sections)
     notes = {s.sym.data: texts_of(s, "notes") for s in coarse}
-    choices = tuple(sorted({f"{section}.pp" for section, path in calls if path in cut}))
+    choices = {path: f"{section}.pp" for section, path in calls if path in cut}
     return Staging(cut, sections, stages, choices, known.choices(graph), notes)
 
 
@@ -67,10 +70,10 @@ def tell(staging: Staging, module: ModuleOp) -> bool:
 
 
 def check(staging: Staging, captured: Capture) -> None:
-    """Raise UserError if a block that was to be opened had to stay whole."""
-    for path in staging.cut:
-        around = next((b for b in captured.blocks if path == b or path.startswith(f"{b}.")), None)
-        if around is not None:
-            note = next((n for n in captured.notes if n.path == around), None)
-            reason = f": {around} is {note.reason}" if note else ""
-            raise UserError(f"{path} cannot be cut into stages{reason}", note.where if note else "", "leave out pp for its section")
+    """Raise Impossible if blocks that were to be opened had to stay whole, against the stages that they were opened for alone."""
+    around = {path: b for path in staging.cut for b in captured.blocks if path == b or path.startswith(f"{b}.")}
+    for path, block in around.items():
+        note = next((n for n in captured.notes if n.path == block), None)
+        reason = f": {block} is {note.reason}" if note else ""
+        error = UserError(f"{path} cannot be cut into stages{reason}", note.where if note else "")
+        raise staging.impossible(error, around)
