@@ -96,7 +96,7 @@ class _Outlined:
     """Further captures as outlines."""
 
     def __init__(self, probe: Probe, sources: Mapping[str, Sequence[str]]) -> None:
-        self._probe, self._sources, self.free = probe, sources, probe.free
+        self._probe, self._sources, self.free, self.known = probe, sources, probe.free, probe.known
 
     def __call__(self, name: str, size: int) -> Observed | None:
         found = self._probe(name, size)

@@ -10,6 +10,7 @@ import torch
 
 from secc.errors import UserError
 from secc.frontend.inputs import IGNORED, Inputs
+from secc.frontend.known import Known
 from secc.frontend.survey import Pattern, Sample, Survey, by_volume
 from secc.frontend.ways import FEWEST, Observed, Shapes, way
 from secc.runtime.recorder import Recorder
@@ -40,6 +41,7 @@ class Batches:
 
         self._user, self._inputs, self._recorder, self._survey, self._pattern = user, inputs, recorder, survey, pattern
         self._collated = collated
+        self.known = Known()
         self.free = frozenset(s.name for s in inputs.symbols if s.kind == "width")
         turns = ((turn, [collated(s) for s in survey.batches(pattern, turn=turn)]) for turn in range(_TURNS))
         self._turn, self.ragged = _most_independent(turns)

@@ -18,6 +18,7 @@ from secc.frontend.compare import Generic, generalise
 from secc.frontend.draws import find
 from secc.frontend.frontier import Frontier, Note, choose, coarsen, component, layers
 from secc.frontend.inputs import Inputs
+from secc.frontend.known import Known
 from secc.frontend.survey import Pattern, Survey
 from secc.frontend.ways import Diagnostic, GlueError, Observed
 from secc.ir.naming import BUFFER
@@ -168,7 +169,9 @@ class _Cases:
         """The cases of all patterns. A pattern that no sample alone has may be left out, with a note."""
         cases: list[Case] = []
         notes: list[Note] = []
+        known = Known()
         for pattern, seen in observed.items():
+            self.batches[pattern].known = known
             anew, outlines = None, Outlines(seen)
             try:
                 found, problems = generalise(seen, self.batches[pattern])

@@ -19,6 +19,7 @@ from torch._ops import OpOverload
 
 from secc.frontend.counts import Counts, Source
 from secc.frontend.fit import Fitter
+from secc.frontend.known import Known
 from secc.frontend.ways import FEWEST, Diagnostic, Observed, difference, signature, way
 from secc.ir import template
 from secc.ir.expr import Expr, symbol, symbols
@@ -62,6 +63,7 @@ class Probe(Protocol):
     """Observes one more micro-batch."""
 
     free: frozenset[str]  # the symbols whose size can be chosen
+    known: Known  # what was found of the other patterns
 
     def __call__(self, name: str, size: int) -> Observed | None:
         """A micro-batch like the one in which `name` is smallest, but of this size, None if there is none."""
@@ -144,23 +146,22 @@ def _merged(group: Sequence[Observed], probe: Probe | None, names: Names | None)
     known = list(group) + (_wider(group, probe) if probe is not None else [])
     for _ in range(_PROBES if probe is not None else 0):
         assert probe is not None
-        doubt = _Merge(known, probe.free, names).doubt()
+        doubt = _Merge(known, probe, names).doubt()
         more = probe(*doubt) if doubt is not None else None
         if more is None or signature(more.recording.graph) != signature(known[0].recording.graph):
             break
         known.append(more)
-    free = probe.free if probe is not None else ()
-    if probe is not None and _Merge(known, free, names).divides():
+    if probe is not None and _Merge(known, probe, names).divides():
         ways = [way(o.recording) for o in known]
         known += [o for o in probe.held_out() if way(o.recording) in ways]
-    if probe is not None and _Merge(known, free, names).counts():
+    if probe is not None and _Merge(known, probe, names).counts():
         for empty in probe.empty():
             if signature(empty.recording.graph) == signature(known[0].recording.graph):
                 try:
-                    return _Merge([*known, empty], free, names).run()
+                    return _Merge([*known, empty], probe, names).run()
                 except Unexplained:
                     continue  # without rows forward does something else
-    return _Merge(known, free, names).run()
+    return _Merge(known, probe, names).run()
 
 
 def _wider(group: Sequence[Observed], probe: Probe) -> list[Observed]:
@@ -183,12 +184,13 @@ def _rejects(case: Generic, reads: Sequence[Read]) -> bool:
 class _Merge:
     """Captures of one structure as one generic graph, which is the first one's with its numbers explained."""
 
-    def __init__(self, group: Sequence[Observed], free: Collection[str], names: Names | None = None) -> None:
+    def __init__(self, group: Sequence[Observed], probe: Probe | None, names: Names | None = None) -> None:
         self._names, self._parts = names, [o.parts for o in group]
+        self._known = probe.known if probe is not None else Known()
         self._first = group[0].recording
         self._graphs = [o.recording.graph for o in group]
         self._recordings = [o.recording for o in group]
-        self._fitter = Fitter([o.sizes for o in group], free)
+        self._fitter = Fitter([o.sizes for o in group], probe.free if probe is not None else ())
         self._data: list[str] = []
         self._counts, self._reals = Counts(), dict[tuple[float, ...], Expr]()
         self._unused: dict[str, Unexplained] = {}  # symbols for values that Python read, which no number has been explained by
@@ -218,6 +220,7 @@ class _Merge:
             if "target" in meta:
                 node.op, node.target, node.meta["made"] = "call_function", meta.pop("target"), True
             node.meta |= meta
+            self._known.note(node)
         for node in list(self._first.graph.nodes):
             self._counts.put(node)
         for node in dropped:
@@ -292,7 +295,7 @@ class _Merge:
             case slice():
                 return slice(*(self._value(node, [getattr(v, part) for v in values]) for part in ("start", "stop", "step")))
             case int():
-                return self._found(node, values, self._fitter.integer(values))
+                return self._found(node, values, self._integer(node, values))
             case float():
                 return self._found(node, values, self._fitter.real(values))
             case _:
@@ -305,8 +308,11 @@ class _Merge:
             raise _unexplained(node, message, values)
         return int(expr) if isinstance(expr, sympy.Integer) else expr
 
+    def _integer(self, node: fx.Node, values: Sequence[int]) -> Expr | None:
+        return self._known.fitting(node, values, self._fitter) or self._fitter.integer(values)
+
     def _dim(self, node: fx.Node, dim: int, values: Sequence[int]) -> Expr:
-        expr = self._fitter.integer(values)
+        expr = self._integer(node, values)
         if expr is not None:
             return expr
         if (name := self._rows(node, dim, values)) is not None:

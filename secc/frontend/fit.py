@@ -15,7 +15,7 @@ from math import prod
 import sympy
 
 from secc.frontend.strides import strides, telling
-from secc.ir.expr import Expr, symbol
+from secc.ir.expr import Expr, evaluate, symbol, symbols
 
 DEGREE = 3
 DENOMINATORS = 8  # S*(S + 1)//2 and its like; a larger denominator is chance
@@ -38,6 +38,7 @@ class Fitter:
         self.divided = False
         self._free = frozenset(free)
         self._integers: dict[Column, Expr | None] = {}
+        self._columns: dict[Expr, Column | None] = {}
 
     def with_symbol(self, name: str, values: Sequence[int]) -> Fitter:
         """A fitter that knows one more symbol."""
@@ -51,6 +52,13 @@ class Fitter:
         if key not in self._integers:
             self._integers[key] = next(self._candidates(key), None)
         return self._integers[key]
+
+    def column(self, known: Expr) -> Column | None:
+        """The values of an expression, None unless all its symbols move."""
+        if known not in self._columns:
+            moving = symbols(known) <= set(self.moving)
+            self._columns[known] = tuple(int(evaluate(known, row)) for row in self.rows) if moving else None
+        return self._columns[known]
 
     def real(self, values: Sequence[float]) -> Expr | float | None:
         """The number itself if it never moved, else a multiple of an integer expression or of its reciprocal; None if neither fits."""
@@ -132,16 +140,20 @@ def _at_least(values: Column, rows: Sequence[Mapping[str, int]], names: Sequence
 
 
 def _fits(values: Column, bases: Iterable[tuple[Base, ...]]) -> Iterator[Expr]:
-    """The linear combinations of each basis that give the values, small coefficients first; a basis is smaller than the values are many."""
-    found: list[tuple[Fraction, Expr]] = []
+    """The linear combinations of each basis that give the values, whole and small coefficients first: no rows of a sample are a fraction.
+
+    A basis is smaller than the values are many.
+    """
+    found: list[tuple[bool, Fraction, Expr]] = []
     for basis in bases:
         if len(basis) >= len(values):
             continue
         coefficients = _solve([column for _, column in basis], values)
         if coefficients is not None and all(0 < c.denominator <= DENOMINATORS for c in coefficients):
             terms = [sympy.Rational(c.numerator, c.denominator) * make() for c, (make, _) in zip(coefficients, basis, strict=True)]
-            found.append((sum((abs(c) for c in coefficients), Fraction(0)), sympy.Add(*terms)))
-    yield from (expr for _, expr in sorted(found, key=lambda pair: pair[0]))
+            divided = any(c.denominator > 1 for c in coefficients)
+            found.append((divided, sum((abs(c) for c in coefficients), Fraction(0)), sympy.Add(*terms)))
+    yield from (expr for *_, expr in sorted(found, key=lambda entry: entry[:2]))
 
 
 def _solve(columns: Sequence[Column], values: Column) -> list[Fraction] | None:

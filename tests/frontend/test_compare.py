@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from torch import nn
 from secc.errors import UserError
 from secc.frontend.compare import Generic, generalise
 from secc.frontend.fit import Fitter
+from secc.frontend.known import Known
 from secc.frontend.ways import Observed
 from secc.ir.expr import evaluate, parse, symbol, text
 from secc.runtime.recorder import Recorder
@@ -211,7 +212,7 @@ class HeldOut:
     free = frozenset[str]()
 
     def __init__(self, observed: list[Observed]) -> None:
-        self.observed = observed
+        self.observed, self.known = observed, Known()
 
     def __call__(self, name: str, size: int) -> None:
         return None
@@ -278,3 +279,23 @@ def test_counts_that_values_decide_are_left_to_torch_or_refused() -> None:
     assert_exact(model, case, batch(6, 15, 3))
     with pytest.raises(UserError, match="rows that values of the inputs decide"):
         generalise(observe(Model(lambda m, h, mask: h[mask].mean() * torch.ones(h[mask].shape[0]).sum()), SIZES))
+
+
+def test_sizes_are_whole_multiples_where_the_samples_allow_it() -> None:
+    rows = [{"B": b, "I": 3 * b} for b in (2, 3, 4, 5, 7)]
+    assert [Fitter(rows).integer([k * b for b in (2, 3, 4, 5, 7)]) for k in (1, 3)] == [symbol("B"), symbol("I")]
+
+
+def test_other_patterns_tell_what_a_pattern_leaves_open() -> None:
+    """Samples of the second pattern have one image each, so that images and samples are as many."""
+    model = Model(lambda m, h, mask: (h.sum(1) * torch.ones(len(h), 1)).mean())
+
+    def observed(images: Sequence[int]) -> list[Observed]:
+        recorder = Recorder(model, ["body", "head"])
+        sizes = zip((2, 3, 4, 5, 7), images, strict=True)
+        return [Observed(fold(recorder.record(batch(n, 9, n))), {"B": b, "I": n}) for b, n in sizes]
+
+    probe = HeldOut([])
+    for images in ((3, 1, 6, 2, 9), (2, 3, 4, 5, 7)):
+        (case,), _ = generalise(observed(images), probe)
+        assert "I" in expressions(case) and "B" not in expressions(case)
