@@ -87,7 +87,8 @@ def _entries(func: Any, args: Any, kwargs: Any) -> int:
         return 0 if name == "aten::arange" else int(args[2] if len(args) > 2 else kwargs.get("steps", 0))
     if name in ("aten::eye",):
         return int(args[0]) * int(args[1] if len(args) > 1 else args[0])
-    size = args[0] if args else kwargs.get("size", ())
+    place = next((i for i, a in enumerate(func._schema.arguments) if a.name == "size"), len(args))
+    size = args[place] if place < len(args) else kwargs.get("size", ())
     total = 1
     for n in size if isinstance(size, (list, tuple)) else (size,):
         total *= int(n)

@@ -25,6 +25,7 @@ from torch.utils.data import IterableDataset
 from secc.runtime import plan
 from secc.runtime.collate import DefaultCollate
 from secc.runtime.errors import UserError
+from secc.runtime.nesting import argument, flat
 from secc.runtime.seeding import seeded_item, survey_indices
 
 NamedParams = list[tuple[str, nn.Parameter]]
@@ -106,7 +107,10 @@ class UserModel:
         return dict(item)
 
     def collate(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """forward's keyword arguments for `samples`, by the user's function or by default rules. A key that is None is a missing one."""
+        """forward's keyword arguments for `samples`, by the user's function or by default rules, flat (`secc.runtime.nesting`).
+
+        A key that is None is a missing one.
+        """
         if not self.has("collate"):
             if self._default_collate is None:
                 self.fit_collate([self.sample(i) for i in survey_indices(len(self.dataset()))])
@@ -116,7 +120,7 @@ class UserModel:
         batch = self.call("collate", list(samples))
         if not isinstance(batch, Mapping):
             raise UserError(f"collate() returns {_kind(batch)}, not a dict", self.place("collate"), "return forward's keyword arguments")
-        return {key: value for key, value in batch.items() if value is not None}
+        return flat(batch, self.place("collate"))
 
     def fit_collate(self, samples: Sequence[Mapping[str, Any]]) -> None:
         """Fix the default rules from samples that stand for the dataset. Nothing to do if the file has its own `collate`."""
@@ -140,12 +144,12 @@ class UserModel:
         """Refuse a key of a batch that forward does not take, and an argument that forward needs but is not in every (`required`) batch."""
         source, place = ("collate()", self.place("collate")) if self.has("collate") else ("a sample", self._item_place())
         known = self.forward_keys
-        unknown = [] if known is None else sorted(set(keys) - known)
+        unknown = [] if known is None else sorted({argument(k) for k in keys} - known)
         if unknown:
             remedy = f"forward takes {', '.join(sorted(known or ()))}: rename the key, leave it out, or add the argument to forward"
             raise UserError(f"{source} has the key {unknown[0]!r}, which forward does not take", place, remedy)
         needed = {n for n, p in self._signature().items() if p.kind not in _VARIADIC and p.default is p.empty}
-        lacking = sorted(needed - set(required))
+        lacking = sorted(needed - {argument(k) for k in required})
         if lacking:
             remedy = "add the key to every sample, or give the argument a default"
             raise UserError(f"forward needs the argument {lacking[0]!r}, which {source} lacks", self.forward_place or place, remedy)
@@ -271,26 +275,40 @@ def file_of(model: nn.Module) -> str:
 def loss_of(output: Any, where: str = "") -> torch.Tensor:
     """The loss in what forward returned: a scalar tensor, or an object or mapping with `loss`, as a 0-dim tensor.
 
+    Of a plain tuple or list it is the first item, if that is a scalar that trains, else the only such item (`logits, loss`).
     `where` is the place to name (forward's file:line). Raises UserError if there is no such scalar.
     """
     loss: Any = output
-    if not isinstance(output, torch.Tensor):
+    if type(output) in (tuple, list):
+        scalars = [item for item in output if _is_scalar(item)]
+        trains = [item for item in scalars if item.requires_grad] or scalars
+        loss = trains[0] if len(trains) == 1 or (trains and trains[0] is output[0]) else None
+    elif not isinstance(output, torch.Tensor):
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.is_floating_point():
+    if _is_scalar(loss):
         return loss if loss.ndim == 0 else loss.reshape(())
     if isinstance(loss, torch.Tensor):
         found = f"a tensor of shape {list(loss.shape)} and dtype {str(loss.dtype).removeprefix('torch.')}"
     else:
         found = _kind(output) + (" whose loss is None" if hasattr(output, "loss") else "")
-    remedy = "let forward return the loss: a scalar tensor, or an object or dict with `loss` (Hugging Face models need `labels`)"
+    remedy = (
+        "let forward return the loss: a scalar tensor, a tuple that begins with it, or an object or dict with `loss` "
+        "(Hugging Face models need `labels`)"
+    )
     raise UserError(f"forward returns no loss: it returns {found}", where, remedy)
 
 
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_floating_point()
+
+
 def scalars_of(output: Any) -> dict[str, torch.Tensor]:
-    """The further scalars in what forward returned, by name: what a run logs beside the loss."""
-    found: Mapping[Any, Any] = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
+    """The further scalars in what forward returned, by name: what a run logs beside the loss. A tuple may hold a dict of them."""
+    if type(output) in (tuple, list):
+        output = next((item for item in output if isinstance(item, Mapping)), {})
     if isinstance(output, torch.Tensor):
         return {}
+    found: Mapping[Any, Any] = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
     scalars = {k: v for k, v in found.items() if isinstance(v, torch.Tensor) and v.ndim == 0 and not v.is_complex()}
     return {k: v for k, v in scalars.items() if isinstance(k, str) and k.isidentifier() and k != "loss"}
 

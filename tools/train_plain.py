@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_model
 
+from secc.runtime.nesting import nested
 from secc.runtime.user_model import UserModel, load, loss_of
 
 
@@ -26,7 +27,7 @@ def train(user: UserModel, steps: int, global_batch: int, seed: int = 0, clip: f
     length, losses, start = len(user.dataset()), list[float](), time.time()
     for step in range(steps):
         numbers = range(step * global_batch, (step + 1) * global_batch)
-        loss = loss_of(model(**user.collate([user.sample(i % length, seed, epoch=i // length) for i in numbers])))
+        loss = loss_of(model(**nested(user.collate([user.sample(i % length, seed, epoch=i // length) for i in numbers]))))
         optimizer.zero_grad()
         loss.backward()
         if clip:

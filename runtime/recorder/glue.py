@@ -99,6 +99,10 @@ class Executor:
         if func is aten.masked_select.default and is_fake(args[0]) and not is_fake(args[1]):
             shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
             return aten.index.Tensor(args[0].expand(shape), list(args[1].expand(shape).nonzero(as_tuple=True)))
+        if func is aten._pack_padded_sequence.default and is_fake(args[0]) and not self.unknown(args[1]):
+            return _packed(args[0], args[1])
+        if func is aten._ctc_loss.Tensor and is_fake(args[0]) and not self.unknown(args[3]):
+            return _aligned(args[0], args[3])
         if func is not aten.index.Tensor:
             return func(*args, **kwargs)
         if any(i is not None and i.dtype in (torch.bool, torch.uint8) and self.unknown(i) for i in args[1]):
@@ -106,6 +110,18 @@ class Executor:
         if not is_fake(args[0]):
             return func(*args, **kwargs)
         return func(args[0], [i for mask in args[1] for i in _indices(mask)])
+
+
+def _packed(x: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A result of the shape of `aten._pack_padded_sequence`, whose lengths come from inputs: packed rows, and how many each step has."""
+    steps = torch.arange(int(lengths.max()))[:, None]
+    return x.new_empty([int(lengths.sum()), *x.shape[2:]]), (lengths > steps).sum(1)
+
+
+def _aligned(x: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Results of the shapes of `aten._ctc_loss` with labels of these lengths: each sample's loss, and what its backward keeps."""
+    steps, samples = x.shape[:2]
+    return x.new_empty([samples]), x.new_empty([samples, steps, 2 * int(lengths.max()) + 1])
 
 
 def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None) -> torch.Tensor:

@@ -17,6 +17,7 @@ from secc.runtime.recorder.places import Lines, place
 from secc.runtime.recorder.recording import Drawn, Hazard
 
 _NORMS = ("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm", "miopen_batch_norm", "_batch_norm_with_update")
+_OF_LENGTHS = (torch.ops.aten._pack_padded_sequence.default, torch.ops.aten._ctc_loss.Tensor)
 _DYNAMIC = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -38,7 +39,8 @@ class Watch:
 
     def see(self, func: Any, args: Any, kwargs: Any) -> None:
         """An op is about to run."""
-        if any(tag in func.tags for tag in _DYNAMIC) and (not any(is_fake(a) for a in args) or any(map(_is_mask, tree_leaves(args)))):
+        dynamic = any(tag in func.tags for tag in _DYNAMIC)
+        if func in _OF_LENGTHS or (dynamic and (not any(is_fake(a) for a in args) or any(map(_is_mask, tree_leaves(args))))):
             self.reads = True
         if _couples(func, args, kwargs):
             self.hazards[Hazard(self._path, "batch_norm", str(func), place())] = None

@@ -17,8 +17,10 @@ from typing import Any, NoReturn
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from secc.runtime.errors import UserError
+from secc.runtime.nesting import nested
 from secc.runtime.randomness.ops import is_random, supported
 from secc.runtime.recorder import structure
 from secc.runtime.recorder.applying import record_apply
@@ -95,7 +97,7 @@ class Recorder:
             self._observer = Observer()
 
     def record(self, batch: Mapping[str, Any], rules: Rules = NO_RULES, until: int | None = None) -> Recording:
-        """Record `model(**batch)`. Raises UserError for what cannot be recorded, BlockError where other blocks may help.
+        """Record `model(**nested(batch))`. Raises UserError for what cannot be recorded, BlockError where other blocks may help.
 
         `rules` give the shapes of blocks' results, by call (`secc.runtime.recorder.outline`) and access path: such blocks need not run.
         With `until` the recording ends with the call of a block that has this number (from 0).
@@ -119,6 +121,7 @@ class Recorder:
         self._tape = Tape(self._state, lambda: here(self._open[-1]), {}, self._stray)
         self._draws, self._met, self._called = list[Drawn](), Counter[str](), Counter[str]()
         self._touched = Touched(self._tape)
+        self._running: tuple[str, set[int]] = "", set()  # the block whose shapes are learnt, and its arguments
         self._executor = Executor(self._mode, self._fail)
         self._glue = Glue(self._tape, self._executor, self._fail)
         inputs = self._copies(batch)
@@ -144,7 +147,7 @@ class Recorder:
         """The loss and the scalars beside it; None where the recording ends before."""
         where = class_place(type(self._model))
         try:
-            output = self._model(**inputs)
+            output = self._model(**nested(inputs))
             loss = loss_of(output, where)
         except Enough:
             return None
@@ -197,10 +200,19 @@ class Recorder:
     def watch(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An op inside a block, while its result's shape is learnt."""
         self._watch.see(func, args, kwargs)
+        self._refuse_hidden(args, kwargs)
         out = self._executor.execute_inside(func, args, kwargs)
         if is_random(func, args, kwargs):
             self._watch.draws.append(self._drawn(func, out if isinstance(out, torch.Tensor) else out[0]))
         return out
+
+    def _refuse_hidden(self, args: Any, kwargs: Any) -> None:
+        """Raise for an op in a block that takes what was made outside and is no argument of the block: nobody would hand it over."""
+        path, given = self._running
+        for tensor in tree_leaves((args, kwargs)) if path else ():
+            if isinstance(tensor, torch.Tensor) and id(tensor) not in given and self._tape.made(tensor):
+                message = f"block {path} uses a tensor that is made outside of it and is no argument of its forward"
+                raise BlockError(path, self._around(path), message, place(), "pass it as an argument", self._parts(path))
 
     def _drawn(self, func: Any, out: torch.Tensor) -> Drawn:
         path, lines = drawer(self._paths)
@@ -283,7 +295,9 @@ class Recorder:
         with self.silence():
             call, rule = self._node(path, args, kwargs), self._rule(path, args, kwargs)
             unknown = structure.replace((args, kwargs), lambda _, leaf: self._executor.fake(leaf))
+            self._running = path, {id(t) for _, t in structure.tensors((args, kwargs, *unknown))}
             result = self._shapes.result(path, module, unknown, lambda: self._run(path, module, *unknown), rule)
+            self._running = "", set()
             out, new = result.build(self._mode, [t for _, t in structure.tensors((args, kwargs))])
             call.meta["reads"] = result.reads
             if not result.is_plain:
@@ -339,6 +353,8 @@ class Recorder:
         try:
             out = module._call_impl(*args, **kwargs)
         except BlockError as error:
+            if error.parts:
+                raise
             raise BlockError(path, self._around(path), f"in block {path}: {error.message}", error.where, error.remedy) from error
         except Exception as error:
             message = f"the shapes of block {path} cannot be found: {type(error).__name__}: {error}"
@@ -356,6 +372,17 @@ class Recorder:
         while isinstance(self._modules[path], (nn.ModuleList, nn.ModuleDict)):
             path = path.rpartition(".")[0]
         return path or None
+
+    def _parts(self, path: str) -> list[str]:
+        """The modules with weights directly inside of a block, lists opened."""
+        found: list[str] = []
+        for name, child in self._modules[path].named_children():
+            inner = f"{path}.{name}"
+            if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+                found += self._parts(inner)
+            elif inner in self._modules and next(child.parameters(), None) is not None:
+                found.append(inner)
+        return found
 
     def _fail(self, message: str, remedy: str) -> NoReturn:
         self.fail(message, remedy)

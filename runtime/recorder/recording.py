@@ -14,6 +14,7 @@ lines that lead to them, and `reads` if the block looks at values of its argumen
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,12 +30,23 @@ _COMPARED = 1024  # entries; what is larger is compared by its hash
 class BlockError(UserError):
     """Something that cannot be recorded with these blocks. `path` is the block or the open module that it happened in.
 
-    `coarser` is a module that would hide it if it were a block, None if there is none but the whole model.
+    `coarser` is a module that would hide it if it were a block, None if there is none but the whole model. `parts` are modules inside the
+    block that would show it if they were blocks in its place.
     """
 
-    def __init__(self, path: str, coarser: str | None, message: str, where: str = "", remedy: str = "") -> None:
+    def __init__(
+        self, path: str, coarser: str | None, message: str, where: str = "", remedy: str = "", parts: Collection[str] = ()
+    ) -> None:
         super().__init__(message, where, remedy)
-        self.path, self.coarser = path, coarser
+        self.path, self.coarser, self.parts = path, coarser, tuple(parts)
+
+    def blocks(self, blocks: Collection[str]) -> list[str] | None:
+        """Other blocks with which a recording may succeed: finer ones where those show more, else a coarser one; None if there are none."""
+        if self.parts:
+            return sorted({*blocks, *self.parts} - {self.path})
+        if self.coarser is None or self.coarser in blocks:
+            return None
+        return sorted({b for b in blocks if not b.startswith(f"{self.coarser}.")} | {self.coarser})
 
 
 @dataclass(frozen=True)

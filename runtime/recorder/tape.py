@@ -66,6 +66,11 @@ class Tape:
         """The name of the parameter or buffer that a tensor is, None if it is none."""
         return self._state.get(id(tensor))
 
+    def made(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is an input or was computed, and no parameter, buffer or constant."""
+        node = self._node.get(id(tensor))
+        return node is not None and node.op != "get_attr"
+
     def node(self, tensor: torch.Tensor) -> fx.Node:
         """The node of a tensor: recorded, a parameter or buffer, or else a new constant with its present values."""
         found = self._node.get(id(tensor))

@@ -159,11 +159,19 @@ class _Cases:
                         Note("", f"what forward returns beside the loss is not logged, because {error.message}", error.where)
                     )
                     continue
-                around = error.coarser if isinstance(error, BlockError) else error.module or None
-                if around is None or around in frontier.blocks:
-                    raise
-                frontier.notes.append(Note(around, f"one block, because {error.message}", error.where))
-                frontier.blocks = coarsen(frontier.blocks, around)
+                frontier.blocks = self._other_blocks(error)
+
+    def _other_blocks(self, error: BlockError | GlueError) -> list[str]:
+        """Blocks with which a capture may succeed where it failed, with a note. Raises the error where there are none."""
+        blocks = self.frontier.blocks
+        around = error.coarser if isinstance(error, BlockError) else error.module or None
+        if isinstance(error, BlockError) and error.parts:
+            self.frontier.notes.append(Note(error.path, f"its parts are blocks, because {error.message}", error.where))
+            return error.blocks(blocks) or []
+        if around is None or around in blocks:
+            raise error
+        self.frontier.notes.append(Note(around, f"one block, because {error.message}", error.where))
+        return coarsen(blocks, around)
 
     def _generic(self, observed: Mapping[Pattern, Sequence[Observed]]) -> list[Case]:
         """The cases of all patterns. A pattern that no sample alone has may be left out, with a note."""

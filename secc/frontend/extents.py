@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from secc.errors import UserError
 from secc.runtime import plan
 from secc.runtime.collate import TEXT
+from secc.runtime.nesting import SEPARATOR
 
 Shapes = Mapping[str, tuple[int, ...]]
 Vector = tuple[int, ...]
@@ -91,6 +92,9 @@ def _ranks(observations: Sequence[Observation], where: str) -> dict[str, int]:
         united = frozenset[str]().union(*o.singles)
         if united != frozenset(o.shapes):
             key = min(united ^ frozenset(o.shapes))
+            if (listed := key.rpartition(SEPARATOR))[2].isdecimal():
+                message = f"the list {listed[0]!r} has another number of tensors for several samples than for one"
+                raise UserError(message, where, "let collate() concatenate or pad the tensors, with their lengths as a tensor beside them")
             raise UserError(f"collate() gives {key!r} for a set of samples by another rule than for its samples alone", where, REMEDY)
         for key, shape in o.shapes.items():
             if ranks.setdefault(key, len(shape)) != len(shape):

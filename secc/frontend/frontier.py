@@ -190,9 +190,10 @@ def _trace(recorder: Recorder, tree: _Tree, batches: Sequence[Mapping[str, Any]]
                     recorder.record(batch)
             return seen
         except BlockError as error:
-            if error.coarser is None or error.coarser in blocks:
+            other = error.blocks(blocks)
+            if other is None:
                 raise
-            blocks = coarsen(blocks, error.coarser)
+            blocks = other
 
 
 class _Observer(Observer):

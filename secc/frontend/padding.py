@@ -1,7 +1,8 @@
 """How collate pads: on which side and with what, found by comparing each sample's rows in a batch with the sample collated alone.
 
 The same comparison shows that the samples of a batch are in order and that nothing of a sample depends on its neighbours; edges
-between sections and micro-batches rely on both.
+between sections and micro-batches rely on both. Integers may depend on them where other keys show the order of their rows: the number of
+an image in a packed batch is another one in another batch, and collate makes it anew for each micro-batch.
 """
 
 from __future__ import annotations
@@ -73,14 +74,17 @@ def find_pads(extents: Extents, collated: Iterable[tuple[Batch, Sequence[Batch]]
     Raises UserError for a key whose rows are not those of the samples in order.
     """
     found = {p.key: p for key in dict.fromkeys(k for k, _ in extents.kinds) if (p := _start(key, extents))}
+    others: dict[str, torch.dtype] = {}
     for batch, singles in collated:
-        for padding in found.values():
-            if padding.key in batch and not padding.compare(batch, singles):
-                raise UserError(
-                    f"collate() of several samples gives {padding.key!r} of other rows than of each sample alone",
-                    where,
-                    "keep the samples in order, and let nothing of a sample depend on the others or on chance",
-                )
+        others |= {p.key: batch[p.key].dtype for p in found.values() if p.key in batch and not p.compare(batch, singles)}
+    kept = {extents.dims_of(p.key)[p.row_dim] for p in found.values() if p.key not in others}
+    for key, dtype in others.items():
+        if dtype.is_floating_point or extents.dims_of(key)[found.pop(key).row_dim] not in kept:
+            raise UserError(
+                f"collate() of several samples gives {key!r} of other rows than of each sample alone",
+                where,
+                "keep the samples in order, and let nothing of a sample depend on the others or on chance",
+            )
     known = _known_sides(extents, found.values())
     prefer = {key: {d: known[t] for d, t in enumerate(extents.dims_of(key)) if t in known} for key in found}
     return {key: padding.pads(prefer[key]) for key, padding in found.items()}

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from secc.runtime.nesting import nested
 from secc.runtime.plan import Draw, Symbol
 from secc.runtime.program import SampleMeta
 from secc.runtime.randomness.draws import Draws, Randomness, backward_of, forward_of, sample_keys
@@ -45,7 +46,7 @@ def eager(model: nn.Module, batch: Mapping[str, Any], draws: Draws | None = None
     """
     model.zero_grad(set_to_none=True)
     with forward_of(draws):
-        loss = loss_of(model(**batch))
+        loss = loss_of(model(**nested(batch)))
     if loss.requires_grad:  # not if what trains is what only other samples reach
         with backward_of(draws):
             loss.backward()

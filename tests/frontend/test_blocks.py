@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from secc.runtime.recorder import record
+from secc.runtime.recorder import BlockError, record
 
 BATCH = {"x": torch.arange(20.0).reshape(4, 5) / 10 - 1, "keep": torch.tensor([True, False, True, True])}
 
@@ -85,3 +86,64 @@ def test_random_ops_of_alike_layers_have_names_of_their_own() -> None:
     for blocks in (["tower"], [f"tower.{i}" for i in range(4)]):
         names = [line_free(d.call) for d in record(Deep(), BATCH, blocks).draws]
         assert names == [f"tower.{i}@LINE<LINE#{time}" for time in range(2) for i in (1, 2, 3)]
+
+
+class Conditioned(nn.Module):
+    """A layer that is told of its memory before it is called, as Flamingo's are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cross, self.own = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.memory: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.own(x) + self.cross(self.memory)
+
+
+def test_a_tensor_that_a_block_uses_and_is_not_given_opens_the_block() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.layers = nn.Linear(5, 5), nn.ModuleList([Conditioned(), Conditioned()])
+
+        def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+            memory = self.encoder(x)
+            for layer in self.layers:
+                layer.memory = memory
+                x = layer(x)
+            return x.sum()
+
+    with pytest.raises(BlockError, match="uses a tensor that is made outside of it") as error:
+        record(Model(), BATCH, ["encoder", "layers.0", "layers.1"])
+    assert error.value.where.startswith("test_blocks.py:")
+    parts = error.value.blocks(["encoder", "layers.0"])
+    assert parts == ["encoder", "layers.0.cross", "layers.0.own"]
+    assert [n.target for n in record(Model(), BATCH, ["encoder", "layers.0.own", "layers.0.cross", "layers.1.own", "layers.1.cross"]).calls]
+
+
+def test_lengths_from_inputs_give_packed_sequences_and_alignments_their_shapes() -> None:
+    class Heard(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.head = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 6)
+
+        def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            return self.head(nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True)[0])
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heard = Heard()
+
+        def forward(self, x: torch.Tensor, lengths: torch.Tensor, words: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+            found = self.heard(x, lengths).log_softmax(-1).transpose(0, 1)
+            return F.ctc_loss(found, words, lengths, counts, reduction="sum")
+
+    lengths, counts = torch.tensor([4, 9, 7]), torch.tensor([2, 1, 3])
+    batch = {"x": torch.randn(3, 9, 3), "lengths": lengths, "words": torch.randint(1, 6, (3, 3)), "counts": counts}
+    found = record(Model(), batch, ["heard"])
+    (call,) = found.calls
+    assert next(iter(call.users)).meta["shape"] == (3, 9, 6) and call.meta["reads"]
+    (aligned,) = (n for n in found.graph.nodes if "_ctc_loss" in str(n.target))
+    assert [r["shape"] for r in aligned.meta["results"]] == [(3,), (3, 9, 7)]

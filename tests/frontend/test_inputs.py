@@ -196,3 +196,18 @@ def test_what_cannot_be_split_is_refused(user_of: UserOf, collate: Callable[[lis
 def test_values_that_never_change_are_no_inputs(user_of: UserOf):
     found = described(user_of(TEXTS, collate=lambda samples: {"x": stacked(samples), "use_cache": False}))
     assert dims(found) == {"x": ("B", "S")}
+
+
+def packed(samples: list[Sample]) -> dict[str, Any]:
+    """Patches of all images one after another, and the number of the image that each is of."""
+    images = [image for s in samples for image in s["images"]]
+    numbers = [torch.full((len(image),), n) for n, image in enumerate(images)]
+    return {"patches": torch.cat(images), "image": torch.cat(numbers)}
+
+
+def test_integers_may_count_through_a_batch_where_other_keys_show_the_order(user_of: UserOf):
+    images = [{"images": [torch.randn(2 + (i + k) % 4, 6) for k in range(1 + i % 2)]} for i in range(30)]
+    found = described(user_of(images, collate=packed))
+    assert dims(found) == {"patches": ("n_patches", "6"), "image": ("n_patches",)}
+    with pytest.raises(UserError, match="'patches' of other rows than of each sample alone"):
+        described(user_of(images, collate=lambda samples: {k: v.flip(0) for k, v in packed(samples).items()}))

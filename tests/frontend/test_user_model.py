@@ -176,12 +176,16 @@ class Output:
     loss = torch.tensor(2.0)
 
 
-@pytest.mark.parametrize("output", [torch.tensor(2.0), torch.tensor([2.0]), {"loss": torch.tensor(2.0)}, Output()])
+LOSS = torch.tensor(2.0, requires_grad=True)
+TUPLES = [(LOSS, {"kl": torch.tensor(1.0)}), (torch.zeros(3), LOSS), (LOSS, LOSS * 3), (torch.tensor(0.5), LOSS), (torch.tensor(2.0), None)]
+
+
+@pytest.mark.parametrize("output", [torch.tensor(2.0), torch.tensor([2.0]), {"loss": torch.tensor(2.0)}, Output(), *TUPLES])
 def test_the_loss_is_found(output: object):
     assert loss_of(output).shape == () and loss_of(output).item() == 2.0
 
 
-@pytest.mark.parametrize("output", [None, torch.zeros(3), torch.tensor(1), {"logits": torch.zeros(1)}, (torch.tensor(2.0),), 2.0])
+@pytest.mark.parametrize("output", [None, torch.zeros(3), torch.tensor(1), {"logits": torch.zeros(1)}, 2.0, (torch.zeros(3), LOSS, LOSS)])
 def test_what_is_no_loss_is_refused(output: object):
     with pytest.raises(UserError, match="forward returns no loss") as caught:
         loss_of(output, "model.py:3")
