@@ -92,7 +92,7 @@ class Options:
 class Compiled:
     """A plan in memory and how it came about: the lowered IR, the dumps between passes, what was surveyed, the model if it fits here.
 
-    `source` is what other plans for the model can be made from.
+    `source` is what other plans for the model can be made from, `options` what the plan was compiled with.
     """
 
     plan: Plan
@@ -105,6 +105,7 @@ class Compiled:
     model: nn.Module | None
     seconds: dict[str, float]
     source: Source
+    options: Options
 
     def write(self, directory: Path, page: Callable[[Plan], str], beside: Mapping[str, str] | None = None) -> None:
         """Write the plan directory, with `page(plan)` as its report and files `beside`; a plan that is there is replaced."""
@@ -178,7 +179,9 @@ def compile_model(path: str | Path, options: Options, progress: Callable[[str], 
     made = plan_codegen.build(planned.module, ref, {"secc": __version__, "torch": torch.__version__.split("+")[0]})
     made = dataclasses.replace(made, checks=made.checks | _notes(planned, drawn, options))
     model = model if model is None else compute_in(model, options.dtype)
-    return Compiled(made, planned.module, planned.dumps, planned.captured.constants, user, drawn, inputs, model, clock.seconds, source)
+    return Compiled(
+        made, planned.module, planned.dumps, planned.captured.constants, user, drawn, inputs, model, clock.seconds, source, options
+    )
 
 
 def front(path: str | Path, options: Options, step: Step) -> tuple[UserModel, nn.Module, ModelRef, Survey, Inputs, Capture]:

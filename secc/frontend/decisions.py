@@ -2,7 +2,8 @@
 
 Models skip a mask where `mask.all()`: a micro-batch may decide otherwise than the global batch and compute the same. Whether a loss does
 not move with such a decision is shown by numbers, on samples that alone decide otherwise than together. Those are looked for in batches as
-large as the global batch, since a threshold (`mask.sum() > 1000`) is not met by the few samples of other checks.
+large as the global batch, since a threshold (`mask.sum() > 1000`) is not met by the few samples of other checks. What a block decides by
+values of its arguments is not seen; where one looks at any, such a batch is compared as it is.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from secc.frontend.capture import Capture
 from secc.frontend.survey import Pattern, Survey
 from secc.runtime.plan import Plan
 from secc.runtime.program import active
@@ -30,8 +32,11 @@ Read = Callable[[Mapping[str, Any]], object]
 class Decisions:
     """Finds samples that decide alone otherwise than together, for the patterns of a plan's micro-batches."""
 
-    def __init__(self, plan: Plan, user: UserModel, survey: Survey, sections: Sequence[Section], meta: nn.Module) -> None:
+    def __init__(
+        self, plan: Plan, user: UserModel, survey: Survey, sections: Sequence[Section], meta: nn.Module, captured: Capture
+    ) -> None:
         self._plan, self._user, self._survey, self._sections, self._meta = plan, user, survey, sections, meta
+        self._captured = captured
         self._optional = {i.key for i in plan.inputs if i.optional}
 
     def split(self, pattern: Pattern) -> Iterator[tuple[str, Samples]]:
@@ -42,6 +47,13 @@ class Decisions:
                 yield where, found
         if samples[0] and any(frozenset(c.when) == pattern and not c.spare for c in self._plan.recorded):
             yield from self._recorded(samples[0][:RECORDED])
+        if samples[0] and (place := self._looking(pattern)):
+            yield place, samples[0]
+
+    def _looking(self, pattern: Pattern) -> str:
+        """The place of the first block that looks at values of its arguments: what it decides by them nobody sees. "" if none does."""
+        calls = (n for case in self._captured.cases if case.pattern == pattern for n in case.generic.graph.nodes if n.meta.get("reads"))
+        return next((self._captured.blocks[str(n.target)].where for n in calls), "")
 
     def _samples(self, pattern: Pattern) -> list[Samples]:
         """Batches of as many samples as the global batch: those that captures cropped, then whole ones."""

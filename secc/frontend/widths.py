@@ -19,6 +19,7 @@ from secc.runtime.plan import Draw
 from secc.runtime.sizes import combine, pad_batch, sizes_of
 from secc.runtime.user_model import UserModel
 
+_SMALL = 1 << 22  # parameters of a model whose every micro-batch of a survey is probed, of others two of each pattern
 _WIDER = 3  # positions of extra padding, odd so that it shows in patch and pooling sizes
 _FAR = (
     4  # times its own width: so far a micro-batch is padded, if the dataset has samples as wide, since convolutions swallow a few positions
@@ -36,8 +37,9 @@ def choose(user: UserModel, survey: Survey, inputs: Inputs, model: nn.Module | N
     if model is None:
         return "global"
     keyed = Keyed(model, draws, inputs.symbols)
-    batches = ((i, batch) for pattern in survey.unions() for i, batch in enumerate(survey.batches(pattern)[:2]))
-    shown = all(_indifferent(user, inputs, model, keyed, batch, far=i > 0) for i, batch in batches)
+    probed = None if sum(p.numel() for p in model.parameters()) < _SMALL else 2
+    batches = ((i, batch) for pattern in survey.unions() for i, batch in enumerate(survey.batches(pattern)[:probed]))
+    shown = all(_indifferent(user, inputs, model, keyed, batch, far=i % 2 > 0) for i, batch in batches)
     return "own" if shown else "global"
 
 

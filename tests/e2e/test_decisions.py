@@ -63,6 +63,34 @@ def test_a_loss_that_moves_with_what_the_whole_batch_decides_is_refused_by_place
     assert error.value.where == PLACE and "torch.where" in error.value.remedy
 
 
+BLOCK = """
+class Mid(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x, keep):
+        return self.linear(x) * FACTOR
+
+
+class Model("""
+
+
+@pytest.mark.parametrize(("factor", "refused"), [("(2 if keep.sum() > 70 else 1)", True), ("(1 if keep.sum() > 70 else 1.0)", False)])
+def test_what_a_block_decides_by_the_whole_batch_is_compared_at_its_size(factor: str, refused: bool, tmp_path: Path) -> None:
+    text = MODEL.replace("class Model(", BLOCK.replace("FACTOR", factor)).replace("BRANCH", "pass")
+    (tmp_path / "model.py").write_text(
+        text.replace("nn.Linear(8, 8), nn.Linear(8, 30)", "Mid(), nn.Linear(8, 30)").replace("mid(x)", "mid(x, keep)")
+    )
+    made = compile_model(tmp_path / "model.py", Options(cluster="local:2", global_batch=12))
+    if not refused:
+        assert checked(made, required=True).plan.checks["patterns"]
+        return
+    with pytest.raises(UserError, match="the loss depends on what Python reads of the whole batch") as error:
+        checked(made, required=True)
+    assert error.value.where.endswith("model.py:12")
+
+
 MAKES_NO_DIFFERENCE = (
     "x = x if keep.all() else torch.where((labels == -100)[..., None], x * 1.0, x)",
     "x = x.mul(2) if keep.sum() > 70 else x + x",
