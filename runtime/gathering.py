@@ -24,10 +24,11 @@ import torch.distributed as dist
 from torch import nn
 
 from secc.runtime import recompute
+from secc.runtime.hub import Source
 from secc.runtime.mixed import dtype_of, widen
 from secc.runtime.plan import Plan, Section
 from secc.runtime.program import gathers
-from secc.runtime.sharding import Flat, Piece, flatten, reduce_scatter
+from secc.runtime.sharding import Flat, Piece, flatten, reduce_scatter, without_values
 from secc.runtime.tensor_parallel.shards import Cut
 
 Named = Sequence[tuple[str, nn.Parameter]]
@@ -53,7 +54,7 @@ class Scattered(Flat):
         self.group = group
         self.reached = [False] * len(named)
         self._views = [p.data for p in self.params]
-        self._released = [_nothing(p) for p in self.params]
+        self._released = [without_values(p, p.device) for p in self.params]
         self._gathering: dist.Work | None = None
         self._total: torch.Tensor | None = None  # of the gradients so far
         self._adding: tuple[dist.Work, torch.Tensor] | None = None
@@ -216,22 +217,23 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors(part)
 
 
-def _nothing(param: nn.Parameter) -> torch.Tensor:
-    """What a parameter holds without its values: its shape, and NaN in the memory of one entry, so that a misuse shows."""
-    fill = float("nan") if param.is_floating_point() else 0
-    return torch.full((), fill, dtype=param.dtype, device=param.device).expand(param.shape)
-
-
 class Gathered:
     """Everything on a rank whose parameters are sharded over replicas; empty under plans without `zero3`.
 
     `passes` by section, `flats` by section, `names` of all these parameters, `pieces`: what the rank has of them, by leaves that share the
-    shards' memory.
+    shards' memory. Values that are still in files (`stored`) are read for one unit after the other, so that no rank holds more than one.
     Made on all ranks in the same order, because making groups is collective.
     """
 
     def __init__(
-        self, plan: Plan, model: nn.Module, rank: int, device: torch.device, cuts: Mapping[str, Cut], canonical: Mapping[str, str]
+        self,
+        plan: Plan,
+        model: nn.Module,
+        rank: int,
+        device: torch.device,
+        cuts: Mapping[str, Cut],
+        canonical: Mapping[str, str],
+        stored: Mapping[str, Source],
     ) -> None:
         self.passes: dict[str, Passes] = {}
         self.flats: dict[str, list[Scattered]] = {}
@@ -245,7 +247,7 @@ class Gathered:
                 if rank in ranks:
                     self._first |= {section.name} if place == 0 else set()
                     own = {n: params[n] for n in scattered(plan, section, canonical)}
-                    self._add(plan, model, section, own, group, ranks.index(rank), device, cuts)
+                    self._add(plan, model, section, own, group, ranks.index(rank), device, cuts, stored)
 
     def _add(
         self,
@@ -257,6 +259,7 @@ class Gathered:
         index: int,
         device: torch.device,
         cuts: Mapping[str, Cut],
+        stored: Mapping[str, Source],
     ) -> None:
         modules = [unit for path in section.units for unit in recompute.units(model.get_submodule(path))]
         of_unit = _assigned(model, modules, own)
@@ -267,8 +270,9 @@ class Gathered:
             for name, param in own.items():
                 if of_unit[name] == k:
                     alike.setdefault((param.dtype, param.requires_grad), []).append((name, param))
-            for param in (p for some in alike.values() for _, p in some):
-                param.data = param.data.to(device)
+            for name, param in (pair for some in alike.values() for pair in some):
+                value = read(stored[name], param, cuts.get(name)) if name in stored else param.data
+                param.data = value.to(device)
             units.append([Scattered(some, group, index, section.mesh.dp, cuts, dtype) for some in alike.values()])
         self.passes[section.name] = Passes(section.name, units)
         self.flats[section.name] = [flat for some in units for flat in some]
@@ -302,6 +306,13 @@ class Gathered:
         """The shards that are gathered get the values of their masters."""
         for flat in (flat for some in self.flats.values() for flat in some):
             flat.publish()
+
+
+def read(source: Source, param: nn.Parameter, cut: Cut | None) -> torch.Tensor:
+    """What this rank has of a stored parameter."""
+    value = torch.empty(param.shape if cut is None else cut.shape, dtype=param.dtype)
+    source.read_into(value)
+    return value if cut is None else cut.take(value)
 
 
 def scattered(plan: Plan, section: Section, canonical: Mapping[str, str]) -> list[str]:

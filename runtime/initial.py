@@ -10,7 +10,7 @@ A component's checkpoint mostly comes from elsewhere. Its names may have a prefi
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -24,11 +24,12 @@ Init = tuple[tuple[str, Path], ...]  # (module path, "" for the whole model; dir
 _SHOWN = 3  # names in a message
 
 
-def load(model: nn.Module, init: Init, aliases: Mapping[str, str], report: bool = False) -> None:
+def load(model: nn.Module, init: Init, aliases: Mapping[str, str], later: Collection[str] = (), report: bool = False) -> dict[str, Source]:
     """Read what this rank holds of the model: every tensor of its state dict that is not on the meta device, ties once.
 
-    `aliases` gives each parameter name the first of its names. All ranks look for all tensors, so that all refuse the same. With
-    `report`, names that the model has no place for are written to stderr. Raises UserError for weights that are missing or do not fit.
+    Returns where those named in `later` are to be read from. `aliases` gives each parameter name the first of its names. All ranks look
+    for all tensors, so that all refuse the same. With `report`, names that the model has no place for are written to stderr. Raises
+    UserError for weights that are missing or do not fit.
     """
     state = {name: t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
     names: dict[str, list[str]] = {}
@@ -40,9 +41,10 @@ def load(model: nn.Module, init: Init, aliases: Mapping[str, str], report: bool 
     if report and spare:
         sys.stderr.write(f"--init: {len(spare)} stored tensors have no place in the model: {_some(spare)}\n")
     for first, entry in found.items():
-        if entry is not None and not state[first].is_meta:
+        if entry is not None and not state[first].is_meta and first not in later:
             with torch.no_grad():
                 entry.read_into(state[first])
+    return {first: entry for first, entry in found.items() if entry is not None and first in later}
 
 
 def _check(state: Mapping[str, torch.Tensor], found: Mapping[str, Source | None], init: Init) -> None:

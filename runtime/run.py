@@ -160,11 +160,12 @@ class Run(ExitStack):
 
     def model(self) -> nn.Module:
         """The user's model with this rank's weights; what only other ranks need is on the meta device."""
-        model = build_model(self.plan, self.user, self.rank, self.device, self.seed, self.options.init)
+        built = build_model(self.plan, self.user, self.rank, self.device, self.seed, self.options.init)
+        model = built.model
         shapes, canonical = {name: p.shape for name, p in model.named_parameters()}, canonical_names(model)
         self.cuts = cuts_of(self.plan, self.rank, shapes, canonical)
-        cut_parameters(model, self.cuts)
-        self.gathered = Gathered(self.plan, model, self.rank, self.device, self.cuts, canonical)
+        cut_parameters(model, self.cuts, built.stored)
+        self.gathered = Gathered(self.plan, model, self.rank, self.device, self.cuts, canonical, built.stored)
         if self.resume is not None:
             checkpoint.load_model(self.resume, model, self.cuts, self.gathered)
         return model

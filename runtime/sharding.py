@@ -109,6 +109,12 @@ class Flat:
         return work
 
 
+def without_values(param: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """What a parameter holds without its values: its shape, and NaN in the memory of one entry, so that a misuse shows."""
+    fill = float("nan") if param.is_floating_point() else 0
+    return torch.full((), fill, dtype=param.dtype, device=device).expand(param.shape)
+
+
 def reduce_scatter(part: torch.Tensor, whole: torch.Tensor, group: Any) -> dist.Work:
     """Start to sum `whole`, [n * size], over the n ranks of `group`; rank i gets entries i * size and on in `part`, [size]."""
     work = _reduce_scatter(part, whole, dist.ReduceOp.SUM, group=group, async_op=True)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import difflib
 import hashlib
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,11 +22,13 @@ from secc.runtime import initial, user_model
 from secc.runtime.errors import UserError
 from secc.runtime.gathering import scattered
 from secc.runtime.handout import Node, hand_out, loose, receive
+from secc.runtime.hub import Source
 from secc.runtime.initial import Init
 from secc.runtime.meta import meta_model
 from secc.runtime.plan import Plan
 from secc.runtime.program import gathers
 from secc.runtime.seeding import seeded
+from secc.runtime.sharding import without_values
 from secc.runtime.user_model import UserModel
 
 SOURCE_COPY = "model.py.txt"  # in the plan directory: the model file that the plan was made from
@@ -47,7 +50,15 @@ def load_user_model(plan: Plan, directory: Path) -> UserModel:
     return user_model.load(path)
 
 
-def build_model(plan: Plan, user: UserModel, rank: int, device: torch.device, seed: int, init: Init = ()) -> nn.Module:
+@dataclass(frozen=True)
+class Built:
+    """A model as a rank holds it. Its parameters in `stored` have no values yet: they are read from there, a layer at a time."""
+
+    model: nn.Module
+    stored: Mapping[str, Source]
+
+
+def build_model(plan: Plan, user: UserModel, rank: int, device: torch.device, seed: int, init: Init = ()) -> Built:
     """What `model()` gives after `torch.manual_seed(seed)`, or with the weights that `init` names; held for `rank`.
 
     Collective over the ranks of a node if the model is large. Raises UserError if its parameters are not those of the plan, or `init` lacks
@@ -57,9 +68,10 @@ def build_model(plan: Plan, user: UserModel, rank: int, device: torch.device, se
     if init:
         model = _bare(plan, user, seed)
         _check_buffers(model, user)
-        hold(model, names_of_rank(plan, model, rank), device, False, shared_out(plan, model))
-        initial.load(model, init, canonical_names(model), report=rank == 0)
-    elif node.builds or _size(plan) <= OWN_COPY:
+        later = shared_out(plan, model)
+        hold(model, names_of_rank(plan, model, rank), device, False, later, room=False)
+        return Built(model, initial.load(model, init, canonical_names(model), later, report=rank == 0))
+    if node.builds or _size(plan) <= OWN_COPY:
         model = _built(plan, user, seed)
         if node.receivers() and _size(plan) > OWN_COPY:
             hand_out(node, model, {r: names_of_rank(plan, model, r) for r in node.receivers()})
@@ -68,7 +80,7 @@ def build_model(plan: Plan, user: UserModel, rank: int, device: torch.device, se
         model = _bare(plan, user, seed)
         hold(model, names_of_rank(plan, model, rank), device, False, shared_out(plan, model))
         receive(node, model, names_of_rank(plan, model, rank))
-    return model
+    return Built(model, {})
 
 
 def _built(plan: Plan, user: UserModel, seed: int) -> nn.Module:
@@ -166,11 +178,13 @@ def shared_out(plan: Plan, model: nn.Module) -> set[str]:
     return {name for s in plan.sections if gathers(s) for name in scattered(plan, s, canonical)}
 
 
-def hold(model: nn.Module, names: Iterable[str], device: torch.device, values: bool = True, host: Collection[str] = ()) -> None:
+def hold(
+    model: nn.Module, names: Iterable[str], device: torch.device, values: bool = True, host: Collection[str] = (), room: bool = True
+) -> None:
     """Put the parameters `names` and all buffers onto `device`, and every other parameter onto meta. Ties stay tied.
 
     Those in `host` go to the CPU's memory, until they are shared out. Without `values` the parameters get room for some, and so do buffers
-    and tensors in attributes that have none.
+    and tensors in attributes that have none; without `room` those in `host` get none.
     """
     wanted = set(names)
     moved: dict[nn.Parameter, nn.Parameter] = {}
@@ -179,8 +193,9 @@ def hold(model: nn.Module, names: Iterable[str], device: torch.device, values: b
         if name in wanted and values:
             param.data = param.data.to(where)
         else:
-            room = torch.empty_like(param, device=where if name in wanted else "meta")
-            moved[param] = nn.Parameter(room, requires_grad=param.requires_grad)
+            bare = name in wanted and name in host and not room
+            held = without_values(param, where) if bare else torch.empty_like(param, device=where if name in wanted else "meta")
+            moved[param] = nn.Parameter(held, requires_grad=param.requires_grad)
     for module in model.modules():
         for key, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if param in moved:

@@ -6,7 +6,7 @@ halves of a gated one); a rank has its share of every part, one after the other,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -78,8 +78,10 @@ def _cut(shard: Shard, shape: torch.Size, index: int, count: int) -> Cut:
     return Cut(shape, shard.dim, shard.parts, index, count)
 
 
-def cut_parameters(model: nn.Module, cuts: Mapping[str, Cut]) -> None:
-    """Leave of each parameter in `cuts` the rank's part. The parameters stay the same objects, so ties stay tied."""
+def cut_parameters(model: nn.Module, cuts: Mapping[str, Cut], valueless: Collection[str] = ()) -> None:
+    """Leave of each parameter in `cuts` the rank's part, of those in `valueless` its shape. The parameters stay the same objects, so ties
+    stay tied."""
     params = dict(model.named_parameters())
     for name, cut in cuts.items():
-        params[name].data = cut.take(params[name].data)
+        param = params[name]
+        param.data = param.data[(0,) * param.dim()].expand(cut.local) if name in valueless else cut.take(param.data)

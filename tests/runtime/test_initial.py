@@ -87,7 +87,7 @@ def saved(model: nn.Module, directory: Path, prefix: str = "", **changed: torch.
 
 
 def here(path: Path, init: Init, rank: int = 1) -> nn.Module:
-    return build_model(plan_of(path, (0, 1)), load(path), rank, CPU, seed=3, init=init)
+    return build_model(plan_of(path, (0, 1)), load(path), rank, CPU, seed=3, init=init).model
 
 
 def same(found: nn.Module, expected: dict[str, torch.Tensor], name: str = "text") -> bool:
@@ -108,7 +108,7 @@ def test_one_process_of_a_node_builds_and_hands_out(tmp_path: Path, monkeypatch:
 
         os.environ["LOCAL_RANK"] = str(rank)
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3)
-        model = build_model(plan, load(path), rank, CPU, seed=3)
+        model = build_model(plan, load(path), rank, CPU, seed=3).model
         assert model.head.weight is model.text.embed.weight
         dist.barrier()
         held = {n: t for n, t in (*model.named_parameters(), *model.named_buffers()) if not t.is_meta}

@@ -83,7 +83,7 @@ def test_from_pretrained_runs_in_one_process_of_a_node(checkpoints: Path, tmp_pa
     def target(rank: int) -> dict[str, torch.Tensor]:
         os.environ["LOCAL_RANK"] = str(rank)
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-        model = build_model(plan, user, rank, CPU, seed=0)
+        model = build_model(plan, user, rank, CPU, seed=0).model
         dist.barrier()
         rotary = model.teacher.model.rotary_emb.inv_freq
         assert torch.equal(rotary, expected.teacher.model.rotary_emb.inv_freq)
@@ -107,9 +107,9 @@ def test_hub_names_are_translated_and_prefixes_found(checkpoints: Path, tmp_path
     init = (("seen", checkpoints / "llava"), ("teacher", checkpoints / "llama"), ("project", tmp_path / "rest"))
     expected = T.LlavaForConditionalGeneration.from_pretrained(checkpoints / "llava").state_dict()
     taught = getattr(T, teacher).from_pretrained(checkpoints / "llama").state_dict()
-    found = build_model(plan, user, 0, CPU, seed=0, init=init).seen.state_dict()
+    found = build_model(plan, user, 0, CPU, seed=0, init=init).model.seen.state_dict()
     assert all(torch.equal(found[n], t) for n, t in expected.items())
-    found = build_model(plan, user, 1, CPU, seed=0, init=init).teacher.state_dict()
+    found = build_model(plan, user, 1, CPU, seed=0, init=init).model.teacher.state_dict()
     assert all(torch.equal(found[n], t) for n, t in taught.items())
 
 
@@ -134,7 +134,7 @@ def test_experts_in_files_of_their_own_are_joined(name: str, tmp_path: Path) -> 
         (tmp_path / part).mkdir()
         save_file(dict(model.get_submodule(part).state_dict()), tmp_path / part / "model.safetensors")
     init = tuple((part, tmp_path / part) for part in ("seen", "teacher", "project"))
-    found = build_model(plan_of(model), user, 1, CPU, seed=0, init=init).teacher.state_dict()
+    found = build_model(plan_of(model), user, 1, CPU, seed=0, init=init).model.teacher.state_dict()
     expected = teacher.state_dict()
     assert found.keys() == expected.keys() and all(torch.equal(found[n], t) for n, t in expected.items())
 

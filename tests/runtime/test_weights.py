@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 def build(rank: int, init: Path | None = None) -> torch.nn.Module:
     plan = dataclasses.replace(make_plan(APART), labels_key="")
-    return build_model(plan, load_user_model(plan, FIXTURE), rank, CPU, seed=3, init=(("", init),) if init else ())
+    return build_model(plan, load_user_model(plan, FIXTURE), rank, CPU, seed=3, init=(("", init),) if init else ()).model
 
 
 def plain_state(seed: int) -> dict[str, torch.Tensor]:
