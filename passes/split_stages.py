@@ -24,6 +24,7 @@ from xdsl.passes import ModulePass
 from secc.alloc.candidates import Load, Workload, candidate, on_rank, room, times_of, workload
 from secc.cluster import GIB, Cluster, Device, parse
 from secc.cost import time
+from secc.cost.collectives import Span, of_ranks
 from secc.cost.load import is_active, micro_batch, patterns
 from secc.cost.section import section_cost
 from secc.errors import Impossible, UserError
@@ -162,7 +163,7 @@ def _note_costs(graph: GraphOp, stages: Sequence[SectionOp], cluster: Cluster) -
         recompute = text_of(stage, "recompute") or "none"
         annotate(stage, replace(work.loads[load.name].cost, saved=load.under(recompute).saved))
         dp, _, sharding, _ = _choice(stage)
-        forward_ns, backward_ns = times_of(work, load, dp, sharding, recompute)
+        forward_ns, backward_ns = times_of(work, load, dp, sharding, recompute, _span(stage, cluster))
         in_flight = _in_flight(work, load, counts[text_of(stage, "pipeline") or ""])
         stage.attributes |= {
             "weight_permille": integer(_weight_permille(work, load)),
@@ -188,6 +189,12 @@ def _rank(work: Workload, section: SectionOp) -> Load:
     """A section's load on one of its ranks."""
     tp, pp = int(number_of(section, "tp") or 1), int(number_of(section, "pp") or 1)
     return on_rank(work.loads[section.sym.data], tp, pp, work.cluster.seen_by(_ranks(section)))
+
+
+def _span(stage: SectionOp, cluster: Cluster) -> Span | None:
+    """Where a stage's ranks are that sum gradients and gather parameters together, the widest place of tp; None before there are ranks."""
+    ranks, tp = _ranks(stage), int(number_of(stage, "tp") or 1)
+    return max((of_ranks(ranks[place::tp], cluster) for place in range(tp)), key=lambda span: span.nodes) if ranks else None
 
 
 def _ranks(section: SectionOp) -> list[int]:

@@ -21,6 +21,7 @@ from secc.alloc.spread import WHOLE, Spread, spread
 from secc.alloc.types import Candidate
 from secc.cluster import Cluster
 from secc.cost import parallel, time
+from secc.cost.collectives import Span, in_a_row
 from secc.cost.gathering import passing
 from secc.cost.load import Crossing, Pattern, crossings, is_active, micro_batch, patterns
 from secc.cost.memory import Memory, memory
@@ -288,15 +289,24 @@ def update_ns(work: Workload, load: Load, dp: int, sharding: str) -> int:
     return time.sharded_reduce_ns(travels, dp, cluster, load.tp * load.pp) + time.optimizer_ns(cost, cluster.device, dp)
 
 
-def times_of(work: Workload, load: Load, dp: int, sharding: str, recompute: str) -> tuple[str, str]:
-    """Nanoseconds of a micro-batch's forward and backward on a rank, over its symbols."""
-    own, gathers = (load.forward_ns, load.backward_ns[recompute]), passing(load.cost, dp, sharding, work.cluster, load.tp * load.pp)
+def times_of(work: Workload, load: Load, dp: int, sharding: str, recompute: str, span: Span | None = None) -> tuple[str, str]:
+    """Nanoseconds of a micro-batch's forward and backward on a rank, over its symbols.
+
+    `span` is where the ranks are that share a place in their replicas, if that is known.
+    """
+    own, span = (load.forward_ns, load.backward_ns[recompute]), span or _span(work, load, dp)
+    gathers = passing(load.cost, sharding, work.cluster, span)
     return own if gathers is None else gathers.texts(*own)
+
+
+def _span(work: Workload, load: Load, dp: int) -> Span:
+    """Of the ranks that share a place in their replicas, which stand in a row."""
+    return in_a_row(dp, work.cluster, load.tp * load.pp)
 
 
 def busy_ns(work: Workload, load: Load, dp: int, size: int, sharding: str, recompute: str) -> Busy:
     """Of the busiest of `dp` replicas: ns of its micro-batches, their number, ns of the longest forward and of the longest backward."""
-    gathers = passing(load.cost, dp, sharding, work.cluster, load.tp * load.pp)
+    gathers = passing(load.cost, sharding, work.cluster, _span(work, load, dp)) if sharding == "zero3" else None
     busiest = -(-work.samples(load) // dp)
     key = busiest, size, recompute
     if gathers is None and key in load.busy:

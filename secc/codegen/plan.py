@@ -21,7 +21,7 @@ from secc.codegen.names import identifier
 from secc.codegen.sections import TERMS, bodies, slice_of
 from secc.ir import draws, expr, fusion, recorded
 from secc.ir.dialect import BodyOp, CallOp, EdgeOp, GraphOp, KeyOp, ParamOp, SectionOp, TermOp, TieOp, graph_of, section_of, strings
-from secc.ir.naming import ACCEPTED, LOGGED
+from secc.ir.naming import ACCEPTED, LOGGED, OUT_OF_TURN
 from secc.ir.text import print_module
 from secc.ir.types import tensor
 from secc.runtime import plan
@@ -138,12 +138,15 @@ def _section(graph: GraphOp, op: SectionOp, model: plan.ModelRef) -> plan.Sectio
 
 
 def _units(graph: GraphOp, op: SectionOp) -> tuple[str, ...]:
-    """The blocks that the section's cases call once each, in one order for all of them, and of whose parameters no glue reads any."""
+    """The blocks that the section's cases call once each, in one order for all of them, whose layers run in turn, and of whose parameters
+    no glue reads any."""
     found = bodies(graph, op.sym.data)
     read = {p.path.data for body in found for p in body.walk() if isinstance(p, ParamOp)}
-    rows = sorted(([c.target.data for c in body.walk() if isinstance(c, CallOp)] for body in found), key=len, reverse=True)
+    calls = [[c for c in body.walk() if isinstance(c, CallOp)] for body in found]
+    rows = sorted(([c.target.data for c in row] for row in calls), key=len, reverse=True)
     order: list[str] = []
     out = {b for row in rows for b in row if row.count(b) > 1 or any(n.startswith(f"{b}.") for n in read)}
+    out |= {c.target.data for row in calls for c in row if OUT_OF_TURN in c.attributes}
     for row in rows:
         at = 0
         for block in (b for b in row if b not in out):

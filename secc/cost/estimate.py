@@ -25,6 +25,7 @@ class CallCost:
 
     Where the call's `units` run again in the backward, it saves `kept` bytes, a unit's second run adds `working` bytes while it lasts, and
     all of them take `again` work and move `again_moved` bytes. `narrow` is the smallest dim of the weights that take longest, 0 if unknown.
+    `in_turn`: no unit was seen to run twice or before one that stands ahead of it.
     """
 
     flops: Expr
@@ -41,6 +42,7 @@ class CallCost:
     attention_work: Expr = ZERO
     moved: Expr = ZERO
     narrow: int = 0
+    in_turn: bool = True
 
 
 def default(call: CallOp, block: BlockOp) -> CallCost:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from secc.cluster import Cluster
-from secc.cost.collectives import half_reduce_ns, in_a_row
+from secc.cost.collectives import Span, half_reduce_ns
 from secc.cost.section import SectionCost
 
 
@@ -41,11 +41,11 @@ class Passing:
         return found, "0" if backward == "0" else f"max({backward}, {self.backward}) + {self.unit}"
 
 
-def passing(cost: SectionCost, dp: int, sharding: str, cluster: Cluster, stride: int) -> Passing | None:
-    """The collectives of a section's passes over `dp` replicas, every `stride`-th rank; None where nothing is gathered."""
-    if sharding != "zero3" or dp == 1:
+def passing(cost: SectionCost, sharding: str, cluster: Cluster, span: Span) -> Passing | None:
+    """The collectives of a section's passes over replicas whose ranks span so much; None where nothing is gathered."""
+    if sharding != "zero3" or span.ranks == 1:
         return None
-    units, span = max(1, cost.layers) + 1, in_a_row(dp, cluster, stride)
+    units = max(1, cost.layers) + 1
     gather = half_reduce_ns(-(-cost.param_bytes // units), span, cluster)
     on_cpu = cluster.device.backend == "cpu"
     reduce = half_reduce_ns(-(-cost.wide_bytes // units), span, cluster) * (4 if on_cpu else 1)  # as in `time.sharded_reduce_ns`

@@ -26,6 +26,7 @@ from secc.ir import expr
 from secc.ir.attributes import integer
 from secc.ir.dialect import BlockOp, CallOp, CaseOp, GraphOp, TieOp, graph_of, strings
 from secc.ir.expr import Expr
+from secc.ir.naming import OUT_OF_TURN
 from secc.ir.template import Name, Ref
 from secc.ir.types import TensorType, tensor
 from secc.runtime.recompute import units
@@ -41,7 +42,8 @@ def measure(module: ModuleOp, model: nn.Module, samples: Samples = NO_SAMPLES, p
 
     The keys on calls get a `prefix`: a model whose modules are rewritten is measured beside the user's own.
 
-    A call with `units` that may run again also gets `kept`, `working` and `again` (see `secc.cost.estimate.CallCost`).
+    A call with `units` that may run again also gets `kept`, `working` and `again` (see `secc.cost.estimate.CallCost`), one whose units do
+    not run once each, in their order, is marked `out_of_turn`.
 
     `model` is the user's, on any device; it is neither run with values nor changed. `samples` are for blocks that read values
     of their integer arguments. `known` has what calls of the same modules cost, and keeps what this one finds.
@@ -74,6 +76,8 @@ def _note_cost(call: CallOp, cost: CallCost, prefix: str) -> None:
     noted |= {"ops": integer(cost.ops), "cost": StringAttr(cost.label), "narrow": integer(cost.narrow)}
     if cost.units:
         noted["layers"] = integer(cost.units)
+    if not cost.in_turn:
+        noted[OUT_OF_TURN] = StringAttr("noted")
     if cost.units and cost.saved != 0:
         noted["units"] = integer(cost.units)
         noted |= {key: StringAttr(expr.text(getattr(cost, key))) for key in ("kept", "working", "again", "again_moved")}
@@ -129,7 +133,8 @@ class _Measuring:
 
 def _call_cost(trials: Sequence[Trial], found: Sequence[Expr], label: str, layers: int) -> CallCost:
     by = {key: _hundredths(value) if key in WORK else value for key, value in zip(FITTED, found, strict=True)}
-    return CallCost(ops=max(t.ops for t in trials), label=label, units=layers, narrow=trials[-1].narrow, **by)
+    in_turn = all(t.in_turn for t in trials)
+    return CallCost(ops=max(t.ops for t in trials), label=label, units=layers, narrow=trials[-1].narrow, in_turn=in_turn, **by)
 
 
 def _hundredths(work: Expr) -> Expr:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ class Saved:
         self._outside: dict[int, int] = {}  # of each that is saved outside of units or goes into one
         self._inside: list[dict[int, int]] = []  # of each that a run of a unit saves
         self._depth = 0
+        self._turns: list[nn.Module] = []  # the units as they ran
         self._alike = self._alike_outside = 0  # bytes of layers that did not run because they are like others
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -44,6 +46,12 @@ class Saved:
     def kept(self) -> int:
         """Bytes kept where every unit runs again."""
         return sum(self._outside.values()) + self._alike_outside
+
+    def in_turn(self, units: Sequence[nn.Module]) -> bool:
+        """Whether each unit ran once at most, in the order in which they stand."""
+        places = {unit: k for k, unit in enumerate(units)}
+        turns = [places[unit] for unit in self._turns]
+        return all(before < after for before, after in pairwise(turns))
 
     def add_alike(self, size: int, outside: int) -> None:
         """Count what a layer keeps, and what of it outside of units, that is like one that ran."""
@@ -73,6 +81,7 @@ class Saved:
                 if isinstance(tensor, torch.Tensor):
                     self._note(tensor, self._outside)
             self._inside.append({})
+            self._turns.append(module)
         self._depth += 1
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:

@@ -25,6 +25,7 @@ from secc.ir import expr
 from secc.ir.analysis import abouts, text_of
 from secc.ir.dialect import BlockOp, CallOp, CaseOp, GlueOp, GraphOp, ParamOp, SectionOp, TieOp, section_of, strings
 from secc.ir.expr import Expr
+from secc.ir.naming import OUT_OF_TURN
 from secc.ir.types import tensor
 from secc.ir.vocabulary import Spread, heads
 
@@ -185,7 +186,8 @@ def call_cost(graph: GraphOp, call: CallOp) -> CallCost:
     flops = _text(call, "flops", estimate.flops)
     rest = {key: _text(call, key, ZERO) for key in ("working", "again", "again_moved", "attention", "attention_work", "moved")}
     kept, work = _text(call, "kept", saved), _text(call, "work", flops)
-    return CallCost(flops, work, saved, ops, _label(call), units, kept, narrow=number(call, "narrow", 0), **rest)
+    narrow, in_turn = number(call, "narrow", 0), OUT_OF_TURN not in call.attributes
+    return CallCost(flops, work, saved, ops, _label(call), units, kept, narrow=narrow, in_turn=in_turn, **rest)
 
 
 def origins(graph: GraphOp, section: SectionOp) -> dict[str, int]:
@@ -356,8 +358,9 @@ def _parameters(graph: GraphOp, name: str, calls: list[CallOp]) -> tuple[int, in
 
 
 def _unit_bytes(graph: GraphOp, calls: list[CallOp], param_bytes: int) -> tuple[int, int]:
-    """Bytes of the parameters of the largest layer of a stack, and of what no stack has."""
-    layers = {c.target.data: n for c in calls if (n := number(c, "layers", number(c, "units", 0)))}
+    """Bytes of the parameters of the largest layer of a stack, and of what no stack has, or one whose layers run twice or out of turn."""
+    turned = {c.target.data for c in calls if OUT_OF_TURN in c.attributes}
+    layers = {c.target.data: n for c in calls if (n := number(c, "layers", number(c, "units", 0))) and c.target.data not in turned}
     blocks = graph.blocks
     sizes = {path: _block_parameters(blocks[path])[2] for path in layers}
     largest_layer = max((-(-size // layers[path]) for path, size in sizes.items()), default=0)

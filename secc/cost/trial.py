@@ -42,6 +42,7 @@ class Trial:
 
     With units that run again: the bytes `kept` until the backward, the bytes that one unit's second run adds (`working`), and the work and
     bytes moved of all second runs (`again`, `again_moved`). `narrow` is the smallest fixed dim of the products that take longest.
+    `in_turn`: each unit ran once at most, in the order in which they stand.
     """
 
     flops: int
@@ -56,6 +57,7 @@ class Trial:
     again_moved: int
     ops: int
     narrow: int
+    in_turn: bool
 
 
 def run(
@@ -86,7 +88,7 @@ def run(
         counter,
     ):
         functional_call(module, state, tuple(args), kwargs)
-    return counter.trial(grad)
+    return counter.trial(grad, saved.in_turn(units))
 
 
 class Makes:
@@ -195,7 +197,7 @@ class _Counter(TorchDispatchMode):
         self._moved, self._again_moved, self._ops = self._moved + moved, self._again_moved + again_moved, self._ops + ops
         self._saved.add_alike(saved, kept)
 
-    def trial(self, grad: bool) -> Trial:
+    def trial(self, grad: bool, in_turn: bool) -> Trial:
         """What was counted."""
         table, saved = self._efficiency, self._saved
         work = sum(table.work(n, dim) for dim, n in self._flops.items())
@@ -213,6 +215,7 @@ class _Counter(TorchDispatchMode):
             again_moved=self._again_moved if grad else 0,
             ops=self._ops,
             narrow=max(self._flops, key=lambda dim: table.work(self._flops[dim], dim), default=0),
+            in_turn=in_turn,
         )
 
 

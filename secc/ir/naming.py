@@ -11,6 +11,7 @@ _RESERVED = {"terms"}  # the bodies of the loss's bookkeeping live under this na
 KNOWN_BUFFER = "buffer"  # the attribute of a `sec.param` that is a buffer whose values are known when the plan is made
 ACCEPTED = "accepted"  # the attribute of a graph that says which approximations of the loss were taken, and where
 LOGGED = "logged"  # the attribute of a graph that says of what is logged what is no exact sum
+OUT_OF_TURN = "out_of_turn"  # the attribute of a call whose layers were seen to run twice, or not in the order in which they stand
 BUFFER = "buffer:"  # and its name: a constant of a plan that holds the values of a buffer
 DATA = "rows_"  # and a number: a size that inputs' values decide, counted within a case
 

@@ -159,6 +159,26 @@ def test_layers_like_others_are_counted_without_running() -> None:
     assert not any("forward" in vars(m) for m in block.modules())
 
 
+class Turned(Stack):
+    """Layers in any order, some perhaps twice."""
+
+    def __init__(self, *order: int) -> None:
+        super().__init__(3)
+        self.order = order
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i in self.order:
+            x = self.layers[i](x)
+        return x
+
+
+@pytest.mark.parametrize(("order", "turned"), [((0, 1, 2), False), ((0, 2), False), ((0, 1, 2, 0), True), ((1, 1), True), ((1, 0), True)])
+def test_layers_that_run_twice_or_out_of_turn_are_marked(order: tuple[int, ...], turned: bool) -> None:
+    block = Turned(*order)
+    assert on_meta(block, units(block)).in_turn != turned
+    assert ("noted" in measured(block).get("out_of_turn", "")) == turned
+
+
 @pytest.mark.parametrize("depth", [1, 5])
 def test_flops_are_those_of_torch(depth: int) -> None:
     block = Stack(depth)

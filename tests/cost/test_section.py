@@ -10,6 +10,7 @@ import pytest
 from secc.cluster import parse
 from secc.cost import time
 from secc.cost.again import Again
+from secc.cost.collectives import Span
 from secc.cost.gathering import passing
 from secc.cost.load import crossings, patterns
 from secc.cost.memory import memory
@@ -233,12 +234,21 @@ def test_memory_and_passes_of_sharded_parameters() -> None:
     assert (room.parameters, room.gradients, room.optimizer) == (6 * 10**9, 12 * 10**9, 12 * 10**9)
     assert room.buffers == (2 + 1) * 10**9 + (2 + 1) * 2 * 10**9
     cluster = parse("1x8xH100")
-    gathers = passing(large, 8, "zero3", cluster, 1)
-    assert gathers is not None and passing(large, 1, "zero3", cluster, 1) is None and passing(large, 8, "zero2", cluster, 1) is None
+    gathers = passing(large, "zero3", cluster, Span(8, 1))
+    assert (
+        gathers is not None
+        and passing(large, "zero3", cluster, Span(1, 1)) is None
+        and passing(large, "zero2", cluster, Span(8, 1)) is None
+    )
     assert gathers.forward == (layered.layers + 1) * gathers.unit and 2.9 < gathers.backward / gathers.forward < 3.1
     assert gathers.forward_ns(10**12) == 10**12 + gathers.unit and gathers.backward_ns(0) == 0
     texts = gathers.texts("5*B", "7*B")
     assert [evaluate(t, {"B": 10**12}) for t in texts] == [gathers.forward_ns(5 * 10**12), gathers.backward_ns(7 * 10**12)]
+
+
+def test_layers_that_run_out_of_turn_are_gathered_with_the_rest() -> None:
+    turned = cost(graph(X + F.replace('saved = "4*B*S", ops = 3', UNITS + ', out_of_turn = "noted"')))
+    assert (turned.unit_bytes, turned.rest_bytes) == (0, 4000)
 
 
 def test_recomputation_adds_its_work_once() -> None:

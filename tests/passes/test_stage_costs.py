@@ -1,0 +1,47 @@
+"""What `split-stages` notes at a stage is what its own ranks take."""
+
+from __future__ import annotations
+
+from xdsl.dialects.builtin import StringAttr
+
+from secc import pipeline
+from secc.cluster import parse
+from secc.ir import text
+from secc.ir.analysis import text_of
+from secc.ir.dialect import graph_of
+from secc.runtime.expr import evaluate
+
+SOURCE = """
+sec.graph "lm" widths "own" {
+  sec.symbol "B" kind "rows" key "x" dim 0
+  sec.pattern when [] share "1" {B = 1}
+  sec.block "layers.0" class "Layer" params 40000000 trainable 40000000 component "" layers 2 when []
+  sec.block "layers.1" class "Layer" params 40000000 trainable 40000000 component "" layers 2 when []
+  sec.section "lm" mode "train" when [] blocks ["layers.0", "layers.1"]
+    {dp = 4 : i64, pp = 2 : i64, ranks = RANKS, micro_batch = 1 : i64, recompute = "none", sharding = "zero3"}
+  sec.case "all" when [] {
+    %x = sec.input "x" : !sec.tensor<[B, 8], f32>
+    %0 = sec.call "layers.0" (%x) args "$0" outs [""] in @lm {flops = "80000*B"} : !sec.tensor<[B, 8], f32, grad>
+    %1 = sec.call "layers.1" (%0) args "$0" outs [""] in @lm {flops = "80000*B"} : !sec.tensor<[B, 8], f32, grad>
+    %l = sec.glue "aten.sum.default" (%1) args "$0" in @lm : !sec.tensor<[], f32, grad>
+    sec.term "loss" (%l) in @lm
+    sec.return constant "0.0"
+  }
+}
+"""
+
+
+def forward_ns(ranks: list[int]) -> int:
+    """Of the first stage's micro-batch, on two nodes of four GPUs."""
+    listed = ", ".join(f"{r} : i64" for r in ranks)
+    module = text.parse(SOURCE.replace("RANKS", f"[{listed}]"))
+    graph = graph_of(module)
+    graph.attributes["cluster"] = StringAttr(parse("2x4xH100").to_json())
+    pipeline.run(module, pipeline.parse("split-stages"))
+    return evaluate(text_of(graph_of(module).sections[0], "forward_ns") or "", {"B": 1})
+
+
+def test_a_stage_gathers_over_the_nodes_that_its_ranks_are_on() -> None:
+    """Replicas in a row have every second rank in a stage, so that it is on both nodes; with stages in a row each is on one."""
+    spread, near = forward_ns([0, 1, 2, 3, 4, 5, 6, 7]), forward_ns([0, 4, 1, 5, 2, 6, 3, 7])
+    assert spread > 1.5 * near
