@@ -29,7 +29,8 @@ from secc.runtime.costs import Costs
 from secc.runtime.edges import EdgeLayout
 from secc.runtime.errors import UserError
 from secc.runtime.options import Options
-from secc.runtime.program import Instruction, returns_gradient, rounds
+from secc.runtime.plan import Plan
+from secc.runtime.program import Instruction, Schedule, returns_gradient, rounds, weight_parts
 from secc.runtime.routes import Part, replicas, routes
 from secc.runtime.run import Run
 from secc.runtime.steps import Step, steps
@@ -133,13 +134,23 @@ def _synced(table: Table, times: list[list[int]], scaled: Callable[[int], int]) 
     return max(max(row[-1], b) for row, b in zip(times, busy, strict=True))
 
 
+def durations(plan: Plan, schedule: Schedule, costs: Costs) -> dict[tuple[str, str], list[int]]:
+    """The ns of each micro-batch of a section, by kind of instruction and section."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for s in plan.sections:
+        forward, backward = costs.of(s, [m.samples for m in schedule.micro_batches[s.name]])
+        weight = weight_parts(s, backward)
+        found |= {("F", s.name): forward, ("B", s.name): list(map(int.__sub__, backward, weight)), ("W", s.name): weight}
+    return found
+
+
 class _Walk:
     """One step of one rank. `free`: when it has done all so far; `reached`: when it came to each sum of gradients."""
 
     def __init__(self, emulator: Emulator, step: Step) -> None:
         self.e, self.number, self.schedule, self.plan = emulator, step.batch.step, step.schedule, emulator.plan
         schedule, costs = step.schedule, Costs(self.plan, step.samples, step.schedule.own)
-        self.durations = {s.name: costs.of(s, [m.samples for m in schedule.micro_batches[s.name]]) for s in self.plan.sections}
+        self.durations = durations(self.plan, schedule, costs)
         self.rounds = rounds(self.plan.sections, schedule.micro_batches)
         self.layouts = {e.name: EdgeLayout(e, self.plan, schedule, step.samples) for e in self.plan.edges}
         self.needs = self._needs()
@@ -150,7 +161,7 @@ class _Walk:
         self.free = time.monotonic_ns()
         for i in self.schedule.programs[self.e.rank]:
             match i.kind:
-                case "F" | "B":
+                case "F" | "B" | "W":
                     self.compute(i)
                 case "SEND":
                     self.send(i)
@@ -170,7 +181,7 @@ class _Walk:
             name = f"{self.number}/{i.kind}/{i.section}/{in_step[0].index}"
             self.e.store.set(f"{name}/{self.e.rank}", str(ready))
             ready = max(int(self.e.store.get(f"{name}/{r}")) for r in together)
-        self.free = ready + self.e.scaled(max(self.durations[i.section][i.kind == "B"][m.index] for m in in_step))
+        self.free = ready + self.e.scaled(max(self.durations[i.kind, i.section][m.index] for m in in_step))
         _wait(self.free)
 
     # -- messages -----------------------------------------------------------------------------------------------------------------

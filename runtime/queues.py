@@ -29,7 +29,7 @@ from secc.runtime.lane import Lane, Passage
 
 Queue = list[int]
 Shape = Callable[[Sequence[int], "Load"], Queue]
-SHARES = (650, 350, 500)  # permille of a replica's aim that a run of the longest takes, the likeliest first
+SHARES = (650, 800, 500)  # permille of a replica's aim that a run of the longest takes, the likeliest first
 ENDS = 2  # micro-batches that need nothing upstream at each end of a pyramid
 MOVES = 8  # tries for each replica
 ROUNDS = 2  # of planning, at least

@@ -17,7 +17,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from statistics import mean
@@ -90,12 +90,12 @@ def _ratios(plan: Plan, samples: list[SampleMeta]) -> tuple[float, float]:
 PLANNED_SAMPLES, PLANNED_STAGES, PLANNED_ROOMS = (16, 32, 64, 128), (2, 4, 8), (1, 2, 4)
 
 
-def pipelines(seeds: int) -> None:
+def pipelines(seeds: int, counts: Sequence[int]) -> None:
     """Rows of samples a replica and stages, columns of backwards and room, at P(image) 0.33 and 80% load: mean/worst over the bound."""
     kinds = [(split, room) for split in (False, True) for room in PLANNED_ROOMS]
     heads = [f"{'split' if split else 'whole'}, {room if room > 1 else ''}P" for split, room in kinds]
     print(f"| samples a replica | stages | {' | '.join(heads)} |\n| --- | --- |{' --- |' * len(kinds)}")
-    for count in PLANNED_SAMPLES:
+    for count in counts:
         for stages in PLANNED_STAGES:
             cells = [_staged(count, 0.33, 0.8, mixes.Pipeline(stages, room * stages, split), seeds) for split, room in kinds]
             print(f"| {count} | {stages} | {' | '.join(cells)} |", flush=True)
@@ -164,13 +164,13 @@ def small(count: int, limit: float) -> None:
         print(f"| {name} | {len(values)} | {_spread(values) if values else ' | | | '} |")
 
 
-ROOM_SAMPLES = 6  # more are seldom proven
+ROOM_SAMPLES = 5  # more are seldom proven
 
 
 def rooms(count: int, limit: float) -> None:
     """Pipelines with little room, so many batches each: what the optimum is over the bound and the order over the optimum, mean/worst.
 
-    One replica with 6 samples and an encoder of its own at 80% load. Optima that CP-SAT does not prove within `limit` are left out.
+    One replica with 5 samples and an encoder of its own at 80% load. Optima that CP-SAT does not prove within `limit` are left out.
     """
     print("| stages | backward | room | proven | optimum over bound | order over optimum | order over bound |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
@@ -227,6 +227,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["quality", "pipelines", "loads", "small", "rooms", "cost"])
     parser.add_argument("--seeds", type=int, default=10, help="batches for each row of quality")
+    parser.add_argument("--samples", type=int, nargs="+", default=PLANNED_SAMPLES, help="samples a replica, rows of pipelines")
     parser.add_argument("--count", type=int, default=300, help="instances of small, batches of each row of rooms")
     parser.add_argument("--limit", type=float, default=5.0, help="CP-SAT's deterministic time for each instance, about seconds")
     parser.add_argument("--repeats", type=int, default=7, help="runs of cost")
@@ -235,7 +236,7 @@ def main(arguments: list[str]) -> int:
         case "quality":
             quality(options.seeds)
         case "pipelines":
-            pipelines(options.seeds)
+            pipelines(options.seeds, options.samples)
         case "loads":
             loads(options.seeds)
         case "small":

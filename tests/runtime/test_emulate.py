@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from secc.cli import main
-from secc.runtime.emulate import FILE, read, to_json
+from secc.runtime.costs import Costs
+from secc.runtime.emulate import FILE, durations, read, to_json
 from secc.runtime.errors import UserError
 from secc.simulate.batches import global_batches
 from secc.simulate.emulated import table
+from secc.simulate.machine import simulate
 from secc.simulate.steady import consecutive
 from tests.runtime.captioner import UNEVEN, write_plan
 from tests.schedule.plans import plan, section
@@ -57,6 +59,16 @@ def test_emulated_plans_run_ahead_where_they_say_so(tmp_path):
     plan = bench_emulation.write(tmp_path, case, batches=2)
     first, last = consecutive(plan, list(global_batches(tmp_path, plan, steps=2)))
     assert first[1].own == case.samples and last[1].computed["teacher"]
+
+
+def test_a_computation_waits_as_long_as_it_takes_in_the_simulator(tmp_path):
+    """Also the two parts of a split backward."""
+    plan = bench_emulation.write(tmp_path, bench_emulation.CASES["3 ranks, encoder → LM of 2 stages"], batches=1)
+    ((samples, programs),) = consecutive(plan, list(global_batches(tmp_path, plan)))
+    waits = durations(plan, programs, Costs(plan, samples))
+    step = simulate(plan, samples, programs)
+    assert {c.kind for c in step.compute} == {"F", "B", "W"}
+    assert all(c.end - c.start == waits[c.kind, c.section][c.micro] for c in step.compute)
 
 
 def test_the_table_has_the_times_of_the_cost_model(tmp_path):
