@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from xdsl.dialects.builtin import ModuleOp, StringAttr
 
-from secc import __version__, pipeline
+from secc import __version__, parallel, pipeline
 from secc.cluster import parse
 from secc.codegen import plan as plan_codegen
 from secc.codegen.directory import plan_files, section_files
@@ -27,7 +27,7 @@ from secc.codegen.write import write
 from secc.cost import table as costs
 from secc.cost.examples import Samples
 from secc.cost.fused import PREFIX
-from secc.cost.measure import Costs, measure
+from secc.cost.measure import Costs, keep, learn, measure
 from secc.errors import UserError
 from secc.frontend import import_ir, statistics, widths
 from secc.frontend.capture import Capture, capture
@@ -216,20 +216,20 @@ def _module(
     if reason := unshardable(user, meta):
         graph_of(module).attributes["unshardable"] = StringAttr(reason)
     with clock.step("measure blocks"):
+        if not reason_against(_when(options), options.cluster):
+            with parallel.beside(lambda: learn(module, meta, samples, known.costs)) as learnt:
+                _look_for_fusions(module, meta, options, samples, known)
+                keep(module, meta, learnt(), known.costs)
         measure(module, meta, samples, known=known.costs)
         if options.costs:
             table = costs.read(Path(options.costs))
             table.check(parse(options.cluster))
             table.write(module, meta)
-    with clock.step("look for what fused operators can compute"):
-        _look_for_fusions(module, meta, options, samples, known)
     return module
 
 
 def _look_for_fusions(module: ModuleOp, meta: nn.Module, options: Options, samples: Samples, known: _Known) -> None:
     """Declare what `fuse-blocks` may rewrite in the user's modules, and measure the calls with all of it too."""
-    if reason_against(_when(options), options.cluster):
-        return
     graph = graph_of(module)
     declare(graph, find(meta, graph.blocks, options.without, known.looked))
     if graph.rewrites:

@@ -1,4 +1,4 @@
-"""Independent work on all cores: `mapped` runs a function over items in forked copies of this process.
+"""Independent work on all cores, in forked copies of this process: `mapped` runs a function over items, `beside` one beside other work.
 
 A copy has everything that is loaded and made here, which takes seconds to load and much to send; only results travel. They come in the
 items' order, so that nothing hangs on the number of cores.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -33,6 +34,22 @@ def mapped(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Re
             return list(pool.map(_result, range(len(found))))
     finally:
         _work = None
+
+
+@contextmanager
+def beside(function: Callable[[], Result]) -> Iterator[Callable[[], Result]]:
+    """Run `function` in a copy while the block runs here; what is given waits for its result. With one core it runs then, and here."""
+    global _work
+    if cores() < 2:
+        yield function
+        return
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork"), initializer=_alone) as pool:
+        _work = (lambda _: function()), [None]
+        try:
+            found = pool.submit(_result, 0)  # forks now
+        finally:
+            _work = None
+        yield found.result
 
 
 def cores() -> int:

@@ -27,6 +27,12 @@ def test_copies_make_no_copies(two_cores: None) -> None:
     assert [len(some) for some in found] == [1, 1]
 
 
+def test_one_function_runs_beside_other_work(two_cores: None) -> None:
+    with parallel.beside(os.getpid) as process:
+        here = [os.getpid(), *parallel.mapped(lambda n: n, range(2))]
+        assert here == [os.getpid(), 0, 1] and process() != os.getpid()
+
+
 def test_errors_come_back_as_they_are(two_cores: None) -> None:
     def refuse(_: int) -> None:
         raise UserError("no", "model.py:1", "say yes")
@@ -39,3 +45,5 @@ def test_errors_come_back_as_they_are(two_cores: None) -> None:
 def test_one_core_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     assert parallel.mapped(lambda _: os.getpid(), range(2)) == [os.getpid()] * 2
+    with parallel.beside(os.getpid) as process:
+        assert process() == os.getpid()

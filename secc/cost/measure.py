@@ -7,7 +7,7 @@ the estimate by its parameters and the label `default`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -54,11 +54,28 @@ def measure(module: ModuleOp, model: nn.Module, samples: Samples = NO_SAMPLES, p
     for op in graph.body.block.ops:
         if isinstance(op, TieOp):
             _note_bytes(op, [model.get_parameter(strings(op.names)[0])])
-    measuring = _Measuring(graph, model, Examples(graph, samples), {} if known is None else known)
-    for case in graph.cases:
-        for op in case.ops:
-            if isinstance(op, CallOp):
-                _note_cost(op, measuring.cost(case, op), prefix)
+    measuring = _Measuring(graph, model, samples, {} if known is None else known)
+    for case, call in _calls(graph):
+        _note_cost(call, measuring.cost(case, call), prefix)
+
+
+def learn(module: ModuleOp, model: nn.Module, samples: Samples, known: Costs) -> list[CallCost | None]:
+    """What calls cost that are not in `known`, one of each kind in the order of the calls; `keep` puts them there.
+
+    So another process can learn them, to which no key of `Costs` travels.
+    """
+    measuring = _Measuring(graph_of(module), model, samples, known)
+    return [measuring.learnt(case, call) for case, call in measuring.unknown()]
+
+
+def keep(module: ModuleOp, model: nn.Module, found: Sequence[CallCost | None], known: Costs) -> None:
+    """Put what was learnt of a module's calls into `known`."""
+    measuring = _Measuring(graph_of(module), model, NO_SAMPLES, known)
+    known |= {measuring.key(call): cost for (_, call), cost in zip(measuring.unknown(), found, strict=True)}
+
+
+def _calls(graph: GraphOp) -> Iterator[tuple[CaseOp, CallOp]]:
+    return ((case, op) for case in graph.cases for op in case.ops if isinstance(op, CallOp))
 
 
 def _note_bytes(op: BlockOp | TieOp, parameters: list[nn.Parameter]) -> None:
@@ -87,17 +104,33 @@ def _note_cost(call: CallOp, cost: CallCost, prefix: str) -> None:
 class _Measuring:
     """Costs of calls, alike ones measured once."""
 
-    def __init__(self, graph: GraphOp, model: nn.Module, examples: Examples, known: Costs) -> None:
-        self._graph, self._model, self._examples, self._known = graph, model, examples, known
+    def __init__(self, graph: GraphOp, model: nn.Module, samples: Samples, known: Costs) -> None:
+        self._graph, self._model, self._examples, self._known = graph, model, Examples(graph, samples), known
+
+    def key(self, call: CallOp) -> Key:
+        """What decides a call's cost."""
+        block = self._model.get_submodule(call.target.data)
+        shapes = tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in block.named_parameters())
+        return type(block), shapes, call.args.data, tuple(str(o.type) for o in call.operands), call.no_grad is None
+
+    def unknown(self) -> list[tuple[CaseOp, CallOp]]:
+        """A call of each kind that is not known."""
+        first: dict[Key, tuple[CaseOp, CallOp]] = {}
+        for case, call in _calls(self._graph):
+            first.setdefault(self.key(call), (case, call))
+        return [found for key, found in first.items() if key not in self._known]
 
     def cost(self, case: CaseOp, call: CallOp) -> CallCost:
         """Counted on the meta device, else from samples, else the estimate."""
-        block = self._model.get_submodule(call.target.data)
-        shapes = tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in block.named_parameters())
-        key = (type(block), shapes, call.args.data, tuple(str(o.type) for o in call.operands), call.no_grad is None)
+        key = self.key(call)
         if key not in self._known:
-            self._known[key] = self._counted(call, block) or self._sampled(case, call, block)
+            self._known[key] = self.learnt(case, call)
         return self._known[key] or default(call, self._graph.blocks[call.target.data])
+
+    def learnt(self, case: CaseOp, call: CallOp) -> CallCost | None:
+        """The same, None instead of the estimate."""
+        block = self._model.get_submodule(call.target.data)
+        return self._counted(call, block) or self._sampled(case, call, block)
 
     def _counted(self, call: CallOp, block: nn.Module) -> CallCost | None:
         """Polynomials that hold exactly, or None for a block that needs values or whose numbers no small polynomial gives."""

@@ -19,6 +19,7 @@ from secc.ir.expr import Expr, evaluate, symbol, symbols
 
 DEGREE = 3
 DENOMINATORS = 8  # S*(S + 1)//2 and its like; a larger denominator is chance
+PRIME = (1 << 61) - 1
 
 Column = tuple[int, ...]
 Base = tuple[Callable[[], Expr], Column]  # an expression, made when it is wanted, and its values
@@ -158,7 +159,7 @@ def _fits(values: Column, bases: Iterable[tuple[Base, ...]]) -> Iterator[Expr]:
 
 def _solve(columns: Sequence[Column], values: Column) -> list[Fraction] | None:
     """Coefficients with which the columns add up to the values exactly, None if there are none or they are not determined."""
-    if len(columns) == 2 and not _collinear(columns, values):
+    if not _consistent(columns, values):
         return None
     rows = [[Fraction(c[i]) for c in columns] + [Fraction(v)] for i, v in enumerate(values)]
     n = len(columns)
@@ -177,14 +178,23 @@ def _solve(columns: Sequence[Column], values: Column) -> list[Fraction] | None:
     return found if all(found) else None
 
 
-def _collinear(columns: Sequence[Column], values: Column) -> bool:
-    """Whether three columns span at most a plane: a quick look before the exact solution of many candidates."""
-    (a, b), n = columns, len(values)
-    minors = ((i, j) for i in range(n) for j in range(i) if a[i] * b[j] != a[j] * b[i])
-    i, j = next(minors, (0, 0))
-    det = a[i] * b[j] - a[j] * b[i]
-    x, y = values[i] * b[j] - values[j] * b[i], a[i] * values[j] - a[j] * values[i]
-    return det != 0 and all(det * v == x * p + y * q for v, p, q in zip(values, a, b, strict=True))
+def _consistent(columns: Sequence[Column], values: Column) -> bool:
+    """Whether there may be such coefficients: there are none if there are none modulo a prime that divides none of their denominators.
+
+    A quick look before the exact solution of many candidates.
+    """
+    rows = [[*(c[i] for c in columns), v] for i, v in enumerate(values)]
+    for k in range(len(columns)):
+        pivot = next((i for i in range(k, len(rows)) if rows[i][k] % PRIME), None)
+        if pivot is None:
+            return True  # the prime cannot tell
+        rows[k], rows[pivot] = rows[pivot], rows[k]
+        top = rows[k]
+        lead = top[k]
+        for i in range(k + 1, len(rows)):
+            if factor := rows[i][k]:
+                rows[i] = [(lead * x - factor * y) % PRIME for x, y in zip(rows[i], top, strict=True)]
+    return not any(row[-1] % PRIME for row in rows[len(columns) :])
 
 
 def _nice(value: float) -> Expr:

@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 
+from secc.frontend.fusion import find as finding
 from secc.frontend.reference import Result, compare
 from tests.fusion.fusing import fused, matched, reasons
 
@@ -220,3 +221,39 @@ def test_modules_with_hooks_on_what_would_go_keep_them() -> None:
         assert [f.modules for f in found.forms] == [["1"]]
         model(torch.randn(2, 3, WIDTH))
     assert called == [model[0].act]
+
+
+class _Numbered(nn.Module):
+    """A norm in a layer with a number, whose forward may read the number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number, self.eps, self.shape = number, 1e-6, tuple([16])
+        self.weight = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-len(self.shape), keepdim=True) + self.eps) * self.weight
+
+
+class _Reading(_Numbered):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if self.number == 0 else x * self.weight
+
+
+@pytest.mark.parametrize(("layer", "traces"), [(_Numbered, 1), (_Reading, 3)])
+def test_layers_are_traced_once_unless_they_read_what_they_differ_in(
+    layer: type[_Numbered], traces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = 0
+    trace = finding.trace_method
+
+    def counted(module: nn.Module, method: str, reads: set[str]) -> fx.Graph:
+        nonlocal count
+        count += 1
+        return trace(module, method, reads)
+
+    monkeypatch.setattr(finding, "trace_method", counted)
+    model = nn.Sequential(*(layer(i) for i in range(3)))
+    found = finding.find(model, ["0", "1", "2"])
+    assert count == traces
+    assert [f.modules for f in found.forms] == ([["0", "1", "2"]] if traces == 1 else [["0"]])

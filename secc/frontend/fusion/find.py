@@ -67,11 +67,24 @@ class _Site:
     misses: tuple[Miss, ...] = ()
 
 
+@dataclass(frozen=True)
+class _Traced:
+    """A site, the names of the attributes that its trace read (None: it may have read any), and what these were."""
+
+    site: _Site
+    names: frozenset[str] | None
+    attributes: frozenset[tuple[str, Any]]
+
+
 @dataclass
 class Looked:
-    """What methods and functions came to, for one choice of rules."""
+    """What methods and functions came to, for one choice of rules.
 
-    methods: dict[Any, _Site] = field(default_factory=dict[Any, _Site])
+    A method's sites are kept with the attributes of the module that its trace read, and what these were: those of another module may be
+    others (a layer's number) where the trace read none of them.
+    """
+
+    methods: dict[Any, list[_Traced]] = field(default_factory=dict[Any, "list[_Traced]"])
     functions: dict[FunctionType, _Site] = field(default_factory=dict[FunctionType, _Site])
 
 
@@ -132,12 +145,17 @@ class _Search:
 
     def _method(self, module: nn.Module, method: str) -> _Site:
         function = getattr(type(module), method, None)
-        key = function, sites.signature(module)
-        known = self._looked.methods
-        if key not in known:
-            known[key] = self._look(f"{type(module).__name__}.{method}", function, lambda: trace_method(module, method), module)
-        self.misses |= dict.fromkeys(known[key].misses)
-        return known[key]
+        known = self._looked.methods.setdefault((function, sites.signature(module)), [])
+        found = next((t for t in known if t.attributes == sites.attributes(module, t.names)), None)
+        if found is None:
+            reads = set[str]()
+            name = f"{type(module).__name__}.{method}"
+            site = self._look(name, function, lambda: trace_method(module, method, reads), module)
+            names = None if "__dict__" in reads else frozenset(reads)
+            found = _Traced(site, names, sites.attributes(module, names))
+            known.append(found)
+        self.misses |= dict.fromkeys(found.site.misses)
+        return found.site
 
     def _function(self, function: FunctionType) -> _Site:
         known = self._looked.functions

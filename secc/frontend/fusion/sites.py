@@ -8,7 +8,7 @@ from __future__ import annotations
 import dis
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from types import CodeType, FunctionType
 from typing import Any
@@ -75,15 +75,22 @@ def _multiplies(code: CodeType) -> bool:
 
 
 def signature(module: nn.Module) -> Any:
-    """What decides a module's graphs: class, plain attributes, tensors, the modules directly inside. Equal for the layers of a stack."""
-    plain = tuple((k, _plain(v)) for k, v in sorted(vars(module).items()) if not k.startswith("_"))
+    """What decides a module's graphs beside its plain attributes: class, tensors, the modules directly inside. Equal for alike layers."""
     held = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
     tensors = tuple((n, tuple(t.shape), t.dtype) for n, t in held)
     inside = tuple((n, type(m), _numbers(m), has_hooks(m)) for n, m in module.named_children())
-    return type(module), plain, tensors, inside, frozenset(p.dtype for p in module.parameters())
+    return type(module), tensors, inside, frozenset(p.dtype for p in module.parameters())
+
+
+def attributes(module: nn.Module, names: Iterable[str] | None = None) -> frozenset[tuple[str, Any]]:
+    """Those of a module's plain attributes that have one of the names; all of them for None."""
+    plain = {k: v for k, v in vars(module).items() if not k.startswith("_")}
+    return frozenset((k, _plain(v)) for k, v in plain.items() if names is None or k in names)
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     return value if isinstance(value, bool | int | float | str | None | torch.dtype) else id(value)
 
 

@@ -10,6 +10,7 @@ import copy
 import dis
 import inspect
 import re
+import sys
 from collections.abc import Mapping
 from types import CodeType, FunctionType
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from secc.runtime.recorder.places import short_place
+from secc.runtime.recorder.places import is_internal, short_place
 
 _RANDOM = ("Dropout", "RReLU")
 
@@ -100,14 +101,18 @@ def code_of(function: Any) -> CodeType | None:
     return function.__code__ if isinstance(function, FunctionType) and not hasattr(function, "__wrapped__") else None
 
 
-def trace_method(module: nn.Module, method: str) -> fx.Graph:
-    """The graph of a method as it is called with tensors only, other arguments at their defaults. Raises Refused."""
+def trace_method(module: nn.Module, method: str, reads: set[str]) -> fx.Graph:
+    """The graph of a method as it is called with tensors only, other arguments at their defaults. Raises Refused.
+
+    The names of the module's attributes that it looks up go to `reads`.
+    """
     function = getattr(type(module), method)
     code = code_of(function)
+    reads.add(method)
     if code is None or method in vars(module):
         raise Refused(f"its {method} is wrapped or replaced, so its own code does not show what runs")
     _check_code(code)
-    twin = _watched(module)
+    twin = _watched(module, reads)
     before = dict(vars(twin))
     graph = _traced(function, twin, _Tracer(code, method, tensors_of(module)))
     if any(vars(twin).get(k) is not v for k, v in before.items()) or len(before) != len(vars(twin)):
@@ -115,14 +120,20 @@ def trace_method(module: nn.Module, method: str) -> fx.Graph:
     return graph
 
 
-def _watched(module: nn.Module) -> nn.Module:
-    """A copy that shares everything and refuses to say whether it trains: that may change after the trace."""
+def _watched(module: nn.Module, reads: set[str]) -> nn.Module:
+    """A copy that shares everything, tells what is read of it, and refuses to say whether it trains: that may change after the trace."""
 
     def training(self: nn.Module) -> bool:
         raise Refused("it reads self.training, which may change")
 
+    def looked_up(self: nn.Module, name: str) -> Any:
+        if name != "__dict__" or not is_internal(sys._getframe(1).f_code.co_filename):  # torch.fx goes through it for tensors
+            reads.add(name)
+        return super(own, self).__getattribute__(name)
+
     twin = copy.copy(module)
-    twin.__class__ = type(type(module).__name__, (type(module),), {"training": property(training)})
+    own = type(type(module).__name__, (type(module),), {"training": property(training), "__getattribute__": looked_up})
+    twin.__class__ = own
     return twin
 
 
