@@ -93,6 +93,7 @@ class Workload:
     crossings: tuple[Crossing, ...]
     unshardable: str = ""
     kinds: tuple[Workload, ...] = ()
+    active: dict[Fraction, int] = field(init=False, repr=False, compare=False, default_factory=dict[Fraction, int])
     sized: dict[tuple[frozenset[str], int], dict[str, int]] = field(
         init=False, repr=False, compare=False, default_factory=dict[tuple[frozenset[str], int], dict[str, int]]
     )
@@ -119,7 +120,9 @@ class Workload:
 
     def samples(self, load: Load) -> int:
         """Active samples of a section in a global batch, as expected and rounded up; at least 1."""
-        return max(1, ceil(self.global_batch * load.share))
+        if load.share not in self.active:
+            self.active[load.share] = max(1, ceil(self.global_batch * load.share))
+        return self.active[load.share]
 
 
 def workload(graph: GraphOp, cluster: Cluster, global_batch: int) -> Workload:

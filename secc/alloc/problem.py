@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from fractions import Fraction
-from math import ceil
+from math import ceil, prod
 
+from secc import parallel
 from secc.alloc import layouts
-from secc.alloc.candidates import Load, Workload, candidate, declared_layers, held, replica_of, ways_to_run
+from secc.alloc.candidates import Load, Workload, candidate, declared_layers, held, replica_of, room, ways_to_run
 from secc.alloc.pins import Pins
 from secc.alloc.types import ALL, Candidate, Edge, Pool, Problem
 from secc.cost import time
@@ -20,6 +21,8 @@ from secc.errors import UserError
 from secc.ir.cuts import cuttable
 from secc.runtime.expr import evaluate
 from secc.runtime.sends import SENDS
+
+MANY_RANKS = 128  # from which on a section's candidates are so many that copies of the process make them sooner
 
 
 def problem(work: Workload, ranks: int, strategy: str, pins: Pins, free: bool = True) -> Problem:
@@ -32,7 +35,7 @@ def problem(work: Workload, ranks: int, strategy: str, pins: Pins, free: bool = 
     capacity, alike = work.cluster.device.usable, strategy == "uniform"
     sections: dict[str, tuple[Candidate, ...]] = {}
     for name, load in work.loads.items():
-        every = _candidates(work, load, ranks, pins, free)
+        every = _fitting(work, load, ranks, pins, free, alike)
         every = (replace(c, kind=ALL) for c in every) if work.kinds else every
         sections[name] = layouts.unbeaten(every, capacity, alike)
     return Problem(sections, edges(work, sections), ranks, capacity, strategy, pins.together, work.cluster.per_node)
@@ -53,7 +56,7 @@ def _of_any_kind(work: Workload, name: str, pins: Pins, free: bool) -> list[Cand
     errors: list[UserError] = []
     for kind, part in ((ALL, work), *enumerate(work.kinds)):
         try:
-            every = _candidates(part, part.loads[name], part.cluster.ranks, pins, free, whole=kind == ALL)
+            every = _fitting(part, part.loads[name], part.cluster.ranks, pins, free, whole=kind == ALL)
             found += layouts.unbeaten((replace(c, kind=kind) for c in every), part.cluster.device.usable)
         except UserError as error:
             errors.append(error)
@@ -74,20 +77,42 @@ def usable_ranks(work: Workload, strategy: str, pins: Pins, ranks: int) -> int:
     return max(counts) if strategy in {"colocate", "uniform"} else sum(counts)
 
 
-def _candidates(work: Workload, load: Load, ranks: int, pins: Pins, free: bool, whole: bool = False) -> Iterator[Candidate]:
-    """A section's candidates on up to `ranks` devices, or on exactly so many (`whole`)."""
-    ways, found = ways_to_run(work, load, pins), shapes(work, load, pins, ranks, free)
-    least = min(tp * pp for tp, pp in found)
-    for tp, pp in found:
-        replica = replica_of(work, load, tp, pp, ranks)
-        most = min(ranks // (tp * pp), work.global_batch)
-        if tp * pp > least and (pins.fixed(load.name, "dp") or 1) > most:
-            continue  # so many replicas are for the smaller ones
-        for dp in pins.dp(load.name, most, layouts.replicas(tp * pp, ranks, work.cluster.per_node, most)):
-            if whole and dp * tp * pp != ranks:
-                continue
-            for size in pins.micro_batch(load.name, -(-work.samples(load) // dp)):
-                for way in ways:
+def _fitting(work: Workload, load: Load, ranks: int, pins: Pins, free: bool, alike: bool = False, whole: bool = False) -> list[Candidate]:
+    """A section's candidates on up to `ranks` devices, or on exactly so many (`whole`), without those that others of their shape beat.
+
+    Those that fit no device are among them only where none does.
+    """
+    capacity, every = work.cluster.device.usable, shapes(work, load, pins, ranks, free)
+    map_ = parallel.mapped if ranks >= MANY_RANKS else map
+
+    def found(most: int | None) -> list[Candidate]:
+        def of_shape(shape: tuple[int, int]) -> tuple[Candidate, ...]:
+            return layouts.unbeaten(_candidates(work, load, ranks, pins, shape, min(map(prod, every)), whole, most), capacity, alike)
+
+        return [c for some in map_(of_shape, every) for c in some]
+
+    fitting = found(capacity)
+    return fitting if any(c.memory <= capacity for c in fitting) else found(None)
+
+
+def _candidates(
+    work: Workload, load: Load, ranks: int, pins: Pins, shape: tuple[int, int], least: int, whole: bool, capacity: int | None
+) -> Iterator[Candidate]:
+    """Candidates of one (tp, pp), without those that need more than `capacity` bytes even for one micro-batch in a step.
+
+    `least` are the ranks of the smallest replicas.
+    """
+    ways, size_of_replica = ways_to_run(work, load, pins), prod(shape)
+    replica = replica_of(work, load, *shape, ranks)
+    most = min(ranks // size_of_replica, work.global_batch)
+    if size_of_replica > least and (pins.fixed(load.name, "dp") or 1) > most:
+        return  # so many replicas are for the smaller ones
+    for dp in pins.dp(load.name, most, layouts.replicas(size_of_replica, ranks, work.cluster.per_node, most)):
+        if whole and dp * size_of_replica != ranks:
+            continue
+        for size in pins.micro_batch(load.name, -(-work.samples(load) // dp)):
+            for way in ways:
+                if capacity is None or room(work, replica, dp, size, *way, 1).total(1) <= capacity:
                     yield from held(work, replica, candidate(work, replica, dp, size, *way))
 
 

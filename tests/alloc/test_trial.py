@@ -12,6 +12,7 @@ import pytest
 
 from secc.alloc import contest as contests
 from secc.alloc import known
+from secc.alloc import problem as problems
 from secc.alloc.candidates import workload
 from secc.alloc.contest import contest
 from secc.alloc.evaluate import evaluate
@@ -117,6 +118,13 @@ def test_plans_far_behind_at_a_look_are_not_tried(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Trial, "step", counted)
     won = contest(trial, asked, solution.assignment, lambda a: handed(asked, a), 0.0)
     assert runs.count(True) == won.trials and len(trial.batches) <= runs.count(False) < len(trial.batches) * won.trials
+
+
+def test_candidates_made_in_other_processes_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, asked, trial = vlm()
+    monkeypatch.setattr(problems, "MANY_RANKS", 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    assert problem(trial.work, 4, "auto", Pins()) == asked
 
 
 def test_a_known_plan_is_taken_again() -> None:

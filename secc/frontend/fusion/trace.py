@@ -10,7 +10,6 @@ import copy
 import dis
 import inspect
 import re
-import sys
 from collections.abc import Mapping
 from types import CodeType, FunctionType
 from typing import Any
@@ -127,14 +126,20 @@ def _watched(module: nn.Module, reads: set[str]) -> nn.Module:
         raise Refused("it reads self.training, which may change")
 
     def looked_up(self: nn.Module, name: str) -> Any:
-        if name != "__dict__" or not is_internal(sys._getframe(1).f_code.co_filename):  # torch.fx goes through it for tensors
+        if name != "__dict__" or not _asked_by_torch():  # torch.fx goes through it for tensors
             reads.add(name)
-        return super(own, self).__getattribute__(name)
+        return own.__getattribute__(self, name)
 
-    twin = copy.copy(module)
-    own = type(type(module).__name__, (type(module),), {"training": property(training), "__getattribute__": looked_up})
-    twin.__class__ = own
+    twin, own = copy.copy(module), type(module)
+    twin.__class__ = type(own.__name__, (own,), {"training": property(training), "__getattribute__": looked_up})
     return twin
+
+
+def _asked_by_torch() -> bool:
+    """Whether torch asks for what the caller looks up."""
+    frame = inspect.currentframe()
+    asking = frame and frame.f_back and frame.f_back.f_back
+    return asking is not None and is_internal(asking.f_code.co_filename)
 
 
 def trace_function(function: FunctionType) -> fx.Graph:
