@@ -46,7 +46,7 @@ class Message:
         return bounds(layout.numel(self.pair), self.part, self.parts)
 
     def numel(self, layout: EdgeLayout) -> int:
-        """The entries sent: a gradient is led by one that says whether there is a gradient at all."""
+        """The entries sent: a gradient is followed by one that says whether there is a gradient at all."""
         start, stop = self.bounds(layout)
         return stop - start + (self.direction == "bwd")
 

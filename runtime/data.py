@@ -135,7 +135,8 @@ class DataPlane:
         sizes = combine([r.meta.sizes for r in records], self.plan.symbols)
         padded = self.plan.widths == "global"
         widths = tuple((s.name, sizes[s.name]) for s in self.plan.symbols if s.kind == "width") if padded else ()
-        columns = zip(*(self._padded_leaves(kept, widths, group) if widths else [r.leaves for r in records]), strict=True)
+        wider = any(r.meta.sizes[name] != width for r in records for name, width in widths)  # than some sample alone
+        columns = zip(*(self._padded_leaves(kept, widths, group) if wider else [r.leaves for r in records]), strict=True)
         # fsum rounds once, so the sums do not depend on how the samples are spread over ranks.
         leaves = {name: math.fsum(column) for name, column in zip(self._records.leaves, columns, strict=False)}
         tokens = sum(r.tokens for r in records)

@@ -94,10 +94,13 @@ class Times:
         self._plan, self._path = plan, directory / FILE
         self._file = self._path.open("a")
         self._steps: list[tuple[Spent, Spent]] = []
+        self._latest: tuple[Schedule, Spent] | None = None
 
     def log(self, step: int, spent: Spent, samples: Sequence[SampleMeta], schedule: Schedule) -> None:
         """Write a step's times; `samples` are those that the schedule speaks of."""
-        expected = predicted(self._plan, samples, schedule)
+        if self._latest is None or self._latest[0] is not schedule:  # steps of one schedule are alike
+            self._latest = schedule, predicted(self._plan, samples, schedule)
+        expected = self._latest[1]
         self._steps.append((spent, expected))
         sections: dict[str, dict[str, float]] = defaultdict(dict)
         for (name, kind), seconds in spent.items():

@@ -9,6 +9,7 @@ Between stages of a pipeline, which have the same micro-batches, a tensor travel
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -53,13 +54,24 @@ class EdgeLayout:
         self._carried = {s for shared in self.pairs.values() for s in shared}
         self._extents = () if plan.widths == "global" else edge.extents
         self._cuts: dict[tuple[str, Pair], tuple[Cut, ...]] = {}
+        self._shapes: dict[tuple[str, int], tuple[int, ...]] = {}
+        self._of: defaultdict[tuple[str, int], list[Pair]] = defaultdict(list)
+        for pair in sorted(self.pairs):
+            self._of["src", pair[0]].append(pair)
+            self._of["dst", pair[1]].append(pair)
 
-    def of(self, side: str, micro: int) -> list[Pair]:
+    def of(self, side: str, micro: int) -> Sequence[Pair]:
         """The pairs of a micro-batch on `side` ("src" or "dst"), in ascending order."""
-        return sorted(p for p in self.pairs if p[side == "dst"] == micro)
+        return self._of.get((side, micro), ())
 
     def shape(self, side: str, micro: int) -> tuple[int, ...]:
         """The shape of the edge's tensor in a micro-batch, as its producer makes it or as its consumer takes it."""
+        key = (side, micro)
+        if key not in self._shapes:
+            self._shapes[key] = self._make_shape(side, micro)
+        return self._shapes[key]
+
+    def _make_shape(self, side: str, micro: int) -> tuple[int, ...]:
         batch = self._micros[side][micro]
         sizes = combine([self._sizes[s] for s in batch.samples], self._plan.symbols)
         dims = [0 if d == self.edge.dim else evaluate(text, sizes) for d, text in enumerate(self.edge.dims)]
@@ -80,9 +92,9 @@ class EdgeLayout:
         """A number below 2^30 that no other pair of this edge has in this step."""
         return pair[0] * len(self._micros["dst"]) + pair[1]
 
-    def pack(self, tensor: torch.Tensor, side: str, pair: Pair) -> torch.Tensor:
-        """A new flat buffer with the message of `pair`, cut out of the micro-batch's tensor on `side`."""
-        return torch.cat([cut.view(tensor).reshape(-1) for cut in self.cuts(side, pair)])
+    def pack(self, tensor: torch.Tensor, side: str, pair: Pair, *more: torch.Tensor) -> torch.Tensor:
+        """A new flat buffer with the message of `pair`, cut out of the micro-batch's tensor on `side`, and `more` behind it."""
+        return torch.cat([*(cut.view(tensor).reshape(-1) for cut in self.cuts(side, pair)), *more])
 
     def unpack(self, message: torch.Tensor, tensor: torch.Tensor, side: str, pair: Pair) -> None:
         """Write a message into its places in the micro-batch's tensor on `side`."""
@@ -116,7 +128,7 @@ class EdgeLayout:
                 own = evaluate(text, self._sizes[s])
                 box[dim] = (shape[dim] - own if pad_side == "left" else 0, own)
             cuts.append(Cut(tuple(box)))
-        return tuple(cuts)
+        return tuple(cuts if self._extents or prod(shape[: self.edge.dim]) != 1 else _joined(cuts, self.edge.dim))
 
     def _members(self, side: str, batch: MicroBatch) -> list[int]:
         """The samples whose rows the micro-batch's tensor holds, in its order: a consumer may hold others that the producer skips."""
@@ -124,3 +136,16 @@ class EdgeLayout:
 
     def _rows(self, sample: int) -> int:
         return evaluate(self.edge.rows, self._sizes[sample])
+
+
+def _joined(cuts: Sequence[Cut], dim: int) -> list[Cut]:
+    """The cuts with those in one that follow each other along `dim`, before which there is no other: the same entries in the same order."""
+    found: list[Cut] = []
+    for cut in cuts:
+        start, length = cut.box[dim]
+        if found and sum(found[-1].box[dim]) == start:
+            first = found[-1].box[dim][0]
+            found[-1] = Cut((*cut.box[:dim], (first, start + length - first), *cut.box[dim + 1 :]))
+        else:
+            found.append(cut)
+    return found

@@ -9,7 +9,7 @@ before the step has proved it complete and free of deadlock.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,7 +77,8 @@ class _Arrive(torch.autograd.Function):
 class Engine:
     """Runs step programs on one rank.
 
-    `on_reduce(section)` is called where the program has REDUCE, `on_last(section)` before the last backward of a section on this rank.
+    `on_last(section)` is called before the last backward of a section on this rank, `on_reduce(section)` behind it and where the program
+    has REDUCE, which is all that there is without backwards.
     `groups` has the ranks of this rank's replica of each section whose replicas have several, `passes` those of sections that gather their
     parameters.
     """
@@ -109,7 +110,15 @@ class Engine:
         models = [s.whole_model for s in sections.values()]
         self.randomness = Randomness(models[0], plan.draws, plan.symbols) if plan.draws and models else None
         self.stopwatch = Stopwatch(self.device)
+        self._laid: tuple[Schedule, list[Mapping[str, int]], Mapping[str, EdgeLayout]] | None = None  # of the latest step
         self.kept: dict[tuple[str, int], _Live] = {}  # what was computed ahead: by section and number among those
+
+    def layouts_of(self, step: StepInput) -> Mapping[str, EdgeLayout]:
+        """The messages of each edge: those of the step before, if it was like this one."""
+        sizes = [s.sizes for s in step.samples]
+        if self._laid is None or self._laid[0] is not step.schedule or self._laid[1] != sizes:
+            self._laid = step.schedule, sizes, {e.name: EdgeLayout(e, self.plan, step.schedule, step.samples) for e in self.plan.edges}
+        return self._laid[2]
 
     def run(self, step: StepInput) -> torch.Tensor:
         """Execute this rank's program; gradients add to the parameters' `.grad`. Returns this rank's share of the loss (float64, 0-dim).
@@ -132,7 +141,7 @@ class _Execution:
         own = step.schedule.own if step.schedule.own is not None else len(step.samples)
         parts = ((step.seed, step.samples[:own]), (step.later_seed, step.samples[own:]))
         self.keys = [k for seed, some in parts for k in sample_keys(seed, some)] if engine.randomness is not None else []
-        self.layouts = {e.name: EdgeLayout(e, plan, step.schedule, step.samples) for e in plan.edges}
+        self.layouts = engine.layouts_of(step)
         self.live: dict[tuple[str, int], _Live] = {}
         self.loss = torch.zeros((), dtype=torch.float64, device=engine.device)
         self.logged = {t.logs: torch.zeros_like(self.loss) for t in plan.terms if t.logs}
@@ -145,7 +154,8 @@ class _Execution:
         last = {i.section: i for i in program if i.kind in ("B", "W")}
         for index, i in enumerate(program):
             transport.come_to(index)
-            if last.get(i.section) is i:
+            ends = last.get(i.section) is i
+            if ends:
                 self.engine.on_last(i.section)
             match i.kind:
                 case "F" | "B" if not self.micro(i.section, i.micro).samples:
@@ -167,6 +177,8 @@ class _Execution:
                     break
                 case _:
                     raise RuntimeError(f"rank {self.engine.rank} cannot execute `{i}`")
+            if ends:
+                self.engine.on_reduce(i.section)
         transport.finish()
         self.hand_over()
         if self.live:
@@ -260,7 +272,7 @@ class _Execution:
             edges[edge.name] = tensor
         return edges
 
-    def received(self, edge: Edge, layout: EdgeLayout, incoming: list[Pair], micro: int) -> torch.Tensor:
+    def received(self, edge: Edge, layout: EdgeLayout, incoming: Sequence[Pair], micro: int) -> torch.Tensor:
         """The tensor of an edge as the consumer takes it."""
         shape = layout.shape("dst", micro)
         if layout.whole:
@@ -291,9 +303,14 @@ class _Execution:
             layout = self.layouts[edge.name]
             for pair in layout.of("src", micro):
                 message, out = self.backward_message(edge, pair), outs[edge.name]
-                if message is not None and out.requires_grad:
-                    gradient = gradients.setdefault(edge.name, torch.zeros_like(out, memory_format=torch.contiguous_format))
-                    layout.unpack(message, gradient, "src", pair)
+                if message is None or not out.requires_grad:
+                    continue
+                if layout.whole:
+                    gradients[edge.name] = message.view(out.shape)
+                    continue
+                if edge.name not in gradients:
+                    gradients[edge.name] = torch.zeros_like(out, memory_format=torch.contiguous_format)
+                layout.unpack(message, gradients[edge.name], "src", pair)
         return gradients
 
     def backward_message(self, edge: Edge, pair: Pair) -> torch.Tensor | None:
@@ -304,18 +321,27 @@ class _Execution:
             self.release(edge.dst, pair[1])
             return message
         parts = [self.take(edge, "bwd", pair, part) for part in self.arriving(sources, targets)]
-        if not all(bool(part[0]) for part in parts):
+        if not all(bool(part[-1]) for part in parts):
             return None
-        return self.gather([part[1:] for part in parts], edge.src, gathered(sources, targets, self.layouts[edge.name].numel(pair)))
+        return self.gather([part[:-1] for part in parts], edge.src, gathered(sources, targets, self.layouts[edge.name].numel(pair)))
 
     def gather(self, parts: Sequence[torch.Tensor], section: str, lengths: Sequence[int]) -> torch.Tensor:
         """The whole message from this rank's parts and those of the others of its replica, who received `lengths` entries."""
         own = parts[0] if len(parts) == 1 else torch.cat(list(parts))
         return self.engine.groups[section].gather(own, lengths) if any(lengths) else own
 
-    def gradient_of(self, edge: Edge, pair: Pair) -> torch.Tensor | None:
+    def gradient_of(self, edge: Edge, pair: Pair, *more: torch.Tensor) -> torch.Tensor | None:
+        """The flat message, with `more` behind it."""
         gradient = self.live[edge.dst, pair[1]].leaves[edge.name].grad
-        return None if gradient is None else self.layouts[edge.name].pack(gradient, "dst", pair)
+        return None if gradient is None else self.layouts[edge.name].pack(gradient, "dst", pair, *more)
+
+    def flagged(self, edge: Edge, pair: Pair, start: int, stop: int) -> torch.Tensor:
+        """A part of a gradient message: the values and a 1, or zeros where there is no gradient, which is not the same as a zero one."""
+        dtype, device = self.layouts[edge.name].dtype, self.engine.device
+        message = self.gradient_of(edge, pair, torch.ones(1, dtype=dtype, device=device))
+        if message is None:
+            return torch.zeros(stop - start + 1, dtype=dtype, device=device)
+        return message if stop - start + 1 == message.numel() else torch.cat([message[start:stop], message[-1:]])
 
     def send(self, i: Instruction) -> None:
         edge, message = self.engine.edges[i.edge], message_of(i)
@@ -326,7 +352,7 @@ class _Execution:
                 values = layout.pack(self.live[edge.src, i.src_micro].outs[edge.name].detach(), "src", message.pair)[start:stop]
                 self.release(edge.src, i.src_micro)
             else:
-                values = with_flag(self.gradient_of(edge, message.pair), layout, start, stop, self.engine.device)
+                values = self.flagged(edge, message.pair, start, stop)
                 self.release(edge.dst, i.dst_micro)
             self.engine.transport.send(message, values)
 
@@ -434,20 +460,16 @@ class _Execution:
                 passes.end()
 
     def compute_event(self, i: Instruction, micro: MicroBatch) -> AbstractContextManager[None]:
+        if not self.engine.trace.active:
+            return nullcontext()
         args = {"kind": i.kind, "section": self.engine.whole[i.section], "replica": i.replica, "stage": i.stage, "microbatch": i.micro}
         ahead = {"ahead": True} if self.step.schedule.is_later(micro) else {}
         return self.engine.trace.event(f"{i.kind} {i.section} {i.micro}", **args, samples=self.ids(micro.samples), **ahead)
 
     def transfer_event(self, kind: str, message: Message, src: int, dst: int) -> AbstractContextManager[None]:
+        if not self.engine.trace.active:
+            return nullcontext()
         layout = self.layouts[message.edge]
         args = {"kind": kind, "edge": message.edge, "direction": message.direction, "src": src, "dst": dst}
         size = message.numel(layout) * layout.dtype.itemsize
         return self.engine.trace.event(f"{kind} {message.edge}", **args, samples=self.ids(layout.pairs[message.pair]), bytes=size)
-
-
-def with_flag(gradient: torch.Tensor | None, layout: EdgeLayout, start: int, stop: int, device: torch.device) -> torch.Tensor:
-    """A part of a gradient message: a leading 1 and the values, or zeros where there is no gradient, which
-    is not the same as a zero one."""
-    if gradient is None:
-        return torch.zeros(stop - start + 1, dtype=layout.dtype, device=device)
-    return torch.cat([gradient.new_ones(1), gradient[start:stop]])

@@ -5,9 +5,9 @@ Ranks contribute unequal shares, or none: who has no gradient adds zeros, and wh
 a parameter that no sample reached must keep `grad=None` (to AdamW a zero is not the same).
 
 Gradients travel in flat buckets, in one order on all ranks and a few at a time. A bucket starts as soon as the last backward of its
-section has made its gradients; what that backward does not reach starts when the program says that the section is done. Where a
-section's optimizer is sharded, each rank gets the sum of its shard alone: under `zero2` a bucket's own gradients are freed when it
-starts, under `zero1` when all sums are there. Under `zero3` every backward has summed its own already (`secc.runtime.gathering`).
+section has made its gradients, at the latest when that backward ends; without one, when the program says that the section is done.
+Where a section's optimizer is sharded, each rank gets the sum of its shard alone: under `zero2` a bucket's own gradients are freed when
+it starts, under `zero1` when all sums are there. Under `zero3` every backward has summed its own already (`secc.runtime.gathering`).
 """
 
 from __future__ import annotations
@@ -224,6 +224,7 @@ class Reducer:
                 groups[h.ranks] = dist.new_group(list(h.ranks))
         self._queue: list[_Part] = []
         self._parts: dict[tuple[str, ...], list[_Part]] = {}
+        self._sooner: dict[tuple[str, ...], list[_Bucket]] = {}  # what may start before the section's last backward ends
         self.pieces: dict[nn.Parameter, Piece] = {}
         self.slices: dict[nn.Parameter, tuple[nn.Parameter, Piece] | None] = {}
         self._counted: list[nn.Parameter] = []
@@ -251,6 +252,7 @@ class Reducer:
             buckets.append(_Bucket([p for _, p in members], group, flat, held.sharding == "zero2", rank in held.silent))
             if flat is not None:
                 self._slice(flat, [p for _, p in members], held)
+        self._sooner.setdefault(held.sections, []).extend(buckets[:-1])  # the last one has what a backward makes last
         self._sum(held, buckets, group)
 
     def _collect(self, held: Holders, flats: Sequence[Scattered], group: Any) -> None:
@@ -294,10 +296,9 @@ class Reducer:
 
     def expect(self, section: str) -> None:
         """The next backward is the step's last one of `section` here: its buckets may start as it makes their gradients."""
-        for bucket in self._parts.get((section,), ()):
-            if isinstance(bucket, _Bucket):
-                bucket.missing = set(bucket.params)
-                self._hooks += [p.register_post_accumulate_grad_hook(lambda p, b=bucket: self._made(p, b)) for p in bucket.params]
+        for bucket in self._sooner.get((section,), ()):
+            bucket.missing = set(bucket.params)
+            self._hooks += [p.register_post_accumulate_grad_hook(lambda p, b=bucket: self._made(p, b)) for p in bucket.params]
 
     def _made(self, param: torch.Tensor, bucket: _Bucket) -> None:
         bucket.missing.discard(cast(nn.Parameter, param))
@@ -366,13 +367,10 @@ class Reducer:
             work.wait()
 
 
-def _spread(total: torch.Tensor, params: Iterable[nn.Parameter]) -> None:
+def _spread(total: torch.Tensor, params: Sequence[nn.Parameter]) -> None:
     """Make the sums in a flat buffer the parameters' gradients, as views of it: each takes the place of the rank's own one."""
-    start = 0
-    for param in params:
-        part = total[start : start + param.numel()].view(param.shape)
-        start += param.numel()
-        param.grad = part.to(param.grad_dtype or param.dtype)
+    for param, part in zip(params, total.split([p.numel() for p in params]), strict=True):
+        param.grad = part.view(param.shape).to(param.grad_dtype or param.dtype)
 
 
 def _by_bucket(named: Iterable[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Parameter]]]:

@@ -129,6 +129,9 @@ def flatten(params: Iterable[nn.Parameter], size: int | None) -> torch.Tensor:
     """
     params = list(params)
     dtype = torch.promote_types(params[0].dtype, torch.float32)
+    made = [p.grad.reshape(-1) for p in params if p.grad is not None]
+    if len(made) == len(params) and all(g.dtype == dtype for g in made) and size in (None, sum(g.numel() for g in made)):
+        return torch.cat(made)
     flat = torch.empty(size or sum(p.numel() for p in params), dtype=dtype, device=params[0].device)
     start = 0
     for param in params:

@@ -36,23 +36,28 @@ def steps(run: Run, first: int, ahead: int = 0) -> Iterator[Step]:
     look = run.plan.run_ahead_gib > 0
     drawn: deque[GlobalBatch] = deque()
     planned: deque[Step] = deque()
-    number = first
+    number, latest = first, None
     for due in range(first, run.steps):
         while number < min(run.steps, due + 1 + ahead + look):
             drawn.append(run.data.next())
             number += 1
         while len(planned) < min(run.steps - due, 1 + ahead):
-            planned.append(_planned(run, drawn.popleft(), drawn[0] if look and drawn else None, first))
+            latest = _planned(run, drawn.popleft(), drawn[0] if look and drawn else None, first, latest)
+            planned.append(latest)
         yield planned.popleft()
 
 
-def _planned(run: Run, batch: GlobalBatch, then: GlobalBatch | None, first: int) -> Step:
-    """The step of a batch. In the first one of the run nothing was computed ahead, after the last one nothing is needed."""
+def _planned(run: Run, batch: GlobalBatch, then: GlobalBatch | None, first: int, before: Step | None) -> Step:
+    """The step of a batch. In the first one of the run nothing was computed ahead, after the last one nothing is needed.
+
+    A step like the one before it has its schedule, which was checked then.
+    """
     alone = run.order(batch.samples)
     coming = run.order(then.samples) if then is not None else None
     schedule = spliced(run.plan, alone, len(batch.samples), coming, warm=batch.step > first)
     step = Step(batch, then if coming is not None and coming.early else None, schedule)
-    check(run.plan, step.samples, schedule)
+    if before is None or before.schedule is not schedule:
+        check(run.plan, step.samples, schedule)
     micros = [schedule.micro_batches[i.section][i.micro] for i in schedule.programs[run.rank] if i.kind == "F"]
     micros = [m for m in micros if m.samples]
     run.data.prepare([m.samples for m in micros if not schedule.is_later(m)], batch)

@@ -27,6 +27,11 @@ class Trace:
         self._zero = 0
         self._events: list[dict[str, Any]] = []
 
+    @property
+    def active(self) -> bool:
+        """Whether events are kept."""
+        return self.path is not None
+
     def begin(self, label: str) -> None:
         """Agree on the moment zero; `label` names this rank's track."""
         if self.path is None:

@@ -72,19 +72,19 @@ def schedule(plan: Plan, samples: Sequence[SampleMeta], *, order: str = "wavefro
 
 class Orders:
     """`schedule` for one plan. The last ones are kept, because a step may be ordered before its samples are loaded and again after, and
-    for the step before it, which may run ahead."""
+    for the step before it, which may run ahead; and because steps may be alike: where all samples are, every step has one schedule."""
 
     def __init__(self, plan: Plan, order: str) -> None:
         self._plan, self._order = plan, order
-        self._known: deque[tuple[tuple[SampleMeta, ...], Schedule]] = deque(maxlen=4 if plan.run_ahead_gib > 0 else 2)
+        self._known: deque[tuple[list[object], Schedule]] = deque(maxlen=4 if plan.run_ahead_gib > 0 else 2)
 
     def __call__(self, samples: Sequence[SampleMeta]) -> Schedule:
-        """The schedule of a global batch."""
-        wanted = tuple(samples)
+        """The schedule of a global batch; the same object for one whose samples have the same patterns and sizes."""
+        wanted: list[object] = [(s.pattern, s.sizes) for s in samples]
         for known, found in self._known:
             if known == wanted:
                 return found
-        self._known.append((wanted, schedule(self._plan, wanted, order=self._order)))
+        self._known.append((wanted, schedule(self._plan, samples, order=self._order)))
         return self._known[-1][1]
 
 

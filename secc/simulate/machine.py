@@ -194,7 +194,7 @@ class _Machine:
         needs: dict[Job, list[Key]] = defaultdict(list)
         for e in self.plan.edges:
             layout = EdgeLayout(e, self.plan, self.schedule, self.samples)
-            flag = {"fwd": 0, "bwd": 1}  # gradients are led by a flag
+            flag = {"fwd": 0, "bwd": 1}  # gradients are followed by a flag
             for pair, shared in layout.pairs.items():
                 a, b, entries = place[e.src, pair[0]], place[e.dst, pair[1]], layout.numel(pair)
                 ways = [("fwd", ("F", e.dst, pair[1]), routes(a, b))]

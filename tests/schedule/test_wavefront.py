@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from secc.runtime.check import check
 from secc.runtime.program import Instruction, SampleMeta, print_schedule
-from secc.runtime.wavefront import schedule, timed_schedule
+from secc.runtime.wavefront import Orders, schedule, timed_schedule
 from secc.schedule.bounds import schedule_bound
 from tests.schedule.plans import batches, edge, plan, plans, sample, section
 
@@ -201,3 +201,14 @@ def test_what_cannot_be_scheduled_is_refused():
         schedule(plan([a], [], 1), [], order="random")
     with pytest.raises(ValueError, match="'T' in T"):
         schedule(plan([section("a", [0], forward="T")], [], 1), [SampleMeta(0, frozenset(), {"B": 1})])
+
+
+def test_batches_that_are_alike_share_one_schedule():
+    order, samples = Orders(vlm(), "wavefront"), mixed(8, 0.5, seed=0)
+    alike = [SampleMeta(s.id + 100, s.pattern, dict(s.sizes)) for s in samples]
+    first = order(samples)
+    assert order(alike) is first
+    longer = SampleMeta(100, samples[0].pattern, {**samples[0].sizes, "S": 10_000})
+    assert order([longer, *alike[1:]]) is not first
+    other = SampleMeta(100, samples[0].pattern ^ set(IMAGE), samples[0].sizes)
+    assert order([other, *alike[1:]]) is not first

@@ -80,7 +80,7 @@ def test_a_rank_does_one_thing_at_a_time_and_everything_once(p, samples):
 
 def test_a_message_takes_its_latency_and_its_bytes():
     step = run(vlm(cluster=cluster()), [sample(0, *IMAGE)])
-    wait, back = 10 + ROW, 10 + ROW + 4  # a gradient is led by a flag
+    wait, back = 10 + ROW, 10 + ROW + 4  # a gradient is followed by a flag
     assert [(c.kind, c.section, c.start) for c in step.compute] == [
         ("F", "vision", 0), ("F", "lm", 100 + wait), ("B", "lm", 150 + wait), ("B", "vision", 250 + wait + back),
     ]  # fmt: skip
