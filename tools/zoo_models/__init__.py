@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-from tools.zoo_models import adapters, audio, documents, encoder_decoder, experts, grids, structures, tiles, video, vision
+from tools.zoo_models import (
+    adapters,
+    audio,
+    documents,
+    encoder_decoder,
+    experts,
+    grids,
+    hybrids,
+    structures,
+    tiles,
+    unified,
+    video,
+    vision,
+)
 from tools.zoo_models.entry import Entry
 
-_FAMILIES = (vision, tiles, grids, video, audio, documents, encoder_decoder, experts, structures, adapters)
+_FAMILIES = (vision, tiles, grids, video, audio, documents, encoder_decoder, experts, hybrids, unified, structures, adapters)
 
 
 def entries() -> list[Entry]:

@@ -94,7 +94,7 @@ def sound(g: torch.Generator) -> tuple[torch.Tensor, Sample]:
     return tokens, {"input_features": torch.randn(1, MELS, FRAMES, generator=g), "feature_attention_mask": mask}
 
 
-def _mixed(parts: Sequence[Any], typed: bool) -> Any:
+def mixed(parts: Sequence[Any], typed: bool) -> Any:
     """Texts with some of `parts` before them; `typed` adds the token types that say which positions are images and videos."""
 
     def make(g: torch.Generator) -> Sample:
@@ -108,16 +108,16 @@ def _mixed(parts: Sequence[Any], typed: bool) -> Any:
     return make
 
 
-def _collate(samples: Sequence[Sample]) -> Sample:
+def collate(samples: Sequence[Sample]) -> Sample:
     types = {"mm_token_type_ids": 0} if "mm_token_type_ids" in samples[0] else {}
     rows = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "input_features", "feature_attention_mask")
     return padded(samples, {"input_ids": 0, "labels": IGNORED} | types, "attention_mask") | joined(samples, rows)
 
 
 ENTRIES = [
-    Entry("qwen2_vl", "grids", qwen2_vl, _mixed([image], True), _collate),
-    Entry("qwen2_vl_video", "grids", qwen2_vl, _mixed([image, video], True), _collate),
-    Entry("qwen2_5_vl", "grids", qwen2_5_vl, _mixed([image], True), _collate),
-    Entry("qwen3_vl", "grids", qwen3_vl, _mixed([image], True), _collate),
-    Entry("qwen2_5_omni", "grids", qwen2_5_omni, _mixed([image, sound], False), _collate),
+    Entry("qwen2_vl", "grids", qwen2_vl, mixed([image], True), collate),
+    Entry("qwen2_vl_video", "grids", qwen2_vl, mixed([image, video], True), collate),
+    Entry("qwen2_5_vl", "grids", qwen2_5_vl, mixed([image], True), collate),
+    Entry("qwen3_vl", "grids", qwen3_vl, mixed([image], True), collate),
+    Entry("qwen2_5_omni", "grids", qwen2_5_omni, mixed([image, sound], False), collate),
 ]
