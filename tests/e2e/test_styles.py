@@ -1,4 +1,4 @@
-"""Ways in which research code is written: nested batches, packed images, layers that are told of something before they are called."""
+"""Ways in which research code is written: nested batches, packed images, conditioned layers, loops over the batch, lengths."""
 
 from __future__ import annotations
 
@@ -25,3 +25,15 @@ def test_layers_that_are_told_of_pictures_are_cut_into_their_parts() -> None:
     plan = compiled("conditioned").plan
     assert {"layers.0.seen", "layers.0.mlp"} <= {b for s in plan.sections for b in s.blocks}
     assert any("layers.0: its parts are blocks, because block layers.0 uses a tensor" in note for note in plan.checks["notes"])
+
+
+def test_a_module_that_is_called_in_a_loop_over_the_batch_hides_in_the_block_around_it() -> None:
+    plan = compiled("one_by_one").plan
+    assert {b for s in plan.sections for b in s.blocks} == {"captioner", "head"}
+    (note,) = (note for note in plan.checks["notes"] if "one block" in note)
+    assert note.startswith("captioner: one block, because ") and "one_by_one.py:" in note
+
+
+def test_a_block_that_takes_lengths_has_its_shapes_from_their_values() -> None:
+    plan = compiled("heard").plan
+    assert {"encoder", "head"} == {b for s in plan.sections for b in s.blocks}
