@@ -29,6 +29,7 @@ from secc.alloc.reasons import reasons
 from secc.alloc.trial import Trial
 from secc.alloc.types import STRATEGIES, Assignment, Candidate, Problem, Solution
 from secc.cluster import GIB, Cluster, parse
+from secc.cost.overheads import with_overheads
 from secc.errors import UserError
 from secc.ir.attributes import integer, integers, number
 from secc.ir.dialect import GraphOp, graph_of
@@ -66,7 +67,7 @@ class Allocate(ModulePass):
 
     def apply(self, ctx: Context, op: ModuleOp) -> None:
         graph = graph_of(op)
-        cluster = parse(self.cluster)
+        cluster = with_overheads(graph, parse(self.cluster))
         ranks = self._ranks(cluster)
         pins = pins_.parse((*self.stages, *self.set), [s.sym.data for s in graph.sections], self.refused)
         for section in graph.sections:

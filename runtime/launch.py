@@ -122,7 +122,7 @@ def run_plan(directory: str | Path, arguments: Sequence[str] = ()) -> int:
         shutdown_timeout=_GRACE_S,
         logs_specs=DefaultLogsSpecs(),
     )
-    with _quiet(), _environment(), _signals_restored():
+    with _quiet(), environment(), _signals_restored():
         try:
             elastic_launch(config, sys.executable)(str(directory / "run.py"), *arguments)
         except ChildFailedError as error:
@@ -159,7 +159,7 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _environment() -> Iterator[None]:
+def environment() -> Iterator[None]:
     """The ranks' environment: one thread each and the loopback device unless the user says otherwise, and this very secc importable."""
     before = {name: os.environ.get(name) for name in (*_DEFAULTS, "PYTHONPATH")}
     for name, value in _DEFAULTS.items():

@@ -39,10 +39,12 @@ def steps(run: Run, first: int, ahead: int = 0) -> Iterator[Step]:
     number, latest = first, None
     for due in range(first, run.steps):
         while number < min(run.steps, due + 1 + ahead + look):
-            drawn.append(run.data.next())
+            with run.trace.event("METADATA", kind="METADATA"):
+                drawn.append(run.data.next())
             number += 1
         while len(planned) < min(run.steps - due, 1 + ahead):
-            latest = _planned(run, drawn.popleft(), drawn[0] if look and drawn else None, first, latest)
+            with run.trace.event("PLAN", kind="PLAN"):
+                latest = _planned(run, drawn.popleft(), drawn[0] if look and drawn else None, first, latest)
             planned.append(latest)
         yield planned.popleft()
 

@@ -96,9 +96,25 @@ class Trainer:
         self.reducer.reset()
         seed, later_seed = (item_seed(self.run.seed, -1, number) for number in (batch.step, batch.step + 1))
         loading = Loading(self.run.data, step, self.run.trace)
-        share = self.engine.run(StepInput(step.schedule, step.samples, loading.batch, coefficients, seed, later_seed))
-        self.reducer.finish()
-        loss, norm, logged, spent = self._totals(share, loading)
+        event = self.run.trace.event
+        with event("PROGRAM", kind="PROGRAM"):
+            share = self.engine.run(StepInput(step.schedule, step.samples, loading.batch, coefficients, seed, later_seed))
+        with event("GRADIENTS", kind="GRADIENTS"):
+            self.reducer.finish()
+        with event("NORM", kind="NORM"):
+            squared = self.reducer.squared_norm()
+        with event("TOTALS", kind="TOTALS"):
+            loss, norm, logged, spent = self._totals(share, squared, loading)
+        with event("OPTIMIZER", kind="OPTIMIZER"):
+            self._update(loss, norm)
+        self.step_number += 1
+        if self.times is not None:
+            self.times.log(self.step_number, spent, step.samples, step.schedule)
+        self._finish_step(batch, loss, float(norm), logged)
+        return loss
+
+    def _update(self, loss: float, norm: torch.Tensor) -> None:
+        """The optimizer's and the scheduler's step."""
         if self.options.clip is not None:
             self.reducer.clip(norm, self.options.clip)
         if self.optimizer is not None:
@@ -108,11 +124,6 @@ class Trainer:
             self.scheduler.step(loss)
         elif self.scheduler is not None:
             self.scheduler.step()
-        self.step_number += 1
-        if self.times is not None:
-            self.times.log(self.step_number, spent, step.samples, step.schedule)
-        self._finish_step(batch, loss, float(norm), logged)
-        return loss
 
     def _coefficients(self, batch: GlobalBatch) -> dict[str, float]:
         """The loss terms' factors. Raises UserError if the plan knows no loss for the batch's optional inputs."""
@@ -124,13 +135,16 @@ class Trainer:
             remedy = "let dataset() show such samples earlier, or compile again with more --stats-samples"
             raise UserError(message, remedy=remedy) from None
 
-    def _totals(self, share: torch.Tensor, loading: Loading) -> tuple[float, torch.Tensor, dict[str, float], Spent]:
-        """The loss, the gradients' global norm, the scalars that are logged, and what sections took, from this rank's shares of each."""
+    def _totals(self, share: torch.Tensor, squared: torch.Tensor, loading: Loading) -> tuple[float, torch.Tensor, dict[str, float], Spent]:
+        """The loss, the gradients' global norm, the scalars that are logged, and what sections took, from this rank's shares of each.
+
+        `squared` is its share of the squared norm.
+        """
         waited = loading.spent(1 / self.run.world_size) if self.plan.recorded else {}
         shares = self.engine.logged | {name: share.new_tensor(seconds) for name, seconds in waited.items()}
         own, names = self.engine.stopwatch.take(), columns(self.plan)
         times = [share.new_tensor(own.get((name, kind), 0.0) / tp) for name, kind, tp in names]
-        totals = torch.stack([share, self.reducer.squared_norm(), *shares.values(), *times])
+        totals = torch.stack([share, squared, *shares.values(), *times])
         dist.all_reduce(totals)
         logged = dict(zip(shares, found := totals[2:].tolist(), strict=False))
         spent = {(name, kind): seconds for (name, kind, _), seconds in zip(names, found[len(shares) :], strict=True)}

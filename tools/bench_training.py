@@ -28,9 +28,9 @@ from secc.profile.links import probe, to_yaml
 from secc.profile.model import profile_model
 from secc.report.page import page
 from secc.runtime.plan import Plan, load
-from secc.runtime.wavefront import schedule
 from secc.simulate.batches import global_batches
 from secc.simulate.machine import simulate
+from secc.simulate.steady import consecutive
 from tools.ranks import metrics, run
 
 ROOT = Path(__file__).parent.parent
@@ -67,7 +67,7 @@ def main() -> None:
 def compiled(model: Path, folder: Path, options: argparse.Namespace) -> Path:
     """A plan with costs measured here, for a cluster that is this machine."""
     costs, cluster = folder / "costs.json", folder / "here.yaml"
-    costs.write_text(profile_model(model, False, 18, 5, _quiet).table.to_json())
+    costs.write_text(profile_model(model, False, 18, 5, _quiet, options.ranks).table.to_json())
     cluster.write_text(to_yaml(replace(probe(_quiet), devices=options.ranks)))
     wanted = Options(
         cluster=str(cluster), global_batch=options.global_batch, strategy=options.strategy, set=tuple(options.set), costs=str(costs)
@@ -81,9 +81,10 @@ def _quiet(_: str) -> None: ...
 
 
 def simulated(directory: Path, plan: Plan, steps: int, order: str = "wavefront") -> Iterator[float]:
-    """Seconds of each step."""
-    for samples in islice(global_batches(directory, plan, steps=steps), steps):
-        yield simulate(plan, samples, schedule(plan, samples, order=order)).end / 1e9
+    """Seconds of each step of a run, in which frozen sections may run ahead."""
+    batches = list(islice(global_batches(directory, plan, steps=steps), steps))
+    for samples, programs in consecutive(plan, batches, order):
+        yield simulate(plan, samples, programs).end / 1e9
 
 
 def measured(directory: Path, plan: Plan, steps: int, log: Path, *arguments: str) -> list[float]:

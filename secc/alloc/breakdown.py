@@ -11,6 +11,7 @@ from xdsl.dialects.builtin import StringAttr
 
 from secc.alloc.candidates import Load, Workload, bubbles_ns, busy_ns, replica_of, room, update_ns
 from secc.alloc.types import Candidate
+from secc.cluster import Overheads
 from secc.cost import parallel, time
 from secc.cost.again import Again
 from secc.cost.estimate import entries
@@ -22,6 +23,7 @@ from secc.ir.types import tensor
 from secc.runtime.expr import evaluate
 
 PRODUCTS, BYTES, ISSUE, MEASURED = "products and attention", "memory traffic", "issuing operations", "measured blocks"
+OVERHEADS = "between computations"
 TP_SUMS, GRADIENTS, OPTIMIZER, BUBBLES = "sums over tp", "sums of gradients", "optimizer", "filling and draining stages"
 GATHERS = "gathering weights that nothing hides, waits for other replicas"
 _NONE = {"ops": 0, "work": "0", "backward_work": "0", "glue_bytes": "0", "forward_ns": "0", "backward_ns": "0"}
@@ -37,6 +39,8 @@ def time_parts(work: Workload, load: Load, c: Candidate) -> dict[str, int]:
     """Nanoseconds of a candidate's busiest rank in a step by what takes them, the largest part first."""
     rank = replica_of(work, load, c.tp, c.pp, c.ranks)
     found = {name: _of_step(work, rank, c, *_texts(work, rank, _only(rank.cost, *kept), c)) for name, kept in _KEPT.items()}
+    job = str(work.cluster.device.overheads.job)
+    found[OVERHEADS] = _of_step(work, rank, c, job, job if load.mode != "forward" else "0")
     sums = parallel.sums_ns(rank.cost, c.tp, work.cluster)
     found[TP_SUMS] = _of_step(work, rank, c, sums, sums if load.mode != "forward" else "0")
     shards = c.dp if c.sharding != "none" else 1
@@ -58,7 +62,7 @@ def _only_again(way: Again, kept: tuple[str, ...]) -> Again:
 
 
 def _texts(work: Workload, load: Load, cost: SectionCost, c: Candidate) -> tuple[str, str]:
-    device = work.cluster.device
+    device = replace(work.cluster.device, overheads=Overheads())
     return time.forward_ns(cost, device), time.backward_ns(cost, load.mode, device, c.recompute)
 
 

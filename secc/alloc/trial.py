@@ -80,7 +80,8 @@ class Trial:
         waits = self.waits | {(s, s): self._between_stages(s, c) for s, c in chosen.items() if c.pp > 1}
         order = ordered(plan, batch, soon=soon)
         timeline = _Timeline(plan, order, waits)
-        return Tried(self._closed(plan, chosen, order, timeline, batch), self._fits(plan, chosen, timeline), len(order.order))
+        beside = self.work.cluster.device.overheads.step_ns(len(batch))
+        return Tried(beside + self._closed(plan, chosen, order, timeline, batch), self._fits(plan, chosen, timeline), len(order.order))
 
     # -- the plan -----------------------------------------------------------------------------------------------------------------
 

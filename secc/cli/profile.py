@@ -18,10 +18,11 @@ def command(
     links: Annotated[bool, typer.Option("--links", help="measure this machine's links and rates into a cluster file")] = False,
     small: Annotated[bool, typer.Option("--small", help="profile small_model()")] = False,
     sizes: Annotated[int, typer.Option(help="micro-batches of different sizes to time", min=6)] = 18,
-    repeat: Annotated[int, typer.Option(help="runs of each, of which the least counts", min=1)] = 5,
+    repeat: Annotated[int, typer.Option(help="runs of each, of which the median counts", min=1)] = 5,
+    ranks: Annotated[int, typer.Option(help="ranks of this machine that work at once; default: those of --cluster local", min=0)] = 0,
     json: JSON = False,
 ) -> None:
-    """Time a model's blocks here, for `secc compile --costs FILE`; with --links, this machine's links and rates, for `--cluster FILE`."""
+    """Time a model's blocks and steps here, for `secc compile --costs FILE`; with --links, its links and rates, for `--cluster FILE`."""
     if links == (model is not None):
         raise UserError(
             "give either a model file or --links", remedy="secc profile MODEL.py -o costs.json, or secc profile --links -o here.yaml"
@@ -36,7 +37,7 @@ def command(
             from secc.profile.model import profile_model
 
             assert model is not None
-            found = profile_model(model, small, sizes, repeat, show)
+            found = profile_model(model, small, sizes, repeat, show, ranks)
             shown, tables, text = found.as_dict(), found.tables(), found.table.to_json()
     if output is not None:
         output.write_text(text)

@@ -8,6 +8,6 @@ its name.
 from __future__ import annotations
 
 from secc.cluster.description import parse
-from secc.cluster.types import GIB, Cluster, Device, Group, Link
+from secc.cluster.types import GIB, Cluster, Device, Group, Link, Overheads
 
-__all__ = ["GIB", "Cluster", "Device", "Group", "Link", "parse"]
+__all__ = ["GIB", "Cluster", "Device", "Group", "Link", "Overheads", "parse"]

@@ -6,16 +6,22 @@ assumption, 0.7 to 0.8 being usual in bf16. Latencies and the CPU's figures are 
 
 from __future__ import annotations
 
-from secc.cluster.types import GIB, Device, Link
+from secc.cluster.types import GIB, Device, Link, Overheads
 
 GB = 10**9
+
+
+# Assumed: of the order of what one server core takes for Python around a job while the GPU computes, so that little of it shows.
+ON_GPUS = Overheads(job=10_000, message=10_000, tensor=500, sample=5_000, step=500_000, label="default")
+# Assumed: of the order that small models took on one core; `secc profile MODEL.py` measures them.
+ON_CPUS = Overheads(job=300_000, message=150_000, tensor=30_000, sample=200_000, step=5_000_000, label="default")
 
 
 def _gpu(kind: str, bf16: float, f32: float, f64: float, memory: int, hbm_gb_s: int) -> Device:
     """A GPU from TFLOP/s in bf16, f32 and f64 (CUDA cores, as torch multiplies float32 by default), bytes of memory and GB/s of HBM."""
     rates = (("bf16", round(bf16 * 1000)), ("f16", round(bf16 * 1000)), ("f32", round(f32 * 1000)), ("f64", round(f64 * 1000)))
     # One eager PyTorch operator takes the host about 5 us; a CUDA context with NCCL's buffers about 1.5 GiB.
-    return Device(kind, "cuda", rates, memory, hbm_gb_s * GB, 70, 5_000, GIB * 3 // 2, "roofline")
+    return Device(kind, "cuda", rates, memory, hbm_gb_s * GB, 70, 5_000, GIB * 3 // 2, "roofline", ON_GPUS)
 
 
 H100 = _gpu("H100", 989, 67, 34, 80 * GIB, 3350)
@@ -28,7 +34,7 @@ B200 = _gpu("B200", 2250, 75, 37, 180 * GB, 7700)
 L40S = _gpu("L40S", 362, 91.6, 1.43, 48 * GB, 864)
 
 # One process with one thread: no vendor's figure fits, so these are defaults of the order that a server core reaches.
-CPU = Device("cpu", "cpu", (("bf16", 10), ("f16", 5), ("f32", 20), ("f64", 10)), 8 * GIB, 8 * GB, 50, 5_000, 0, "default")
+CPU = Device("cpu", "cpu", (("bf16", 10), ("f16", 5), ("f32", 20), ("f64", 10)), 8 * GIB, 8 * GB, 50, 5_000, 0, "default", ON_CPUS)
 
 DEVICES = {d.kind.lower(): d for d in (H100, H200, A100, A800, B200, L40S, CPU)}
 

@@ -24,6 +24,28 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Overheads:
+    """What a rank does beside computing, in ns, which no size of a tensor tells.
+
+    `job` passes around each forward and backward (the batch taken, edges unpacked, the loss added), `message` when one is packed and
+    sent, `tensor` when the optimizer comes to a parameter and its gradient is counted for the norm, `sample` when the order of a global
+    batch is planned, for each of its samples, and `step` once a step: metadata and the loss are exchanged, metrics written. `label` is
+    "measured" (`secc profile MODEL.py`), "default" (assumed) or "none".
+    """
+
+    job: int = 0
+    message: int = 0
+    tensor: int = 0
+    sample: int = 0
+    step: int = 0
+    label: str = "none"
+
+    def step_ns(self, samples: int) -> int:
+        """What a step of so many samples takes beside all computations, messages and updates."""
+        return self.step + samples * self.sample
+
+
+@dataclass(frozen=True)
 class Device:
     """A kind of device. `gflops` lists (dtype, peak GFLOP/s of dense matrix products); `efficiency_percent` is what
     of it large ones reach (narrow ones less: `secc.cost.efficiency`).
@@ -41,6 +63,7 @@ class Device:
     op_ns: int
     reserved: int
     label: str
+    overheads: Overheads = Overheads()
 
     def rate(self, dtype: str) -> int:
         """Reachable FLOPs per microsecond in `dtype` (a short name such as "bf16"); that of f32 for a dtype that is not listed."""
@@ -132,6 +155,11 @@ class Cluster:
             return mixed(self.name, kept, self.per_node, self.between)
         return Cluster(self.name, kept[0].nodes, self.per_node, kept[0].device, kept[0].inside, self.between)
 
+    def with_overheads(self, overheads: Overheads) -> Cluster:
+        """The cluster with these overheads on every rank."""
+        groups = tuple(dataclasses.replace(g, device=dataclasses.replace(g.device, overheads=overheads)) for g in self.groups)
+        return dataclasses.replace(self, device=dataclasses.replace(self.device, overheads=overheads), groups=groups)
+
     def device_of(self, rank: int) -> Device:
         """The device of a rank."""
         node = rank // self.per_node
@@ -148,7 +176,8 @@ class Cluster:
 
 
 def _device(data: Mapping[str, Any]) -> Device:
-    figures: dict[str, Any] = {**data, "gflops": tuple((str(name), int(rate)) for name, rate in data["gflops"])}
+    rates = tuple((str(name), int(rate)) for name, rate in data["gflops"])
+    figures: dict[str, Any] = {**data, "gflops": rates, "overheads": Overheads(**data.get("overheads", {}))}
     return Device(**figures)
 
 
@@ -172,4 +201,10 @@ def _worst(devices: Sequence[Device]) -> Device:
         op_ns=max(d.op_ns for d in devices),
         reserved=max(d.reserved for d in devices),
         label="default" if any(d.label == "default" for d in devices) else devices[0].label,
+        overheads=_most([d.overheads for d in devices]),
     )
+
+
+def _most(found: Sequence[Overheads]) -> Overheads:
+    names = ("job", "message", "tensor", "sample", "step")
+    return Overheads(**{name: max(getattr(o, name) for o in found) for name in names}, label=found[0].label)

@@ -82,7 +82,9 @@ def _note_bytes(op: BlockOp | TieOp, parameters: list[nn.Parameter]) -> None:
     trained = [p for p in parameters if p.requires_grad]
     op.attributes["bytes"] = integer(sum(p.numel() * p.element_size() for p in parameters))
     op.attributes["trainable_bytes"] = integer(sum(p.numel() * p.element_size() for p in trained))
-    if isinstance(op, TieOp):
+    if isinstance(op, BlockOp):
+        op.attributes["tensors"] = integer(len(trained))
+    else:
         op.attributes["params"] = integer(sum(p.numel() for p in parameters))
 
 

@@ -54,7 +54,7 @@ class SectionCost:
     master_bytes: of the float32 weights that the optimizer updates where modules compute in fewer bits, 0 where they do not.
     logits_saved, logits_moved: the parts of `saved` and `glue_bytes` that run along a vocabulary, of which each rank of tp has its tokens'.
     unit_bytes: parameters of the largest layer. rest_bytes: of what is in no layer.
-    sequence: whether ranks of tp have parts of the sequence between the products that are cut.
+    sequence: whether ranks of tp have parts of the sequence between the products that are cut. tensors: parameters that train.
     """
 
     flops: str
@@ -82,6 +82,7 @@ class SectionCost:
     unit_bytes: int = 0
     rest_bytes: int = 0
     sequence: bool = False
+    tensors: int = 0
 
     @property
     def wide_bytes(self) -> int:
@@ -168,6 +169,7 @@ def _section_cost(graph: GraphOp, section: SectionOp) -> SectionCost:
         largest(total(s.logits_moved) for s in sums),
         *_unit_bytes(graph, calls, param_bytes),
         text_of(section, "norms") == "sequence",
+        sum(number(graph.blocks[path], "tensors", 0) for path in {call.target.data for call in calls}),
     )
 
 

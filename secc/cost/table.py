@@ -3,6 +3,9 @@
 The time of a block's forward, and of its backward, is `base + work + moved` with a measured price each: nanoseconds for the call, for a
 FLOP of products, of attention, and for a byte that other operations move. What a block works and moves at any size is counted
 (`secc.cost.measure`), so a table holds for sizes that nobody profiled. A table belongs to the hardware it was measured on.
+
+Beside blocks it may have what a rank's step took beyond computing (`Overheads`): the graph takes it along to `allocate`, in whose clusters
+of that backend it replaces what presets assume.
 """
 
 from __future__ import annotations
@@ -19,11 +22,12 @@ import torch
 from torch import nn
 from xdsl.dialects.builtin import ModuleOp, StringAttr
 
-from secc.cluster import Cluster
+from secc.cluster import Cluster, Overheads
+from secc.cost.overheads import note_overheads
 from secc.errors import UserError
 from secc.ir.dialect import CallOp, graph_of
 
-VERSION = 1
+VERSION = 2
 PARTS = ("base", "work", "attention_work", "moved")  # what prices are of
 _UNIT = 10**6  # prices are texts of whole numbers: millionths of a nanosecond
 
@@ -89,14 +93,16 @@ class Entry:
 
 @dataclass(frozen=True)
 class Table:
-    """Entries by `key`, and the hardware."""
+    """Entries by `key`, the hardware, and what a step took beside its blocks, where that was measured."""
 
     hardware: Hardware
     entries: Mapping[str, Entry]
+    overheads: Overheads | None = None
 
     def to_json(self) -> str:
         blocks = {k: asdict(e) for k, e in self.entries.items()}
-        return json.dumps({"version": VERSION, "hardware": asdict(self.hardware), "blocks": blocks}, indent=1)
+        found = {"version": VERSION, "hardware": asdict(self.hardware), "blocks": blocks}
+        return json.dumps(found | ({"overheads": asdict(self.overheads)} if self.overheads else {}), indent=1)
 
     def check(self, cluster: Cluster) -> None:
         """Raise UserError where the table is not of the cluster's hardware."""
@@ -112,7 +118,9 @@ class Table:
             )
 
     def write(self, module: ModuleOp, model: nn.Module) -> None:
-        """Note measured times on the calls that the table knows."""
+        """Note measured times on the calls that the table knows, and measured overheads on the graph."""
+        if self.overheads is not None:
+            note_overheads(graph_of(module), self.overheads, self.hardware.backend)
         for case in graph_of(module).cases:
             for call in (op for op in case.ops if isinstance(op, CallOp)):
                 entry = self.entries.get(key(call, model.get_submodule(call.target.data)))
@@ -136,7 +144,8 @@ def read(path: Path) -> Table:
         data = json.loads(path.read_text())
         if data["version"] != VERSION:
             raise UserError(f"the costs are of version {data['version']}, not {VERSION}", str(path), "profile the model again")
-        return Table(Hardware(**data["hardware"]), {k: _entry(e) for k, e in data["blocks"].items()})
+        overheads = Overheads(**data["overheads"]) if "overheads" in data else None
+        return Table(Hardware(**data["hardware"]), {k: _entry(e) for k, e in data["blocks"].items()}, overheads)
     except OSError as error:
         raise UserError(f"cannot read the costs: {error.strerror}", str(path), "make them with secc profile MODEL.py -o FILE") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:

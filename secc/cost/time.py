@@ -1,7 +1,8 @@
 """Times on a cluster: a roofline for compute, latency plus bytes over bandwidth for communication.
 
-A micro-batch's time is `ops x op_ns + work / rate + bytes / bandwidth`, a text that ranks evaluate in integer nanoseconds; work is in FLOPs
-of large products (`secc.cost.efficiency`), bytes are those that other operations move. Rates are per microsecond, hence the factor 1000.
+A micro-batch's time is `job + ops x op_ns + work / rate + bytes / bandwidth`, a text that ranks evaluate in integer nanoseconds; `job` is
+the overhead of a forward or backward, work is in FLOPs of large products (`secc.cost.efficiency`), bytes are those that other operations
+move. Rates are per microsecond, hence the factor 1000.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ OPTIMIZER_PASSES = 7  # AdamW reads parameter, gradient and two states, and writ
 
 def forward_ns(cost: SectionCost, device: Device) -> str:
     """Nanoseconds of a micro-batch's forward."""
-    return _plus(_roofline(cost.ops, cost.work, cost.glue_bytes, 1, cost.dtype, device), cost.forward_ns)
+    issued = cost.ops * device.op_ns + device.overheads.job
+    return _plus(_roofline(issued, cost.work, cost.glue_bytes, 1, cost.dtype, device), cost.forward_ns)
 
 
 def backward_ns(cost: SectionCost, mode: str, device: Device, recompute: str = "none") -> str:
@@ -25,13 +27,14 @@ def backward_ns(cost: SectionCost, mode: str, device: Device, recompute: str = "
     """
     if mode == "forward":
         return "0"
-    once = _plus(_roofline(2 * cost.ops, cost.backward_work, cost.glue_bytes, 2, cost.dtype, device), cost.backward_ns)
+    issued = 2 * cost.ops * device.op_ns + device.overheads.job
+    once = _plus(_roofline(issued, cost.backward_work, cost.glue_bytes, 2, cost.dtype, device), cost.backward_ns)
     again = cost.again.get(recompute)
-    return once if again is None else f"{once} + {_roofline(again.ops, again.work, again.moved, 1, cost.dtype, device)}"
+    return once if again is None else f"{once} + {_roofline(again.ops * device.op_ns, again.work, again.moved, 1, cost.dtype, device)}"
 
 
-def _roofline(ops: int, work: str, moved: str, passes: int, dtype: str, device: Device) -> str:
-    terms = [str(ops * device.op_ns)]
+def _roofline(issued: int, work: str, moved: str, passes: int, dtype: str, device: Device) -> str:
+    terms = [str(issued)]
     if work != "0":
         terms.append(f"1000*({work})//{device.rate(dtype)}")
     if moved != "0":
@@ -64,9 +67,10 @@ def sharded_reduce_ns(size: int, ranks: int, cluster: Cluster, stride: int = 1) 
 
 
 def optimizer_ns(cost: SectionCost, device: Device, shards: int = 1) -> int:
-    """The optimizer's step on a rank's shard, bound by memory."""
+    """The optimizer's step on a rank's shard: what memory takes, and what comes with each tensor."""
     written = cost.trainable_bytes if cost.master_bytes else 0  # the weights that modules compute with, from their masters
-    return 1000 * (OPTIMIZER_PASSES * (cost.summed_bytes // shards) + written // shards) // device.bandwidth
+    moving = 1000 * (OPTIMIZER_PASSES * (cost.summed_bytes // shards) + written // shards) // device.bandwidth
+    return moving + cost.tensors * device.overheads.tensor // shards
 
 
 def message_ns(size: int, cluster: Cluster) -> int:

@@ -1,8 +1,11 @@
-"""Times a model's blocks for real: forward and backward, over the sizes of the dataset's samples and micro-batches of them.
+"""Times a model's blocks for real, under the conditions of a step: forward and backward, over the sizes of the dataset's samples and
+micro-batches of them.
 
-On a CPU a call counts the processor time of its thread, which other processes do not add to; on a GPU events count. The least of several
-runs is taken, sizes in turn, so that a busy moment does not spoil one size. Prices (`secc.cost.table`) are fitted to two thirds of the
-sizes, none negative, with relative errors weighing alike; the others tell the error.
+Blocks take turns as in a step: all forwards of a micro-batch, then all backwards, gradients adding up over some micro-batches, so that a
+block finds the caches as other blocks left them. On a CPU other processes meanwhile do the same, as many as a node has other ranks, and a
+call counts the processor time of its thread, which waiting for a core does not add to; on a GPU events count. The median of the turns is
+taken: a step has many calls, and takes what they take in the mean. Prices (`secc.cost.table`) are fitted to two thirds of the sizes, none
+negative, with relative errors weighing alike; the others tell the error.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ import copy
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,12 +30,14 @@ from secc.cost.table import PARTS, Entry, Prices, Table, here, key
 from secc.ir import expr
 from secc.ir.dialect import CallOp, CaseOp, graph_of, strings
 from secc.ir.types import TensorType, tensor
+from secc.profile.busy import busy
 from secc.profile.call import arguments
 from secc.runtime.expr import evaluate
 
 FITS_BYTES = 4 << 30  # of a block's parameters, and of a call's operands, that are built here
 HELD_OUT = 3  # every third size
-MOST_RUNS, SHORT_S = 60, 8.0  # of blocks whose runs are short
+MOST_TURNS, SHORT_S = 40, 4.0  # for each block, where its runs are short
+A_STEP = 4  # micro-batches whose gradients add up
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Timed:
-    """One call at one size: what it works and moves, the least nanoseconds of forward and backward, and whether it was held out."""
+    """One call at one size: what it works and moves, the nanoseconds of forward and backward, and whether it was held out."""
 
     cost: Mapping[str, float]
     forward: float
@@ -71,17 +77,22 @@ def profile(
     device: torch.device,
     repeat: int,
     progress: Callable[[str], None],
+    ranks: int = 1,
 ) -> tuple[Table, list[Report]]:
-    """Time every kind of call once. `module` has counted costs; `model` may be on the meta device."""
-    reports: dict[str, Report] = {}
+    """Time every kind of call once, as on one of `ranks` ranks of a node. `module` has counted costs; `model` may be on the meta device."""
+    kinds: dict[str, _Kind] = {}
     for case in graph_of(module).cases:
         for call in (op for op in case.ops if isinstance(op, CallOp)):
             block = model.get_submodule(call.target.data)
             name = key(call, block)
             fitting = [b for b in batches if _is_of(module, case, b)]
-            if name not in reports and fitting:
-                progress(f"time {call.target.data}")
-                reports[name] = _report(call, block, fitting, constants, device, repeat)
+            if name not in kinds and fitting:
+                kinds[name] = _kind(call, block, fitting, constants, device)
+    for group in _groups([k for k in kinds.values() if not k.reason]):
+        progress(f"time {', '.join(k.path for k in group)}")
+        with busy(partial(_turn, group, 0), ranks - 1 if device.type == "cpu" else 0):
+            _time(group, repeat)
+    reports = {name: k.report() for name, k in kinds.items()}
     found = {name: r.entry for name, r in reports.items() if r.entry is not None}
     return Table(here(device), found), list(reports.values())
 
@@ -90,27 +101,50 @@ def _is_of(module: ModuleOp, case: CaseOp, batch: Batch) -> bool:
     return set(strings(graph_of(module).optional)) & batch.batch.keys() == set(strings(case.when))
 
 
-def _report(
-    call: CallOp, block: nn.Module, batches: Sequence[Batch], constants: Mapping[str, torch.Tensor], device: torch.device, repeat: int
-) -> Report:
-    path, cls = call.target.data, type(block).__name__
+@dataclass
+class _Kind:
+    """One kind of call: a run for each size and the times of its turns; or `reason`, why it is not timed. `size`: bytes of parameters."""
+
+    path: str
+    cls: str
+    size: int
+    runs: list[_Run] = field(default_factory=list["_Run"])
+    reason: str = ""
+
+    def report(self) -> Report:
+        if self.reason:
+            return Report(self.path, self.cls, (), None, self.reason)
+        timed = [Timed(run.cost, *run.medians(), i % HELD_OUT == 1) for i, run in enumerate(self.runs)]
+        if len(timed) < 2 * HELD_OUT:
+            return Report(self.path, self.cls, timed, None, f"the dataset gives it only {len(timed)} sizes")
+        backward = _fit(timed, lambda t: t.backward) if any(t.backward for t in timed) else None
+        return Report(self.path, self.cls, timed, Entry(self.cls, _fit(timed, lambda t: t.forward), backward))
+
+
+def _kind(call: CallOp, block: nn.Module, batches: Sequence[Batch], constants: Mapping[str, torch.Tensor], device: torch.device) -> _Kind:
     size = sum(p.numel() * p.element_size() for p in block.parameters())
+    found = _Kind(call.target.data, type(block).__name__, size)
     if size > FITS_BYTES:
-        return Report(path, cls, (), None, f"its {size / 2**30:.1f} GiB of parameters are not built here")
-    if not all(isinstance(call.attributes.get(part), StringAttr) for part in PARTS[1:]):
-        return Report(path, cls, (), None, "its costs were not counted")
-    real = _real(block, device)
-    fitting = [b for b in batches if _bytes(call, b) <= FITS_BYTES]
-    runs = [_Run(call, real, b, values(call, b.batch, b.sizes, constants), device) for b in fitting]
-    try:
-        least = _least(runs, repeat)
-    except (RuntimeError, ValueError, IndexError, TypeError) as error:  # whatever the user's code does on drawn values
-        return Report(path, cls, (), None, f"it does not run on drawn values: {type(error).__name__}: {str(error)[:120]}")
-    timed = [Timed(_cost(call, run.sizes), *times, i % HELD_OUT == 1) for i, (run, times) in enumerate(zip(runs, least, strict=True))]
-    if len(timed) < 2 * HELD_OUT:
-        return Report(path, cls, timed, None, f"the dataset gives it only {len(timed)} sizes")
-    backward = _fit(timed, lambda t: t.backward) if any(t.backward for t in timed) else None
-    return Report(path, cls, timed, Entry(cls, _fit(timed, lambda t: t.forward), backward))
+        found.reason = f"its {size / 2**30:.1f} GiB of parameters are not built here"
+    elif not all(isinstance(call.attributes.get(part), StringAttr) for part in PARTS[1:]):
+        found.reason = "its costs were not counted"
+    else:
+        real = _real(block, device)
+        fitting = [b for b in batches if _bytes(call, b) <= FITS_BYTES]
+        found.runs = [_Run(call, real, b, values(call, b.batch, b.sizes, constants), device) for b in fitting]
+    return found
+
+
+def _groups(kinds: Sequence[_Kind]) -> Iterator[list[_Kind]]:
+    """Kinds that take turns: as many in a row as fit together."""
+    group: list[_Kind] = []
+    for kind in kinds:
+        if group and sum(k.size for k in (*group, kind)) > FITS_BYTES:
+            yield group
+            group = []
+        group.append(kind)
+    if group:
+        yield group
 
 
 def _real(block: nn.Module, device: torch.device) -> nn.Module:
@@ -140,26 +174,37 @@ def _cost(call: CallOp, sizes: Mapping[str, int]) -> dict[str, float]:
 
 
 class _Run:
-    """One call at one size."""
+    """One call at one size: what it works and moves, and the nanoseconds that its forwards and backwards took."""
 
     def __init__(self, call: CallOp, block: nn.Module, batch: Batch, known: Any, device: torch.device) -> None:
-        self.sizes = batch.sizes
-        self._call, self._block, self._known, self._device = call, block, known, device
+        self.sizes, self.block, self.cost = batch.sizes, block, _cost(call, batch.sizes)
+        self._call, self._known, self._device = call, known, device
         self._owes = call.no_grad is None and any(tensor(r).requires_grad for r in call.results)
+        self._out: Any = None
+        self._spent: list[tuple[float, float]] = []
+        self._forward = 0.0
 
-    def once(self) -> tuple[float, float]:
-        """Nanoseconds of forward and backward."""
+    def forward(self) -> None:
         args, kwargs = arguments(self._call, self.sizes, self._known, self._device)
         with torch.set_grad_enabled(self._owes):
-            forward, out = _timed(lambda: self._block(*args, **kwargs), self._device)
-        outs = [t for t in tree_leaves(_plain(out)) if isinstance(t, torch.Tensor) and t.requires_grad]
-        if not outs:
-            return forward, 0.0
-        grads = [torch.ones_like(t) for t in outs]
-        backward, _ = _timed(lambda: torch.autograd.backward(outs, grads), self._device)
-        for p in self._block.parameters():
-            p.grad = None
-        return forward, backward
+            self._forward, self._out = _timed(lambda: self.block(*args, **kwargs), self._device)
+
+    def backward(self) -> None:
+        """The backward of the last forward. Gradients stay."""
+        outs = [t for t in tree_leaves(_plain(self._out)) if isinstance(t, torch.Tensor) and t.requires_grad]
+        self._out, spent = None, 0.0
+        if outs:
+            grads = [torch.ones_like(t) for t in outs]
+            spent, _ = _timed(lambda: torch.autograd.backward(outs, grads), self._device)
+        self._spent.append((self._forward, spent))
+
+    def forget(self) -> None:
+        """Whatever came before does not count."""
+        self._spent = []
+
+    def medians(self) -> tuple[float, float]:
+        forward, backward = zip(*self._spent, strict=True)
+        return statistics.median(forward), statistics.median(backward)
 
 
 def _plain(out: Any) -> Any:
@@ -181,17 +226,34 @@ def _timed(run: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
     return begin.elapsed_time(end) * 1e6, out
 
 
-def _least(runs: Sequence[_Run], repeat: int) -> list[tuple[float, float]]:
-    """The least of `repeat` runs after one to warm up, and of more where they are short, in turn over the sizes."""
-    found = [(float("inf"), float("inf"))] * len(runs)
+def _time(kinds: Sequence[_Kind], repeat: int) -> None:
+    """`repeat` turns after one to warm up, and more where they are short. What does not run on drawn values is left out from then on."""
+    for kind in kinds:
+        try:
+            for run in kind.runs:
+                run.forward()
+                run.backward()
+                run.forget()
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:  # whatever the user's code does on drawn values
+            kind.reason = f"it does not run on drawn values: {type(error).__name__}: {str(error)[:120]}"
+    running = [kind for kind in kinds if not kind.reason]
     start, turn = time.process_time(), 0
-    while turn <= repeat or (turn <= MOST_RUNS and time.process_time() - start < SHORT_S):
-        for i, run in enumerate(runs):
-            forward, backward = run.once()
-            if turn:
-                found[i] = min(found[i][0], forward), min(found[i][1], backward)
+    while turn < repeat or (turn < MOST_TURNS and time.process_time() - start < SHORT_S * len(running)):
+        _turn(running, turn)
         turn += 1
-    return found
+
+
+def _turn(kinds: Sequence[_Kind], turn: int) -> None:
+    """Every size once, each as a micro-batch that passes through all blocks and back."""
+    for i in range(max((len(kind.runs) for kind in kinds), default=0)):
+        runs = [kind.runs[i] for kind in kinds if i < len(kind.runs)]
+        if (i + turn) % A_STEP == 0:
+            for p in (p for run in runs for p in run.block.parameters()):
+                p.grad = None
+        for run in runs:
+            run.forward()
+        for run in reversed(runs):
+            run.backward()
 
 
 def _fit(timed: Sequence[Timed], of: Callable[[Timed], float]) -> Prices:

@@ -123,9 +123,7 @@ def _memory_rate(device: torch.device) -> float:
 
 def _link(backend: str) -> tuple[float, float]:
     """(latency in ns, bytes per second) of messages between two processes."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     queue = mp.get_context("spawn").SimpleQueue()
     context: Any = mp.spawn(_exchange, (backend, port, queue), nprocs=2, join=False)  # pyright: ignore[reportPrivateImportUsage]
     deadline = time.monotonic() + LIMIT_S
@@ -141,6 +139,13 @@ def _link(backend: str) -> tuple[float, float]:
     latency = times[SIZES[0]]
     largest = SIZES[-1]
     return latency, largest * 1e9 / max(times[largest] - latency, 1.0)
+
+
+def free_port() -> int:
+    """A port of this machine that nothing listens on now."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
 
 
 def _exchange(rank: int, backend: str, port: int, queue: Any) -> None:

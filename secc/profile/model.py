@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import statistics
+import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
+from secc.cluster import Overheads, parse
 from secc.compiler import Options, front
 from secc.cost.examples import Samples
 from secc.cost.measure import measure
@@ -19,11 +22,16 @@ from secc.frontend import import_ir
 from secc.frontend.inputs import Inputs
 from secc.frontend.survey import Survey
 from secc.profile.blocks import Batch, Report, Timed, profile
+from secc.profile.overheads import overheads
 from secc.report import facts
 from secc.runtime.sizes import sizes_of
 from secc.runtime.user_model import UserModel
 
-MOST = 4  # samples in a micro-batch
+OVERHEADS = {
+    "job": "a forward or backward", "message": "a message sent", "tensor": "a parameter's norm and update",
+    "sample": "a sample's part of planning a step", "step": "a step's metadata, totals and metrics",
+}  # fmt: skip
+SAMPLES = (1, 2, 4, 8, 16, 3, 6, 12)  # in a micro-batch
 
 
 @dataclass(frozen=True)
@@ -32,19 +40,33 @@ class Profile:
 
     table: Table
     reports: list[Report]
+    unknown: str = ""  # why overheads were not measured
 
     def as_dict(self) -> dict[str, object]:
-        return {"hardware": self.table.hardware.text, "blocks": [_block(r) for r in self.reports]}
+        found = self.table.overheads
+        known = {"overheads": asdict(found)} if found is not None else {"overheads": None, "reason": self.unknown}
+        return {"hardware": self.table.hardware.text, "blocks": [_block(r) for r in self.reports], **known}
 
     def tables(self) -> list[facts.Table]:
         """For people: errors on sizes that were not profiled."""
         rows = tuple(_row(r) for r in self.reports)
         note = f"measured on {self.table.hardware.text}; errors are medians over sizes that the fit did not see"
-        return [facts.Table("Blocks", ("block", "sizes", "forward", "error", "backward", "error"), rows, note)]
+        blocks = facts.Table("Blocks", ("block", "sizes", "forward", "error", "backward", "error"), rows, note)
+        return [blocks, facts.Table("Overheads", ("of", "time"), tuple(self._beside()), self.unknown)]
+
+    def _beside(self) -> Iterator[tuple[str, str]]:
+        if (found := self.table.overheads) is not None:
+            for name, what in OVERHEADS.items():
+                yield what, f"{getattr(found, name) / 1e3:.4g} us"
 
 
-def profile_model(path: Path, small: bool, sizes: int, repeat: int, progress: Callable[[str], None]) -> Profile:
-    """Time the blocks of a model file. Raises UserError for what is wrong with it, and where nothing can be timed."""
+def profile_model(path: Path, small: bool, sizes: int, repeat: int, progress: Callable[[str], None], ranks: int = 0) -> Profile:
+    """Time the blocks of a model file, and what its steps take beside them, on `ranks` ranks of this machine (0: those of `local`).
+
+    Raises UserError for what is wrong with it, and where nothing can be timed. Steps of a small model say nothing of the whole one's, so
+    that with `small` blocks alone are timed.
+    """
+    ranks = ranks or parse("local").ranks
 
     @contextlib.contextmanager
     def step(name: str) -> Iterator[None]:
@@ -58,21 +80,33 @@ def profile_model(path: Path, small: bool, sizes: int, repeat: int, progress: Ca
         measure(module, meta, samples)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(1)  # as ranks on CPUs have
-    table, reports = profile(module, meta, _batches(user, drawn, inputs, sizes), captured.constants, device, repeat, progress)
+    table, reports = profile(module, meta, _batches(user, drawn, inputs, sizes), captured.constants, device, repeat, progress, ranks)
     if not table.entries:
         reasons = "; ".join(f"{r.path}: {r.reason}" for r in reports)
         raise UserError(f"no block could be timed here: {reasons}", str(path), "profile with --small, or where the model fits")
-    return Profile(table, reports)
+    found, why = (None, "steps of small_model() were not trained") if small else _overheads(path, ranks, table, step)
+    return Profile(replace(table, overheads=found), reports, why)
+
+
+def _overheads(path: Path, ranks: int, table: Table, step: Callable[[str], AbstractContextManager[None]]) -> tuple[Overheads | None, str]:
+    """What the model's steps take beside blocks, or why that is not known."""
+    with step(f"train some steps on {ranks} ranks"), tempfile.NamedTemporaryFile("w", suffix=".json") as costs:
+        costs.write(table.to_json())
+        costs.flush()
+        try:
+            return overheads(path, ranks, Path(costs.name)), ""
+        except UserError as error:
+            return None, error.message
 
 
 def _batches(user: UserModel, drawn: Survey, inputs: Inputs, count: int) -> list[Batch]:
-    """Micro-batches of 1, 2, 3 and 4 samples of each pattern, `count` of each where the survey has samples enough."""
+    """Micro-batches of up to 16 samples of each pattern, `count` of each pattern."""
     found: list[Batch] = []
     for pattern in drawn.patterns:
         samples = drawn.samples(pattern)
-        for i in range(min(count, MOST * len(samples))):
-            size = 1 + i % MOST
-            chosen = [samples[(i // MOST + k * k) % len(samples)] for k in range(size)]
+        for i in range(min(count, len(SAMPLES) * len(samples))):
+            size = SAMPLES[i % len(SAMPLES)]
+            chosen = [samples[(i // len(SAMPLES) + k * k) % len(samples)] for k in range(size)]
             batch = user.collate(chosen)
             found.append(Batch(batch, sizes_of(batch, inputs.symbols, size)))
     return found

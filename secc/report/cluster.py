@@ -6,6 +6,8 @@ from secc.cluster import GIB, Cluster, Group, Link
 from secc.cluster.presets import DEVICES, LINKS, SOURCES
 from secc.report.table import Table
 
+OVERHEADS = ("job", "message", "tensor", "sample", "step")
+
 
 def tables(cluster: Cluster) -> list[Table]:
     """The whole, then each kind."""
@@ -33,6 +35,7 @@ def _figures(group: Group) -> Table:
         row("memory rate", f"{device.memory_bytes_per_s / 1e9:g} GB/s", "memory", same),
         row("inside a node", _link(group.inside), "inside", links is not None and group.inside == links[0]),
         ("issuing an operation", f"{device.op_ns / 1000:g} us", "assumed"),
+        *((f"overhead of a {name}", f"{getattr(device.overheads, name) / 1000:g} us", device.overheads.label) for name in OVERHEADS),
     )
     return Table(device.kind, ("figure", "value", "source"), rows, f"the rates are labelled {device.label}")
 

@@ -74,7 +74,7 @@ def own_bound(work: Work) -> Bound:
     """The bound on a step of the sections that do not run ahead."""
     found = until_optimizer(work)
     closing = max((work.traffic.optimizer_ns(r) for r in range(work.plan.world_size)), default=0)
-    return Bound(found.ns + closing, found.reason)
+    return Bound(found.ns + closing + work.traffic.overheads.step_ns(len(work.samples)), found.reason)
 
 
 def ahead_work(work: Work) -> list[Bound]:

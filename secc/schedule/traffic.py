@@ -14,7 +14,7 @@ from math import prod
 
 import torch
 
-from secc.cluster import Cluster, Link
+from secc.cluster import Cluster, Link, Overheads
 from secc.cost.collectives import all_reduce_ns, of_ranks
 from secc.cost.time import OPTIMIZER_PASSES
 from secc.runtime.expr import evaluate
@@ -81,11 +81,24 @@ class Traffic:
         return parameter_bytes(self.plan, name) // self.cut.get(name, 1)
 
     def optimizer_ns(self, rank: int) -> int:
-        """The optimizer's step on a rank, bound by memory."""
+        """The optimizer's step on a rank: what memory takes, and what comes with each tensor."""
+        return self.updating_ns(rank) + len(self.updated(rank)) * self.overheads.tensor
+
+    def updating_ns(self, rank: int) -> int:
+        """What memory takes in the optimizer's step on a rank."""
         if self.cluster is None:
             return 0
-        size = sum(self.bytes_on_rank(p) for h in self.held if rank in h.ranks for p in h.names)
+        size = sum(map(self.bytes_on_rank, self.updated(rank)))
         return 1000 * OPTIMIZER_PASSES * size // self.cluster.seen_by([rank]).device.bandwidth
+
+    def updated(self, rank: int) -> list[str]:
+        """The parameters that a rank's optimizer updates."""
+        return [p for h in self.held if rank in h.ranks for p in h.names]
+
+    @cached_property
+    def overheads(self) -> Overheads:
+        """What a rank does beside computing."""
+        return Overheads() if self.cluster is None else self.cluster.device.overheads
 
 
 def parameter_bytes(plan: Plan, name: str) -> int:

@@ -62,7 +62,7 @@ def _bars(step: Simulated, rank: int) -> Iterator[Bar]:
         if rank in r.ranks and r.end > r.start:
             yield Bar(r.start, r.end, NO_SECTION, "REDUCE", f"reduce the gradients of {', '.join(r.sections)}")
     if step.end > step.synced:
-        yield Bar(step.synced, step.end, NO_SECTION, "STEP", "optimizer")
+        yield Bar(step.synced, step.end, NO_SECTION, "STEP", "optimizer, and what a step takes beside its program")
 
 
 # -- terminal ---------------------------------------------------------------------------------------------------------------------

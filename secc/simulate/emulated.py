@@ -29,7 +29,13 @@ def table(plan: Plan, scale: float = 1.0) -> Table:
 
 
 def compared(plan: Plan, log_dir: Path, batches: Sequence[Sequence[SampleMeta]], order: str) -> Iterator[tuple[int, float, float]]:
-    """(step, emulated seconds of its program in modelled time, simulated seconds) of the last emulated run's steps."""
+    """(step, emulated seconds of its program in modelled time, simulated seconds) of the last emulated run's steps.
+
+    Neither has what a step takes beside its program: an emulated run plans and exchanges for real, before its program starts.
+    """
+    overheads = Traffic(plan).overheads
     lines = [json.loads(line) for line in (log_dir / FILE).read_text().splitlines()][-len(batches) :]
     for told, (samples, programs) in zip(lines, consecutive(plan, batches, order), strict=True):
-        yield told["step"], told["program_s"] / told["scale"], simulate(plan, samples, programs).end / 1e9
+        own = len(samples) if programs.own is None else programs.own
+        simulated = simulate(plan, samples, programs).end - overheads.step_ns(own)
+        yield told["step"], told["program_s"] / told["scale"], simulated / 1e9

@@ -4,7 +4,8 @@ Computation takes the plan's costs, and the ranks of a replica compute together,
 `runtime/comm.py`, a send is posted and never blocks, receives are posted a window ahead of the program, a message moves once both its
 ends are posted and the links are free, and a computation waits for the messages that it consumes. A reduction starts when all its ranks
 have reached it and runs beside what follows; one rank's reductions follow each other. At the end of its program a rank waits for its sends
-and reductions, then all ranks wait for each other (the global norm), then each takes its optimizer step.
+and reductions, then all ranks wait for each other (the global norm), then each takes its optimizer step. What a rank does beside
+computing counts, too: a job's overhead is in its costs, a message's keeps the sender busy, a step's (planning, metadata) stands at its end.
 
 Every simulation checks the schedule first (`runtime/check.py`): completeness, dependencies, order of channels, no deadlock. Events are
 processed in order of time and rank, so the same input gives the same result.
@@ -64,6 +65,7 @@ class _Rank:
     passed: int = 0
     reduced: int = 0  # when its last reduction ends
     sent: int = 0  # when its last message arrives
+    packing: int = -1  # the SEND whose message it packs, or has packed last
     stepped: int | None = None
 
 
@@ -97,7 +99,9 @@ class _Machine:
             if len(held.sections) > 1:  # tied over sections: reduced at the end
                 self.reduce(held, max(stepped[r] for r in held.ranks))
         synced = max((max(stepped[i], r.reduced, r.sent) for i, r in enumerate(self.ranks)), default=0)
-        end = synced + max((self.traffic.optimizer_ns(r) for r in range(len(self.ranks))), default=0)
+        own = len(self.samples) if self.schedule.own is None else self.schedule.own
+        updated = synced + max((self.traffic.optimizer_ns(r) for r in range(len(self.ranks))), default=0)
+        end = updated + self.traffic.overheads.step_ns(own)
         parts = (tuple(self.compute), tuple(self.transfers), tuple(self.reductions))
         return Simulated(self.plan, self.samples, self.schedule, *parts, stepped, synced, end)
 
@@ -107,6 +111,8 @@ class _Machine:
         while rank.at < len(rank.program):
             i = rank.program[rank.at]
             if i.kind in COMPUTE and not self.start(index, i):
+                return
+            if i.kind == "SEND" and not self.packed(rank, index, time):
                 return
             rank.at += 1
             match i.kind:
@@ -164,6 +170,14 @@ class _Machine:
         return {"F": forward, "B": backward - weight, "W": weight}[i.kind]
 
     # -- messages -----------------------------------------------------------------------------------------------------------------
+
+    def packed(self, rank: _Rank, index: int, time: int) -> bool:
+        """Whether a rank has packed the message that it sends; otherwise it starts to, and will be woken."""
+        if rank.packing == rank.at or not self.traffic.overheads.message:
+            return True
+        rank.packing, rank.free = rank.at, time + self.traffic.overheads.message
+        heapq.heappush(self.wakes, (rank.free, index))
+        return False
 
     def post_receives(self, index: int, time: int) -> None:
         """Post the receives up to a window beyond those that the program passed."""

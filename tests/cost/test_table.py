@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from secc.cluster import parse
+from secc.cluster import Overheads, parse
 from secc.cost import time
 from secc.cost.measure import measure
+from secc.cost.overheads import with_overheads
 from secc.cost.section import section_cost
 from secc.cost.table import Entry, Hardware, Prices, Table, here, key, read
 from secc.errors import UserError
@@ -24,6 +27,7 @@ from tests.cost.ir import graph
 CALL = '    %y = sec.call "f" (%x) args "$0" outs [""] in @s : !sec.tensor<[B, S, 8], f32, grad>\n'
 SECTION = '  sec.section "s" mode "train" blocks ["f"]\n'
 CPU = torch.device("cpu")
+MEASURED = Overheads(1, 2, 3, 4, 5, "measured")
 
 
 def module_of(model: nn.Module) -> Any:
@@ -47,15 +51,24 @@ def test_a_section_of_timed_blocks_is_measured() -> None:
     assert time.label(cost, device) == "measured" and (cost.work, cost.flops) == ("0", "128*B*S")
     sizes = {"B": 2, "S": 16}
     counted = 6400 * 32 * 0.5 + 0.25 * 0  # work counts fifty times over 8 features; nothing else moves bytes
-    assert evaluate(time.forward_ns(cost, device), sizes) == pytest.approx(1000 + counted, rel=1e-3)
+    assert evaluate(time.forward_ns(cost, device), sizes) == pytest.approx(device.overheads.job + 1000 + counted, rel=1e-6)
 
 
 def test_the_file_holds_the_table(tmp_path: Path) -> None:
     model = nn.ModuleDict({"f": nn.Linear(8, 8)})
     made = table(model, module_of(model))
     path = tmp_path / "costs.json"
-    path.write_text(made.to_json())
-    assert read(path) == made
+    for table_ in (made, replace(made, overheads=MEASURED)):
+        path.write_text(table_.to_json())
+        assert read(path) == table_
+
+
+def test_measured_overheads_replace_what_clusters_of_that_backend_assume() -> None:
+    model = nn.ModuleDict({"f": nn.Linear(8, 8)})
+    module = module_of(model)
+    Table(here(CPU), {}, MEASURED).write(module, model)
+    cpus, gpus = (with_overheads(graph_of(module), parse(text)).device for text in ("1x2xcpu", "1x8xH100"))
+    assert cpus.overheads == MEASURED and gpus.overheads.label == "default"
 
 
 @pytest.mark.parametrize(("hardware", "cluster"), [
@@ -73,7 +86,7 @@ def test_a_table_of_the_clusters_hardware_is_taken() -> None:
     Table(here(CPU), {}).check(parse("1x2xcpu"))
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]", json.dumps({"version": 1, "hardware": {"backend": "cpu"}, "blocks": {}})])
+@pytest.mark.parametrize("text", ["", "{}", "[1]", json.dumps({"version": 2, "hardware": {"backend": "cpu"}, "blocks": {}})])
 def test_what_is_no_table_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     path.write_text(text)
@@ -86,6 +99,7 @@ def test_real_blocks_are_timed_and_fitted() -> None:
     module = module_of(model)
     sizes = [{"B": b, "S": s} for b in (1, 2) for s in (64, 256, 1024, 4096)]
     batches = [Batch({"x": torch.zeros(n["B"], n["S"], 8)}, n) for n in sizes]
-    found, (report,) = profile(module, model, batches, {}, CPU, 2, lambda _: None)
+    found, (report,) = profile(module, model, batches, {}, CPU, 2, lambda _: None, ranks=2)
+    assert not multiprocessing.active_children()
     assert len(found.entries) == 1 and len(report.timed) == 8 and report.entry is not None
     assert all(v >= 0 for v in report.entry.forward.values) and report.entry.backward is not None

@@ -17,7 +17,7 @@ sec.graph "vlm" optional ["pixel_values"] {
   // CHECK: sec.section "vision"
   // CHECK-SAME: dp = 3 : i64, tp = 1 : i64, pp = 1 : i64, micro_batch = 3 : i64, ranks = [0 : i64, 1 : i64, 2 : i64]
   // CHECK-SAME: recompute = "none", sharding = "none"
-  // CHECK-SAME: label = "default", forward_ns = "100000 + 1000*(19200000*n)//10000"
+  // CHECK-SAME: label = "default", forward_ns = "400000 + 1000*(19200000*n)//10000"
   sec.section "vision" mode "train" when ["pixel_values"] blocks ["vision"]
   // CHECK: sec.section "lm"
   // CHECK-SAME: dp = 3 : i64, tp = 1 : i64, pp = 1 : i64, micro_batch = 4 : i64, ranks = [0 : i64, 1 : i64, 2 : i64]

@@ -21,11 +21,12 @@ IMAGE = ("images",)
 ROW = 32  # bytes of a sample's row on the edges of these plans
 
 
-def cluster(latency=10, gb_s=1, per_node=8):
+def cluster(latency=10, gb_s=1, per_node=8, **overheads):
     link = {"latency_ns": latency, "bytes_per_s": gb_s * 10**9}
     device = {
         "kind": "cpu", "backend": "cpu", "gflops": [["f32", 20]], "memory": 1, "memory_bytes_per_s": 10**9, "efficiency_percent": 50,
         "op_ns": 1, "reserved": 0, "label": "default",
+        "overheads": overheads,
     }  # fmt: skip
     far = {"latency_ns": 10 * latency, "bytes_per_s": gb_s * 10**9}
     return {"name": "test", "nodes": 4, "per_node": per_node, "inside": link, "between": far, "device": device}
@@ -94,6 +95,18 @@ def test_messages_of_one_sender_share_its_link():
     p = dataclasses.replace(p, sections=(dataclasses.replace(p.sections[0], micro_batch=2), p.sections[1]))
     step = run(p, [sample(0, *IMAGE), sample(1, *IMAGE)])
     assert sorted((t.start, t.end) for t in step.transfers) == [(100 * 2, 210 + ROW), (200 + ROW, 210 + 2 * ROW)]
+
+
+def test_what_ranks_do_beside_computing_takes_time():
+    """A sender is busy with its message before it moves, the optimizer with each tensor, a step with each sample of its batch."""
+    samples = [sample(0, *IMAGE)]
+    p = trained(vlm(cluster=cluster()), lm=4)
+    plain = run(p, samples).end
+    assert run(dataclasses.replace(p, cluster=cluster(message=7)), samples).end == plain + 2 * 7  # there, and back
+    assert run(dataclasses.replace(p, cluster=cluster(tensor=5)), samples).end == plain + 5
+    busier = dataclasses.replace(p, cluster=cluster(step=1000, sample=30))
+    assert run(busier, samples).end == plain + 1030
+    assert schedule_bound(busier, samples).ns == schedule_bound(p, samples).ns + 1030
 
 
 def test_ranks_of_other_nodes_are_further_away():

@@ -1,0 +1,51 @@
+"""What a run's trace says of the time that ranks spend beside computing."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from secc.cluster import Overheads
+from secc.profile.overheads import STEPS, WARM, of_trace
+from secc.runtime.plan import Plan, load
+from tests.runtime.captioner import APART, write_plan
+from tests.runtime.training import train
+from tests.simulate.test_machine import cluster, trained, vlm
+
+STEP_US = (  # of rank 0: an order of 80 us, two jobs of which each has 30 us beside its computation, a message of 7 us, an update
+    ("PROGRAM", 0, 1000), ("F", 10, 400), ("SEND", 420, 7), ("B", 450, 533), ("GRADIENTS", 1000, 3), ("NORM", 1003, 20),
+    ("TOTALS", 1023, 40), ("OPTIMIZER", 1063, 80), ("METADATA", 1150, 60), ("PLAN", 1210, 80),
+)  # fmt: skip
+STEP_LENGTH_US = 1300
+
+
+def plan(samples: int) -> Plan:
+    return dataclasses.replace(trained(vlm(cluster=cluster(), mode="forward"), lm=1), global_batch=samples)
+
+
+def events(rank: int, longer: dict[str, int]) -> list[dict[str, Any]]:
+    """The same step again and again; kinds in `longer` last so much longer."""
+    return [
+        {"ph": "X", "pid": rank, "tid": 0, "cat": kind, "ts": k * STEP_LENGTH_US + start, "dur": duration + longer.get(kind, 0)}
+        for k, (kind, start, duration) in itertools.product(range(WARM + 3), STEP_US)
+    ]
+
+
+def test_each_part_of_a_step_goes_where_it_belongs() -> None:
+    """Rank 0 waits longer than rank 1 for what both do together, which is therefore not its overhead."""
+    found = of_trace(events(0, {"TOTALS": 5}) + events(1, {"METADATA": 8}), plan(samples=4))
+    rest = STEP_LENGTH_US - (1000 + 3 + 20 + 40 + 80 + 60 + 80) - 8
+    assert found == Overheads(30_000, 7_000, 100_000 - 28, 20_000, (60 + 40 + rest) * 1000, "measured")
+
+
+@pytest.mark.slow
+def test_a_real_run_has_all_of_them(tmp_path: Path) -> None:
+    write_plan(tmp_path / "plan", APART)
+    train(tmp_path / "plan", APART, STEPS, "--trace", str(tmp_path / "trace.json"))
+    found = of_trace(json.loads((tmp_path / "trace.json").read_text())["traceEvents"], load(tmp_path / "plan"))
+    assert min(found.job, found.message, found.sample, found.step) > 0 and found.label == "measured"
