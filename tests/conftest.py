@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-goldens", action="store_true", help="write golden files anew instead of comparing with them")
+    parser.addoption("--plans", type=int, default=60, help="so many random plans in all (tests/e2e/test_random_plans.py)")
 
 
 @pytest.fixture

@@ -201,7 +201,8 @@ def run(plan: Path, world_size: int, arguments: Sequence[str], environment: dict
             assert codes == [0] * world_size, f"the ranks ended with {codes}: {_first_error(files)}"
         finally:
             for process in ranks:
-                process.kill()
+                if process.pid is not None:  # it was started
+                    process.kill()
 
 
 def _first_error(files: Sequence[Path]) -> str:

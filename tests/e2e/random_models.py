@@ -4,7 +4,7 @@ python -m tests.e2e.random_models 17 > model.py
 
 A seed decides everything: which encoders there are and which samples have their inputs, how features join the text (in the places of
 placeholders, before the tokens, added to every state), what is frozen, tied, shared or called twice, which teachers speak, how padding
-is kept away, and how each loss is spelt. `random_plan` draws a way to distribute the model.
+is kept away, and how each loss is spelt.
 """
 
 from __future__ import annotations
@@ -191,38 +191,6 @@ def _written(m: Model, seed: int) -> str:
     lines += [f"        {'total = total +' if i else 'total ='} {term}" for i, term in enumerate(m.terms)]
     lines += ["        return total"]
     return "\n".join(lines) + DATASET.replace("# inputs", "\n        ".join(m.sample or ["pass"]))
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A way to distribute a model: processes, samples of a step, the strategy, pins by section, the order of samples."""
-
-    ranks: int
-    global_batch: int
-    strategy: str
-    pins: tuple[str, ...]
-    order: str
-
-
-def random_plan(seed: int, sections: Sequence[str], n: int = 0) -> Plan:
-    """The n-th plan of two to four ranks for a model with these sections. Pins that cannot be had together may be refused."""
-    rng = random.Random(f"plan {seed}" + f" {n}" * bool(n))
-    ranks = rng.choice((2, 3, 4))
-    pins: list[str] = []
-    for name in sections:
-        if rng.random() < 0.6:
-            pins.append(f"{name}.micro_batch={rng.choice((1, 2, 3))}")
-        if rng.random() < 0.35:
-            pins.append(f"{name}.dp={rng.randint(1, max(1, ranks - len(sections) + 1))}")
-        if rng.random() < 0.35:
-            pins.append(f"{name}.{rng.choice(('tp', 'pp'))}=2")
-        if rng.random() < 0.35:
-            pins.append(f"{name}.sharding={rng.choice(('zero1', 'zero2', 'zero3'))}")
-        if rng.random() < 0.35:
-            pins.append(f"{name}.recompute={rng.choice(('selective', 'full'))}")
-    rng.shuffle(pins)
-    strategy = rng.choice(("auto", "apart", "apart", "colocate"))
-    return Plan(ranks, rng.randint(5, 13), strategy, tuple(pins), rng.choice(("wavefront", "wavefront", "dataset")))
 
 
 if __name__ == "__main__":

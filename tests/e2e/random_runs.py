@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import random
 import shutil
 import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 
 from secc.check import checked
@@ -22,18 +22,11 @@ from secc.compiler import Compiled, Options, compile_model
 from secc.errors import UserError
 from secc.report.page import page
 from tests.e2e.harness import replanned
-from tests.e2e.random_models import Plan, random_model, random_plan
+from tests.e2e.random_models import random_model
+from tests.e2e.random_plans import Outcome, Wanted, features, grant, random_plan
 from tools.ranks import Trained, differences, distributed, plain, recording_model
 
 STEPS = 2
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What went wrong with a run, "" where it is exact, and what its plan has: "tp=2", "zero1", "recompute" and their like."""
-
-    error: str = ""
-    has: tuple[str, ...] = ()
 
 
 def trial(seed: int, folder: Path, plans: int = 1) -> list[Outcome]:
@@ -43,50 +36,30 @@ def trial(seed: int, folder: Path, plans: int = 1) -> list[Outcome]:
     try:
         first = checked(compile_model(model, Options(cluster="local:1")), required=True)
     except UserError as error:
-        return [Outcome(f"compile: {error}")] * plans
-    wanted = [random_plan(seed, [s.name for s in first.plan.sections], n) for n in range(plans)]
+        return [Outcome(Wanted(1, 0, ()), (), f"compile: {error}")] * plans
+    wanted = [random_plan(random.Random(f"plan {seed} {n}"), first.plan.whole_sections) for n in range(plans)]
     return [_run(first, model, plan, folder / str(n)) for n, plan in enumerate(wanted)]
 
 
-def _run(first: Compiled, model: Path, wanted: Plan, folder: Path) -> Outcome:
+def _run(first: Compiled, model: Path, wanted: Wanted, folder: Path) -> Outcome:
     folder.mkdir()
-    planned = _planned(first, wanted)
-    has = _features(planned)
+    granted, planned = grant(wanted, lambda options: replanned(first, options))
+    has = features(planned)
     planned.write(folder / "plan", page)
     try:
-        reference = _reference(first, model, wanted, folder)
-        found = distributed(folder / "plan", planned.plan.world_size, STEPS, folder / "run", "--order", wanted.order)
+        reference = _reference(first, model, granted, folder)
+        found = distributed(folder / "plan", planned.plan.world_size, STEPS, folder / "run", *granted.run)
     except AssertionError as error:
-        return Outcome(f"run of {wanted}: {error}", has)
-    return Outcome(next((f"{wanted}: {d}" for d in differences(found, reference)), ""), has)
+        return Outcome(granted, has, f"run of {granted}: {error}")
+    return Outcome(granted, has, next((f"{granted}: {d}" for d in differences(found, reference)), ""))
 
 
-def _features(planned: Compiled) -> tuple[str, ...]:
-    """What the plan has beside replicas."""
-    found = set[str]()
-    for s in planned.plan.whole_sections:
-        found |= {f"{axis}={n}" for axis, n in (("tp", s.mesh.tp), ("pp", s.mesh.pp)) if n > 1}
-        found |= {s.sharding, f"recompute={s.recompute}"} - {"none", "recompute=none"}
-    return tuple(sorted(found))
-
-
-def _reference(first: Compiled, model: Path, wanted: Plan, folder: Path) -> Trained:
+def _reference(first: Compiled, model: Path, wanted: Wanted, folder: Path) -> Trained:
     if not first.plan.draws:
         return plain(model, wanted.global_batch, STEPS, folder / "plain")
-    alone = _planned(first, dataclasses.replace(wanted, ranks=1, pins=()))
+    alone = replanned(first, dataclasses.replace(wanted, ranks=1, pins=()).options)
     alone.write(folder / "plan_of_one", page)
     return distributed(folder / "plan_of_one", 1, STEPS, folder / "run_of_one")
-
-
-def _planned(compiled: Compiled, wanted: Plan) -> Compiled:
-    """The captured model under another plan: with as many of the wanted pins as can be had together."""
-    try:
-        options = Options(cluster=f"local:{wanted.ranks}", global_batch=wanted.global_batch, strategy=wanted.strategy, set=wanted.pins)
-        return replanned(compiled, options)
-    except UserError:
-        if not wanted.pins and wanted.strategy == "auto":
-            raise
-        return _planned(compiled, dataclasses.replace(wanted, pins=wanted.pins[:-1], strategy=wanted.strategy if wanted.pins else "auto"))
 
 
 def main() -> int:
@@ -103,7 +76,7 @@ def main() -> int:
             try:
                 outcomes = trial(seed, Path(name), arguments.plans)
             except Exception as unexpected:
-                outcomes = [Outcome(f"defect: {type(unexpected).__name__}: {unexpected}")]
+                outcomes = [Outcome(Wanted(1, 0, ()), (), f"defect: {type(unexpected).__name__}: {unexpected}")]
             if any(o.error for o in outcomes) and arguments.output:
                 arguments.output.mkdir(parents=True, exist_ok=True)
                 shutil.copy(Path(name) / f"seed{seed}.py", arguments.output)

@@ -1,25 +1,22 @@
 """Every parallelism with every other: four models under plans of two to six ranks train as plain PyTorch does.
 
-A model is captured once and planned anew for each row; ranks are forked from one server that has imported everything.
+A model is captured once for each dtype and planned anew for each row; ranks are forked from one server that has imported everything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from secc.compiler import Compiled, Options, compile_model
-from secc.report.page import page
-from tests.e2e.harness import Trained, differences, distributed, plain, recording_model, replanned
+from secc.compiler import Options
+from tests.e2e.references import Captured
 
-MODELS = Path(__file__).parent.parent / "models"
 STEPS, GLOBAL_BATCH = 3, 12
 
-# model file -> (ranks, pins): "S.tp=2 S.dp=2"; a pin without a section is of the model's one section
+# model file -> (ranks, pins): "S.tp=2 S.dp=2"; a pin without a section is of the model's one section; "bf16" is the dtype
 FAST = {
     "nano": [
         (4, "tp=2 dp=2 sharding=zero3 recompute=full micro_batch=2"),
@@ -51,6 +48,9 @@ SLOW = {
         (4, "pp=2 dp=2 sharding=zero1 micro_batch=2 backward=split"),
         (6, "pp=2 dp=3 sharding=zero3 micro_batch=1"),
         (4, "tp=2 pp=2 recompute=full micro_batch=1"),
+        (4, "tp=2 dp=2 sharding=zero3 recompute=full micro_batch=2 bf16"),
+        (4, "pp=2 dp=2 sharding=zero1 micro_batch=2 backward=split bf16"),
+        (5, "dp=5 sharding=zero2 micro_batch=1 bf16"),
     ],
     "llava_tiny": [
         (2, "language_model.dp=2 vision_tower.with=language_model language_model.micro_batch=3"),
@@ -62,6 +62,8 @@ SLOW = {
         (6, "language_model.tp=2 language_model.pp=2 vision_tower.pp=2"),
         (4, "language_model.pp=2 vision_tower.tp=2 language_model.micro_batch=2"),
         (3, "language_model.pp=2 language_model.backward=split vision_tower.dp=1 language_model.micro_batch=1"),
+        (5, "language_model.pp=2 language_model.dp=2 language_model.sharding=zero2 vision_tower.dp=1 bf16"),
+        (6, "language_model.tp=2 language_model.dp=2 language_model.sharding=zero3 vision_tower.dp=2 vision_tower.sharding=zero1 bf16"),
     ],
     "qwen_distil": [
         (2, "student.dp=2 student.sharding=zero2 teacher.with=student"),
@@ -72,6 +74,8 @@ SLOW = {
         (5, "student.pp=2 teacher.pp=3 student.backward=split"),
         (6, "student.pp=2 student.dp=2 student.sharding=zero3 teacher.tp=2"),
         (6, "student.tp=2 student.pp=2 student.recompute=selective teacher.pp=2"),
+        (4, "teacher.dp=2 teacher.sharding=zero3 student.tp=2 student.recompute=selective bf16"),
+        (5, "student.pp=2 teacher.pp=3 student.backward=split bf16"),
     ],
     "whisper_tiny": [
         (2, "encoder.with=decoder decoder.dp=2 decoder.micro_batch=1"),
@@ -82,29 +86,15 @@ SLOW = {
         (6, "encoder.dp=2 encoder.sharding=zero2 decoder.tp=2 decoder.dp=2 decoder.sharding=zero1"),
         (4, "encoder.pp=2 decoder.pp=2 decoder.micro_batch=2"),
         (6, "encoder.pp=2 decoder.tp=2 decoder.pp=2"),
+        (4, "encoder.tp=2 decoder.dp=2 decoder.sharding=zero3 decoder.micro_batch=2 bf16"),
+        (6, "encoder.pp=2 decoder.tp=2 decoder.pp=2 bf16"),
     ],
 }
 
 
-@dataclass(frozen=True)
-class Captured:
-    """A model file, what plain PyTorch makes of it, and its capture."""
-
-    path: Path
-    reference: Trained
-    compiled: Compiled
-
-
 @pytest.fixture(scope="module")
 def captured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Captured]:
-    @cache
-    def make(name: str) -> Captured:
-        folder = tmp_path_factory.mktemp(name)
-        path = recording_model(name, folder, MODELS)
-        compiled = compile_model(path, Options(cluster="local:2", global_batch=GLOBAL_BATCH))
-        return Captured(path, plain(path, GLOBAL_BATCH, STEPS, folder / "plain"), compiled)
-
-    return make
+    return cache(lambda name: Captured(name, tmp_path_factory.mktemp(name), STEPS))
 
 
 def _rows(table: dict[str, list[tuple[int, str]]]) -> list[tuple[str, int, str]]:
@@ -112,21 +102,18 @@ def _rows(table: dict[str, list[tuple[int, str]]]) -> list[tuple[str, int, str]]
 
 
 def _pins(text: str) -> tuple[str, ...]:
-    return tuple(pin if "." in pin else f"model.{pin}" for pin in text.split())
+    return tuple(pin if "." in pin else f"model.{pin}" for pin in text.split() if "=" in pin)
 
 
 @pytest.mark.gloo
 @pytest.mark.parametrize(("name", "ranks", "pins"), [*_rows(FAST), *(pytest.param(*row, marks=pytest.mark.slow) for row in _rows(SLOW))])
 def test_a_plan_trains_as_plain_pytorch(captured: Callable[[str], Captured], name: str, ranks: int, pins: str, tmp_path: Path) -> None:
-    model = captured(name)
-    options = Options(cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, set=_pins(pins))
-    made = replanned(model.compiled, options)
-    made.write(tmp_path / "plan", page)
+    model, dtype = captured(name), "bf16" if "bf16" in pins.split() else ""
+    made = model.planned(Options(cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, set=_pins(pins), dtype=dtype))
     held = {s.name: s for s in made.plan.whole_sections}
     for section, key, value in ((*pin.split("=")[0].split("."), pin.split("=")[1]) for pin in _pins(pins)):
         if key in ("tp", "pp", "dp"):
             assert getattr(held[section].mesh, key) == int(value)
         elif key in ("sharding", "recompute"):
             assert getattr(held[section], key) == value
-    found = distributed(tmp_path / "plan", made.plan.world_size, STEPS, tmp_path / "run")
-    assert list(differences(found, model.reference)) == []
+    assert model.differences(made, tmp_path) == []

@@ -8,13 +8,11 @@ import pytest
 import torch
 
 from secc.errors import UserError
-from secc.frontend.reference import ROUNDED, Result, compare
+from secc.frontend.reference import Result, compare
 from secc.runtime.checkpoint import load_full
-from secc.runtime.user_model import load, loss_of
-from tests.e2e.harness import LEARNING_RATE, Trained, compile_to, distributed, recording_model, run
-from tools.zoo_models import entry
+from tests.e2e.harness import Trained, compile_to, distributed, recording_model, run
+from tests.e2e.references import MODELS, by_hand, model_file, rounded_differences
 
-MODELS = Path(__file__).parent.parent / "models"
 GLOBAL_BATCH = 8
 HALF = """
 import nano
@@ -23,32 +21,6 @@ from nano import dataset
 def model():
     return nano.model().bfloat16()
 """
-
-
-def by_hand(path: Path, steps: int) -> Trained:
-    """bfloat16 parameters with float32 masters, the whole batch in one process; gradients are those of the first step."""
-    user = load(path)
-    torch.manual_seed(0)
-    model = user.model()
-    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    masters = {n: torch.nn.Parameter(p.detach().clone()) for n, p in trained.items()}
-    for p in model.parameters():
-        p.data = p.data.bfloat16()
-    optimizer = torch.optim.AdamW(masters.values(), lr=LEARNING_RATE)
-    losses, first = list[float](), dict[str, torch.Tensor | None]()
-    for step in range(steps):
-        batch = user.collate([user.sample(i % len(user.dataset())) for i in range(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH)])
-        model.zero_grad()
-        loss = loss_of(model(**{k: v.bfloat16() if v.is_floating_point() else v for k, v in batch.items()}))
-        loss.backward()
-        for n, p in trained.items():
-            masters[n].grad = None if p.grad is None else p.grad.float()
-        first = first or {n: None if m.grad is None else m.grad.clone() for n, m in masters.items()}
-        optimizer.step()
-        for n, p in trained.items():
-            p.data.copy_(masters[n].data)
-        losses.append(loss.item())
-    return Trained(losses, first, {n: m.detach() for n, m in masters.items()})
 
 
 CASES = [
@@ -67,30 +39,17 @@ SLOW = [  # losses on parts of the vocabulary, fused operators, glue that is rec
 ]
 
 
-def model_file(name: str, directory: Path) -> Path:
-    """A model of the tests or of the zoo, recording gradients."""
-    if (MODELS / f"{name}.py").exists():
-        return recording_model(name, directory, MODELS)
-    (directory / f"{name}.py").write_text(entry(name).source())
-    return recording_model(name, directory, directory)
-
-
 @pytest.mark.gloo
 @pytest.mark.parametrize(("name", "ranks", "choices"), CASES + [pytest.param(*c, marks=pytest.mark.slow) for c in SLOW])
 def test_a_plan_trains_as_the_recipe_by_hand(name: str, ranks: int, choices: tuple[str, ...], tmp_path: Path) -> None:
     model = model_file(name, tmp_path)
-    reference = by_hand(model, 3)
+    reference = by_hand(model, GLOBAL_BATCH, 3)
     pins = tuple(c for c in choices if not c.startswith("--"))
     options = {"cluster": f"local:{ranks}", "global_batch": GLOBAL_BATCH, "set": pins, "dtype": "bf16", "fuse": "--fuse" in choices}
     compiled = compile_to(model, tmp_path / "plan", accept=("balance-loss",) if "--accept" in choices else (), **options)
     assert all(e.dtype == "bfloat16" for e in compiled.plan.edges if e.grad)
     found = distributed(tmp_path / "plan", compiled.plan.world_size, 3, tmp_path / "run")
-    difference = compare(Result(found.losses[0], found.gradients), Result(reference.losses[0], reference.gradients), "bf16")
-    assert difference.exact, difference
-    assert found.losses == pytest.approx(reference.losses, rel=ROUNDED["bf16"][0])
-    for trained, expected in reference.parameters.items():
-        assert found.parameters[trained].dtype == torch.float32
-        assert (found.parameters[trained] - expected).abs().max() <= 6 * LEARNING_RATE
+    assert list(rounded_differences(found, reference, "bf16")) == []
 
 
 @pytest.mark.gloo

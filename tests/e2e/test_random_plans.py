@@ -1,0 +1,54 @@
+"""Random plans of two to six ranks train as plain PyTorch does: every parallelism, sharding, recomputation, dtype and way to run, together.
+
+    pytest -m slow tests/e2e/test_random_plans.py --plans 300 --hypothesis-seed 7 -s
+
+draws 300 plans, a sixth of them for each model; without the options there are 10 for each and the seed is 0.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+from tests.e2e.random_plans import Outcome, random_plan, trial
+from tests.e2e.references import Captured
+
+NAMES = ("nano", "llava_tiny", "qwen_distil", "whisper_tiny", "video_llava", "blip2")
+STEPS = 2
+DTYPES = ("", "", "", "bf16")
+SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large)  # a run takes seconds
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+@pytest.mark.timeout(4 * 3600)
+@pytest.mark.parametrize("name", NAMES)
+def test_many_random_plans_train_exactly(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    model = Captured(name, tmp_path, STEPS)
+    sections = model.compiled("").plan.whole_sections
+    count = request.config.getoption("plans") // len(NAMES)
+    tried, had = list[Outcome](), Counter[str]()
+
+    @seed(request.config.getoption("hypothesis_seed") or 0)
+    @settings(max_examples=count, phases=[Phase.generate], database=None, suppress_health_check=SLOW)
+    @given(st.randoms(use_true_random=True))
+    def every(rng: random.Random) -> None:
+        start, folder = time.perf_counter(), tmp_path / f"plan{len(tried)}"
+        folder.mkdir(exist_ok=True)
+        outcome = trial(model, random_plan(rng, sections, DTYPES), folder)
+        tried.append(outcome)
+        had.update(outcome.has)
+        print(f"{name}: {outcome.error or 'exact'}: {outcome.granted} ({time.perf_counter() - start:.1f} s)", flush=True)
+        shutil.rmtree(folder)
+
+    every()
+    different, counts = len({str(o.granted) for o in tried}), ", ".join(f"{feature}: {n}" for feature, n in sorted(had.items()))
+    print(f"{name}: {different} different plans of {len(tried)}, with {counts}")
+    assert [outcome.error for outcome in tried if outcome.error] == []
