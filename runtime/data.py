@@ -53,9 +53,9 @@ class GlobalBatch:
     kept: tuple[int, ...] = ()
     widths: tuple[tuple[str, int], ...] = ()
 
-    def collated(self, positions: Sequence[int]) -> Collated:
-        """Asks for a micro-batch: positions among the samples that were kept are not those of the sequence."""
-        return Collated(self.step, tuple(self.kept[p] for p in positions), self.widths)
+    def collated(self, positions: Sequence[int], section: str = "") -> Collated:
+        """Asks for a micro-batch of a section: positions among the samples that were kept are not those of the sequence."""
+        return Collated(self.step, tuple(self.kept[p] for p in positions), self.widths, section)
 
     @property
     def pattern(self) -> frozenset[str]:
@@ -147,7 +147,7 @@ class DataPlane:
     ) -> list[tuple[float, ...]]:
         """The leaves of each rank's share at the global batch's widths, where padded positions may count."""
         positions = tuple(p for p in self._share(self._step).positions if p in set(kept))
-        share = Collated(self._step, positions, widths, glue=False)
+        share = Collated(self._step, positions, widths)
         if not self._records.leaves or not share.positions:
             mine: tuple[float, ...] = (0.0,) * len(self._records.leaves)
         else:
@@ -159,15 +159,15 @@ class DataPlane:
         dist.all_gather(parts, torch.tensor(mine, dtype=torch.float64, device=device), group)
         return [tuple(part.tolist()) for part in parts]
 
-    def prepare(self, batches: Iterable[Sequence[int]], of: GlobalBatch | None = None) -> None:
-        """Announce micro-batches of a global batch (default: the latest) in the order in which they will be asked for, so that a worker
-        can run ahead."""
-        self._source.request([self._of(of).collated(positions) for positions in batches])
+    def prepare(self, batches: Iterable[tuple[Sequence[int], str]], of: GlobalBatch | None = None) -> None:
+        """Announce micro-batches of a global batch (default: the latest), each with its section, in the order in which they will be asked
+        for, so that a worker can run ahead."""
+        self._source.request([self._of(of).collated(positions, section) for positions, section in batches])
 
-    def batch(self, positions: Sequence[int], of: GlobalBatch | None = None) -> dict[str, Any]:
+    def batch(self, positions: Sequence[int], of: GlobalBatch | None = None, section: str = "") -> dict[str, Any]:
         """The samples at `positions` of a global batch (default: the latest), collated in this order, on the device, padded as the plan
-        wants."""
-        batch = self._result(self._of(of).collated(positions))
+        wants, with the recorded glue that a section needs."""
+        batch = self._result(self._of(of).collated(positions, section))
         return {key: v.to(self.device, non_blocking=True) if isinstance(v, torch.Tensor) else v for key, v in batch.items()}
 
     @property

@@ -31,13 +31,13 @@ class Share(NamedTuple):
 class Collated(NamedTuple):
     """Asks for the samples at `positions` of the step's global batch as one batch on the CPU, padded to `widths` (names and sizes).
 
-    `glue`: a section will run it, and may need its glue recorded.
+    `section` will run it, and may need its glue recorded; "" for none.
     """
 
     step: int
     positions: tuple[int, ...]
     widths: tuple[tuple[str, int], ...] = ()
-    glue: bool = True
+    section: str = ""
 
 
 class Rows(NamedTuple):
@@ -95,17 +95,19 @@ class Loader:
     def collated(self, ask: Collated) -> dict[str, Any]:
         """The batch asked for."""
         batch = self._batch(ask)
-        return self.rerecorder.with_glue(batch, len(ask.positions)) if self.rerecorder is not None and ask.glue else batch
+        if self.rerecorder is None or not ask.section:
+            return batch
+        return self.rerecorder.with_glue(batch, len(ask.positions), ask.section)
 
     def begin(self, ask: Collated) -> dict[str, Any] | None:
         """The batch asked for, or None where `finished` will give it."""
-        if self.recorders is None or self.rerecorder is None or not ask.glue:
+        if self.recorders is None or self.rerecorder is None or not ask.section:
             return self.collated(ask)
         batch, samples = self._batch(ask), len(ask.positions)
-        found = self.rerecorder.kept_glue(batch, samples)
+        found = self.rerecorder.kept_glue(batch, samples, ask.section)
         if found is None:
             self._recorded[ask] = batch
-            self.recorders.give(ask, batch, samples)
+            self.recorders.give(ask, batch, samples, ask.section)
         return found
 
     def finished(self) -> Iterator[tuple[Collated, dict[str, Any] | Exception]]:
@@ -115,7 +117,7 @@ class Loader:
             if isinstance(answer, Exception) or self.rerecorder is None:
                 yield ask, answer
             else:
-                yield ask, self.rerecorder.keep(batch, len(ask.positions), *answer)
+                yield ask, self.rerecorder.keep(batch, len(ask.positions), ask.section, *answer)
 
     def _batch(self, ask: Collated) -> dict[str, Any]:
         batch = self.user.collate([self._item(ask.step, p) for p in ask.positions])

@@ -26,7 +26,7 @@ class Loading:
         start = time.perf_counter()
         args = {"section": micro.section, "microbatch": micro.index, "samples": [self._step.samples[s].id for s in micro.samples]}
         with self._trace.event(f"LOAD {micro.section} {micro.index}", kind="LOAD", **args):
-            found = self._data.batch(*self._place(micro))
+            found = self._data.batch(*self._place(micro), micro.section)
         self._waiting += time.perf_counter() - start
         if RECORDED in found and (spent := found[RECORDED].spent):
             self._recorded += 1

@@ -86,7 +86,7 @@ class Glue:
 
 @dataclass(frozen=True)
 class _Want:
-    """What the sections of this rank want of a micro-batch's recording: labels, or with None all of them, and the call it may end with."""
+    """What sections want of a micro-batch's recording: labels, or with None all of them, and the call it may end with."""
 
     pattern: frozenset[str]
     bodies: Sequence[Sequence[Case]] = ()
@@ -140,33 +140,34 @@ class Rerecorder:
         ends = [c.last(s.key for s in self._counted) for c in self._cases_of(pattern)]
         return {**batch, **self._found(batch, 1, _Want(pattern, (), frozenset(), max(ends, default=None))).extents}
 
-    def with_glue(self, batch: dict[str, Any], samples: int) -> dict[str, Any]:
-        """A micro-batch of so many samples with its recording, where a section needs it. Raises UserError where it goes another way."""
-        want = self._wanted(batch)
+    def with_glue(self, batch: dict[str, Any], samples: int, section: str = "") -> dict[str, Any]:
+        """A micro-batch of so many samples with its recording, where `section` ("": any) needs it. Raises UserError where it
+        goes another way."""
+        want = self._wanted(batch, section)
         if want is None:
             return batch
         start, before = time.monotonic_ns(), self.recordings
         found = self._found(batch, samples, want)
         return self._with(batch, found, Spent(start, time.monotonic_ns()) if self.recordings > before else None)
 
-    def kept_glue(self, batch: dict[str, Any], samples: int) -> dict[str, Any] | None:
+    def kept_glue(self, batch: dict[str, Any], samples: int, section: str) -> dict[str, Any] | None:
         """The same where nothing has to be recorded for it, else None."""
-        want = self._wanted(batch)
+        want = self._wanted(batch, section)
         if want is None:
             return batch
         found = self._kept.get(want.kind(samples), batch)
         return None if found is None else self._with(batch, found, None)
 
-    def record(self, batch: dict[str, Any], samples: int) -> tuple[Found, Spent]:
+    def record(self, batch: dict[str, Any], samples: int, section: str) -> tuple[Found, Spent]:
         """The recording of a micro-batch that another process asks for, and keeps."""
-        want = self._wanted(batch)
+        want = self._wanted(batch, section)
         assert want is not None
         start = time.monotonic_ns()
         return self._recorded(batch, samples, want), Spent(start, time.monotonic_ns())
 
-    def keep(self, batch: dict[str, Any], samples: int, found: Found, spent: Spent) -> dict[str, Any]:
+    def keep(self, batch: dict[str, Any], samples: int, section: str, found: Found, spent: Spent) -> dict[str, Any]:
         """The micro-batch with the recording that another process made of it."""
-        want = self._wanted(batch)
+        want = self._wanted(batch, section)
         assert want is not None
         self._keep(want.kind(samples), batch, found)
         return self._with(batch, found, spent)
@@ -178,11 +179,12 @@ class Rerecorder:
     def _cases_of(self, pattern: frozenset[str]) -> list[RecordedCase]:
         return [c for c in self._cases if c.when == pattern]
 
-    def _wanted(self, batch: Mapping[str, Any]) -> _Want | None:
-        """What the sections want of a micro-batch's recording, None if they want none."""
+    def _wanted(self, batch: Mapping[str, Any], section: str) -> _Want | None:
+        """What a section ("": any) wants of a micro-batch's recording, None if it wants none."""
         pattern = self._optional.intersection(batch)
         cases = self._cases_of(pattern)
-        active = (s for s in self._ready() if not self._when[s.name] or self._when[s.name] & pattern) if cases else ()
+        asked = [s for s in self._ready() if section in ("", s.name)] if cases else []
+        active = (s for s in asked if not self._when[s.name] or self._when[s.name] & pattern)
         bodies = [found for s in active if (found := s.anew(batch))]
         if not bodies:
             return None

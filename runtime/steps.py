@@ -62,8 +62,8 @@ def _planned(run: Run, batch: GlobalBatch, then: GlobalBatch | None, first: int,
         check(run.plan, step.samples, schedule)
     micros = [schedule.micro_batches[i.section][i.micro] for i in schedule.programs[run.rank] if i.kind == "F"]
     micros = [m for m in micros if m.samples]
-    run.data.prepare([m.samples for m in micros if not schedule.is_later(m)], batch)
+    run.data.prepare([(m.samples, m.section) for m in micros if not schedule.is_later(m)], batch)
     if step.then is not None:
         own = len(batch.samples)
-        run.data.prepare([tuple(p - own for p in m.samples) for m in micros if schedule.is_later(m)], step.then)
+        run.data.prepare([(tuple(p - own for p in m.samples), m.section) for m in micros if schedule.is_later(m)], step.then)
     return step

@@ -224,7 +224,7 @@ class OneRank:
 
         def batch_of(micro: MicroBatch) -> dict[str, Any]:
             batch = pad_batch(self.user.collate([samples[i] for i in micro.samples]), self.plan.inputs, widths)
-            return self.rerecorder.with_glue(batch, len(micro.samples))
+            return self.rerecorder.with_glue(batch, len(micro.samples), micro.section)
 
         self.model.zero_grad(set_to_none=True)
         engine = Engine(plan, self.sections, Transport(plan, 0, CPU), lambda _: None, Trace(None, 0, CPU))

@@ -3,8 +3,8 @@
 python -m tools.bench_rerecord                  two ranks on this machine, tools/models/grid_reader.py
 python -m tools.bench_rerecord MODEL.py --ranks 3 --steps 20
 
-Prints medians over the steps but the first two: seconds of a step, of recordings (mean of the ranks), and of waiting for batches, then
-the ratio of the two step times.
+Prints medians over the steps but the first two: seconds of a step, recordings made and known (all ranks), seconds (mean of the ranks) of
+recordings, of waiting meanwhile, and of waiting for batches, then the ratio of the two step times.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ def test_a_worker_loads_the_same_as_the_process_itself(plane, workers):
     inline, worker = plane(), plane(workers=workers)
     for _ in range(3):
         assert inline.next() == worker.next()
-        worker.prepare([(0, 2), (1,), (0, 2)])
+        worker.prepare([((0, 2), ""), ((1,), ""), ((0, 2), "")])
         for positions in ((0, 2), (1,), (0, 2), (3,)):
             assert equal(inline.batch(positions), worker.batch(positions))
 
@@ -155,7 +155,7 @@ def test_batches_may_be_asked_for_in_another_order_or_never(plane):
     inline, worker = plane(), plane(workers=1)
     for _ in range(3):
         assert inline.next() == worker.next()
-        worker.prepare([(a, b) for a in range(4) for b in range(4) if a != b])
+        worker.prepare([((a, b), "") for a in range(4) for b in range(4) if a != b])
         for positions in ((3, 2), (0, 1)):
             assert equal(inline.batch(positions), worker.batch(positions))
 
@@ -191,7 +191,7 @@ def test_samples_that_do_not_load_can_be_left_out(plane, workers, capsys):
     batch = p.next()
     assert [s.id for s in batch.samples] == [0, 3] and batch.skipped == (1, 2)
     assert batch.sizes == {"B": 2, "S": 2, "n": 1} and batch.leaves["count"] == 2
-    p.prepare([(0, 1), (1,)])
+    p.prepare([((0, 1), ""), ((1,), "")])
     assert p.batch([0, 1])["ids"].tolist() == [[0, 0], [3, 3]] and p.batch([1])["ids"].tolist() == [[3, 3]]
     assert [s.id for s in p.next().samples] == [4, 5, 6, 0]
     said = capsys.readouterr().err
