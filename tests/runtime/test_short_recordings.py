@@ -192,7 +192,9 @@ def test_what_decides_for_the_first_time_ends_what_was_kept_without_it() -> None
 
 
 def test_a_section_of_few_inputs_records_less_often(made: Compiled, tmp_path: Path) -> None:
-    front = reader.rerecorder(made, tmp_path, only="front")
+    both = reader.rerecorder(made, tmp_path)  # of a rank that has the other section too
     for i in (*range(10), *range(10)):
-        front.with_glue(collated(made, i), 1)
-    assert front.recordings <= 6  # a whole one, and one for each number of rows
+        both.with_glue(collated(made, i), 1, "front")
+    assert both.recordings <= 6  # a whole one, and one for each number of rows
+    given = collated(made, 3)
+    assert glue(both.with_glue(given, 1, "front")).spent is None and glue(both.with_glue(given, 1, "back")).spent is not None
