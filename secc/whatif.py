@@ -20,7 +20,7 @@ from secc.codegen import plan as plan_codegen
 from secc.errors import Impossible, UserError
 from secc.ir import text
 from secc.ir.dialect import GraphOp, graph_of
-from secc.runtime.plan import Plan, load
+from secc.runtime.plan import Plan, Shard, load
 
 ALLOCATE, SHARD = "allocate", "shard-tensors"
 WHOLE = ".pp=1"  # ends the pin of a section whose layers were not captured
@@ -37,7 +37,19 @@ def what_if(directory: Path, changes: Sequence[str]) -> tuple[Plan, Plan]:
     steps, before = before_allocate(directory)
     asked = dataclasses.replace(steps[0], **_options(steps[0], changes))
     module = again(before, asked, steps[1:])
-    return plan, plan_codegen.build(module, plan.model, {})
+    return plan, _in_parts(plan_codegen.build(module, plan.model, {}))
+
+
+def _in_parts(plan: Plan) -> Plan:
+    """The plan with the matrices of sections whose tp was taken to be possible cut over it, as far as sums of gradients are concerned."""
+    matrices = {name for name, what in plan.model.parameters.items() if "," in what.partition("[")[2].partition("]")[0]}
+    sections = tuple(
+        dataclasses.replace(s, shards=tuple(Shard(name, 0, ()) for name in s.params if name in matrices))
+        if s.mesh.tp > 1 and not s.shards
+        else s
+        for s in plan.sections
+    )
+    return dataclasses.replace(plan, sections=sections)
 
 
 def again(before: Path, allocate: Any, behind: Sequence[ModulePass], adapt: Callable[[GraphOp], None] | None = None) -> ModuleOp:

@@ -75,7 +75,7 @@ def handed(asked: Problem, a: Assignment) -> Mapping[str, Sequence[int]]:
 
 
 def greedy(asked: Problem) -> Assignment | None:
-    """Sections apart on ranks in proportion to their work on one."""
+    """Sections apart on ranks in proportion to their work on one; None where those do not fit, or are no whole nodes."""
     alone = {s: min(c.time_ns * c.ranks for c in cs) for s, cs in asked.sections.items()}
     choice: dict[str, int] = {}
     left = asked.ranks
@@ -86,7 +86,17 @@ def greedy(asked: Problem) -> Assignment | None:
             return None
         choice[s], chosen = min(fitting, key=lambda x: (-x[1].ranks, x[1].time_ns))
         left -= chosen.ranks
-    return Assignment({s: choice[s] for s in asked.sections}, {s: s for s in asked.sections})
+    found = Assignment({s: choice[s] for s in asked.sections}, {s: s for s in asked.sections})
+    return found if _legal(asked, found) else None
+
+
+def _legal(asked: Problem, a: Assignment) -> bool:
+    """Whether an assignment fits the memory and the nodes."""
+    try:
+        evaluate(asked, a)
+    except ValueError:
+        return False
+    return True
 
 
 def drawn(asked: Problem) -> list[Assignment]:
@@ -98,11 +108,8 @@ def drawn(asked: Problem) -> list[Assignment]:
         for i, s in enumerate(names):
             same = [g for g in names[:i] if group[g] == g and asked.sections[g][choice[g]].ranks == asked.sections[s][choice[s]].ranks]
             group[s] = rng.choice([s, *same])
-        try:
-            evaluate(asked, Assignment(choice, group))
-        except ValueError:
-            continue
-        found.append(Assignment(choice, group))
+        if _legal(asked, a := Assignment(choice, group)):
+            found.append(a)
         if len(found) == RANDOM_PLANS:
             break
     return found

@@ -17,7 +17,7 @@ from secc.baselines.layout import Base, layers
 
 SIZES = (1, 2, 4, 8, 16)
 MOST_STAGES = 16
-SIMULATED = 5  # layouts of a baseline that are simulated
+SIMULATED = 10  # layouts of a baseline that are simulated
 
 Chosen = Mapping[str, Candidate]
 

@@ -104,7 +104,7 @@ def plan_bound(plan: Plan, samples: Sequence[SampleMeta]) -> int:
 
 def work_plan_bound(work: Work) -> int:
     """`plan_bound` of work that is at hand."""
-    total = sum(sum(work.least(section.name)) for section in work.sections)
+    total = sum(sum(work.least(s.name)) * s.mesh.tp for s in work.sections)  # all ranks of a replica take the time
     return -(-total // max(1, work.plan.world_size))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from secc.compiler import Options, compile_model
 from secc.errors import UserError
 from secc.report.differences import differences
 from secc.runtime.plan import Plan, load
+from secc.schedule.traffic import Traffic
 
 MODEL = Path(__file__).parent.parent / "models" / "llava_tiny.py"
 
@@ -58,6 +60,14 @@ def test_a_plan_with_stages_may_have_others(tmp_path: Path) -> None:
     first, other = whatif.what_if(tmp_path / "plan", ["model.pp=4"])
     assert [s.mesh.pp for s in (*first.whole_sections, *other.whole_sections)] == [2, 4]
     assert not any(title in {"Edges", "Loss"} for title, *_ in rows(first, other))
+
+
+def test_a_tp_that_is_taken_to_be_possible_halves_what_is_summed(directory: Path) -> None:
+    plan = load(directory)
+    asked = replace(plan, sections=tuple(replace(s, mesh=replace(s.mesh, tp=2)) for s in plan.sections))
+    found = whatif._in_parts(asked)  # pyright: ignore[reportPrivateUsage]
+    name = found.sections[0].shards[0].name
+    assert 2 * Traffic(found).bytes_on_rank(name) == Traffic(asked).bytes_on_rank(name) > 0
 
 
 def test_what_nobody_looked_at_needs_another_compilation(directory: Path) -> None:

@@ -167,7 +167,11 @@ def test_messages_reductions_and_the_optimizer_count():
 
 def test_the_plan_bound_shares_all_work_evenly():
     samples = [sample(0, *IMAGE, images=3, length=10), sample(1, length=20)]
-    assert plan_bound(vlm(encoders=1, replicas=2), samples) == (3 * 30 + 90) // 3
+    p = vlm(encoders=1, replicas=2)
+    assert plan_bound(p, samples) == (3 * 30 + 90) // 3
+    vision, lm = p.sections
+    whole = dataclasses.replace(lm, mesh=dataclasses.replace(lm.mesh, dp=1, tp=2))
+    assert plan_bound(dataclasses.replace(p, sections=(vision, whole)), samples) == (3 * 30 + 2 * 90) // 3
 
 
 def test_the_exact_schedule_finds_what_a_greedy_order_misses():
