@@ -95,7 +95,7 @@ class Executor:
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run the op; in place of those that fake tensors refuse though their shape is known, one that they take."""
         if func is aten._grouped_mm.default and any(is_fake(a) for a in args[:2]):
-            return _grouped_mm(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("offs"))
+            return grouped_mm(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("offs"))
         if func is aten.masked_select.default and is_fake(args[0]) and not is_fake(args[1]):
             shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
             return aten.index.Tensor(args[0].expand(shape), list(args[1].expand(shape).nonzero(as_tuple=True)))
@@ -124,7 +124,7 @@ def _aligned(x: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torc
     return x.new_empty([samples]), x.new_empty([samples, steps, 2 * int(lengths.max()) + 1])
 
 
-def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None) -> torch.Tensor:
+def grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None) -> torch.Tensor:
     """A result of the shape of `aten._grouped_mm`, whose own rule takes bfloat16 only."""
     groups = [offs.shape[0]] if offs is not None and a.ndim == b.ndim == 2 else [a.shape[0]] if a.ndim == b.ndim == 3 else []
     return (a if is_fake(a) else b).new_empty([*groups, a.shape[-2], b.shape[-1]], dtype=a.dtype)

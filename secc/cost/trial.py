@@ -29,10 +29,21 @@ from secc.cost.alike import Counted, alike
 from secc.cost.attention import FusedAttention, valueless
 from secc.cost.efficiency import DEFAULT, Efficiency
 from secc.cost.saved import Saved, storage
+from secc.runtime.recorder.glue import grouped_mm
 
 NOTHING = frozenset({"_unsafe_view", "new_empty", "empty", "empty_like", "empty_strided"})  # operations that neither compute nor move
 GATHERS = frozenset({"embedding", "index", "index_select", "gather"})  # they read what they give, not all of their operand
+GROUPED = torch.ops.aten._grouped_mm.default
 HEAD = 128  # the smallest dim of products between activations, as in attention that is spelt out
+
+
+def _grouped_flops(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:
+    """FLOPs of `aten._grouped_mm`, which torch's counter does not know: each row, column or term of a sum belongs to one group."""
+    groups = a.shape[0] if a.ndim == b.ndim == 3 else 1
+    return 2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1]
+
+
+FORMULAS: dict[Any, Callable[..., int]] = {**flop_registry, torch.ops.aten._grouped_mm: _grouped_flops}
 
 
 @dataclass(frozen=True)
@@ -146,8 +157,9 @@ class _Counter(TorchDispatchMode):
             made = [self._makes(size, stride, dtype) for size, stride, dtype in layouts]
             out = made[0] if len(made) == 1 else tuple(made)
         else:
-            out = func(*args, **kwargs)
-            formula = flop_registry.get(func._overloadpacket)
+            # Torch's rule for products of experts takes bfloat16 only.
+            out = grouped_mm(*args[:3], **kwargs) if func is GROUPED else func(*args, **kwargs)
+            formula = FORMULAS.get(func._overloadpacket)
             flops = int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
             if key is not None and _is_fresh(func, out, args):
                 made = out if isinstance(out, tuple) else (out,)
@@ -158,7 +170,7 @@ class _Counter(TorchDispatchMode):
     def _add(self, name: str, flops: int, args: Any, out: Any) -> None:
         """A product's FLOPs, or the bytes that another operation reads and writes."""
         if flops:
-            dim = self._narrow(args)
+            dim = self._narrow(name, args)
             self._flops[dim] += flops
             self._again_by[dim] += flops if self._saved.inside else 0
             return
@@ -167,12 +179,14 @@ class _Counter(TorchDispatchMode):
         self._moved += size
         self._again_moved += size if self._saved.inside else 0
 
-    def _narrow(self, args: Any) -> int:
-        """The smallest dim of the weight of a product; without one, of the last two dims of its second operand, which one head fixes."""
+    def _narrow(self, name: str, args: Any) -> int:
+        """The smallest dim of the weight of a product, of one expert's where they are stacked; `HEAD` for products without a weight."""
         operands = list(_tensors(args))
         weights = [t for t in operands if t.ndim > 1 and self._saved.is_state(t)]
         if weights:
             weight = weights[0]
+            if name == "_grouped_mm":
+                return min(weight.shape[-2:])
             return min(weight.shape[0], weight.numel() // weight.shape[0]) if weight.ndim > 2 else min(weight.shape)
         return HEAD
 

@@ -52,6 +52,19 @@ class ReadsValues(nn.Module):
         return x[: int(x.sum().item())]
 
 
+class Experts(nn.Module):
+    """Four experts of 8 x 64, of which each token has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 8, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(0, 1)
+        ends = torch.full((4,), 1, device=x.device, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return torch._grouped_mm(tokens, self.weight, offs=ends)[:, :8].view_as(x)  # pyright: ignore[reportPrivateUsage]
+
+
 def measured(block: nn.Module, calls: str = CALL) -> Any:
     model = nn.ModuleDict({"f": block})
     module = graph(model, calls)
@@ -68,6 +81,13 @@ def test_linear() -> None:
     found = measured(nn.Linear(8, 8))
     assert (found["flops"], found["saved"], found["cost"]) == ("128*B*S", "32*B*S", "counted")
     assert found["work"] == f"{128 * 50}*B*S"
+
+
+def test_a_token_costs_one_expert() -> None:
+    cost = measured(Experts())
+    assert (cost["flops"], cost["cost"]) == ("1024*B*S", "counted")
+    assert cost["work"] == f"{1024 * 50}*B*S"  # as a product over 8 features
+    assert cost["saved"] == "32*B*S + 16"  # float32 tokens, and where the experts' tokens end
 
 
 def test_attention_counts_as_a_fused_kernel() -> None:
