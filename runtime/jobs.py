@@ -83,7 +83,11 @@ def _pass_on(step: Step, graph: Graph, stages: Sequence[Section]) -> None:
     """What binds the stages of a pipeline: one order of micro-batches, and room for so many in flight."""
     numbers = [step.numbers[s.name] for s in stages]
     for before, then in pairwise(numbers):
-        step.jobs.follow(range(before.forward, before.forward + before.count), range(then.forward, then.forward + then.count))
+        first, second = range(before.forward, before.forward + before.count), range(then.forward, then.forward + then.count)
+        for a, b in zip(first, second, strict=True):
+            if b not in step.jobs.successors[a]:  # nothing travels between these stages, for some samples or for all
+                step.jobs.before(a, b)
+        step.jobs.follow(first, second)
     for section, n in zip(stages, numbers, strict=True):
         if section.in_flight and n.last not in (-1, n.forward):
             step.jobs.limit(section.in_flight, range(n.forward, n.forward + n.count), range(n.last, n.last + n.count))

@@ -49,7 +49,7 @@ def test_quoted_messages_are_in_the_code(root: Path, code: str):
 
 @pytest.fixture(scope="module")
 def options(root: Path) -> set[str]:
-    """The options of every command of secc, of runs, and of the scripts beside it."""
+    """The options of every command of secc, of runs, of the tests, and of the scripts beside it."""
     commands = typer.main.get_command(cli.app)
     assert isinstance(commands, cli.Commands)
     context = commands.make_context("secc", [], resilient_parsing=True)
@@ -58,7 +58,8 @@ def options(root: Path) -> set[str]:
         option for command in found if command for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)
     }
     known |= set(run_options.parser()._option_string_actions)
-    scripts = [*root.glob("examples/*.py"), *root.glob("tools/*.py"), *root.glob("tools/*.sh")]
+    known |= {"--hypothesis-seed"}  # a plugin's
+    scripts = [root / "tests/conftest.py", *root.glob("examples/*.py"), *root.glob("tools/*.py"), *root.glob("tools/*.sh")]
     return known | {option for script in scripts for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", script.read_text())}
 
 

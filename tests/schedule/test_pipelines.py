@@ -16,7 +16,7 @@ from secc.runtime.wavefront import schedule, timed_schedule
 from secc.schedule.bounds import schedule_bound
 from secc.simulate.machine import simulate
 from secc.simulate.measures import in_flight
-from tests.schedule.plans import batches, edge, passes_on, plan, plans, sample, section, stages
+from tests.schedule.plans import KEYS, batches, edge, passes_on, plan, plans, sample, section, stages
 from tests.schedule.test_wavefront import IMAGE, mixed
 
 
@@ -52,6 +52,18 @@ def test_no_search_where_all_micro_batches_are_alike(monkeypatch):
             dataclasses.replace(p, sections=stages("lm", [[0], [1]], in_flight=(2, 1), forward="100000*S", backward="200000*S")),
             [sample(i, length=1 + i) for i in range(8)],
         )
+
+
+def test_stages_between_which_nothing_travels_keep_one_order():
+    """A last stage may work alone for samples of another tower, as a projector does that two towers share."""
+    video = section("video", [0], when=["audio"], micro_batch=3, forward="100*B", backward="200*B")
+    image = stages("image", [[1], [2]], in_flight=(2, 2), when=KEYS, forward="10*I", backward="20*I")
+    p = plan([video, *image, section("lm", [3], micro_batch=2)], [edge("video", "image_1"), edge("image_1", "lm")], 4)
+    samples = [sample(i, *(("audio",), (), ("audio",), KEYS, KEYS, KEYS, KEYS)[i], length=10 + i) for i in range(7)]
+    step = schedule(p, samples)
+    check(p, samples, step)
+    first, second = (works(step.programs[rank], f"image_{i}") for i, rank in ((0, 1), (1, 2)))
+    assert [m for kind, m in first if kind == "F"] == [m for kind, m in second if kind == "F"]
 
 
 @pytest.mark.parametrize("room", [(3, 2, 1), (6, 6, 6), (1, 1, 1), (0, 0, 0)])
