@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from secc.runtime.check import check
 from secc.runtime.graph import Graph
-from secc.runtime.plan import load, to_json
+from secc.runtime.plan import Cost, load, to_json
 from secc.runtime.timeline import Jobs, run
 from secc.runtime.wavefront import schedule, timed_schedule
 from secc.schedule.bounds import schedule_bound
@@ -55,15 +55,17 @@ def test_no_search_where_all_micro_batches_are_alike(monkeypatch):
 
 
 def test_stages_between_which_nothing_travels_keep_one_order():
-    """A last stage may work alone for samples of another tower, as a projector does that two towers share."""
-    video = section("video", [0], when=["audio"], micro_batch=3, forward="100*B", backward="200*B")
-    image = stages("image", [[1], [2]], in_flight=(2, 2), when=KEYS, forward="10*I", backward="20*I")
-    p = plan([video, *image, section("lm", [3], micro_batch=2)], [edge("video", "image_1"), edge("image_1", "lm")], 4)
-    samples = [sample(i, *(("audio",), (), ("audio",), KEYS, KEYS, KEYS, KEYS)[i], length=10 + i) for i in range(7)]
+    """A last stage may work alone for samples of another tower, as a projector does that two towers share, and find others most urgent."""
+    first, last = stages("image", [[1], [2]], in_flight=(1, 1), when=KEYS, forward="10*I", backward="20*I")
+    last = dataclasses.replace(last, cost=Cost("100 - S", "10*I"))
+    towers = [section("video", [0], when=["audio"], micro_batch=2, backward="100*B"), first, last]
+    edges = [edge("video", "image_1"), edge("image_0", "lm"), edge("image_1", "lm", name="late")]
+    p = plan([*towers, section("lm", [3], micro_batch=2)], edges, 4)
+    samples = [sample(0, "audio", length=22), sample(1, *KEYS, length=26), sample(2, *KEYS, length=24)]
     step = schedule(p, samples)
     check(p, samples, step)
-    first, second = (works(step.programs[rank], f"image_{i}") for i, rank in ((0, 1), (1, 2)))
-    assert [m for kind, m in first if kind == "F"] == [m for kind, m in second if kind == "F"]
+    orders = [[m for kind, m in works(step.programs[1 + i], f"image_{i}") if kind == "F"] for i in (0, 1)]
+    assert orders[0] == orders[1]
 
 
 @pytest.mark.parametrize("room", [(3, 2, 1), (6, 6, 6), (1, 1, 1), (0, 0, 0)])
