@@ -1,6 +1,7 @@
 """What it costs to record glue anew: the step time with recordings made ahead, in the loader's process, and made where the rank waits.
 
 python -m tools.bench_rerecord                  two ranks on this machine, tools/models/grid_reader.py
+WIDTH=256 python -m tools.bench_rerecord        the same with a wider model, which computes longer
 python -m tools.bench_rerecord MODEL.py --ranks 3 --steps 20
 
 Prints medians over the steps but the first two: seconds of a step, recordings made and known (all ranks), seconds (mean of the ranks) of

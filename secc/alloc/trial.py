@@ -178,24 +178,32 @@ class Trial:
     def _closed(self, plan: Plan, chosen: Mapping[str, Candidate], order: Order, timeline: _Timeline, batch: Samples) -> int:
         """The end of the step: a rank reduces its sections' gradients one after the other, computes ahead for the next step, and steps."""
         last: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        ahead = self._ahead(plan, order, timeline, batch)
         for s in plan.sections:
             c = chosen[s.whole]
             update = update_ns(*self._load(s.whole, c), c.dp, c.sharding)
-            if s.name not in order.early:
+            if s.name not in ahead:
                 last[s.mesh.ranks[0]].append((max(timeline.ends[s.name].values(), default=0), update))
                 continue
-            for rank, early in zip(replica_ranks(s), self._early_ns(plan, s, order, batch), strict=True):
-                last[rank].append((timeline.ends[s.name].get(rank, 0), early + update))
+            for rank, end in ahead[s.name].items():
+                last[rank].append((end, update))
         return max(_one_after_another(ends) for ends in last.values())
 
-    def _early_ns(self, plan: Plan, section: Section, order: Order, batch: Samples) -> list[int]:
-        """What each replica computes in a step for the next one, which is alike."""
-        micros = [m for m in order.tables[section.name].micro_batches if m.index in order.early[section.name]]
-        forward, _ = Costs(plan, batch).of(section, [m.samples for m in micros])
-        total = [0] * section.mesh.dp
-        for m, ns in zip(micros, forward, strict=True):
-            total[m.replica] += ns
-        return total
+    def _ahead(self, plan: Plan, order: Order, timeline: _Timeline, batch: Samples) -> dict[str, dict[int, int]]:
+        """When the ranks of sections that run ahead have computed their part of the next step, which is alike: a micro-batch passes from
+        stage to stage."""
+        found: dict[str, dict[int, int]] = {}
+        passed: dict[tuple[str, int], int] = {}  # when a micro-batch has left the stage before
+        for s in (s for s in plan.sections if s.name in order.early):
+            free = {rank: timeline.ends[s.name].get(rank, 0) for rank in replica_ranks(s)}
+            micros, n = order.tables[s.name].micro_batches, order.step.numbers[s.name]
+            early = [m for job in order.order if (m := job - n.forward) in order.early[s.name]]
+            forward, _ = Costs(plan, batch).of(s, [micros[m].samples for m in early])
+            for m, ns in zip(early, forward, strict=True):
+                rank = replica_ranks(s)[micros[m].replica]
+                free[rank] = passed[s.whole, m] = max(free[rank], passed.get((s.whole, m), 0)) + ns
+            found[s.name] = free
+        return found
 
     def _fits(self, plan: Plan, chosen: Mapping[str, Candidate], timeline: _Timeline) -> bool:
         """Whether every rank has memory for its sections: all that stays, and what is in flight at once."""

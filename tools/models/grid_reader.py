@@ -6,6 +6,7 @@ records it anew for each micro-batch (`tools/bench_rerecord.py` shows what that 
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-WORDS, PLACE, WIDTH, PATCH, LAYERS, MERGED = 64, 63, 64, 48, 4, 4
+WORDS, PLACE, PATCH, LAYERS, MERGED = 64, 63, 48, 4, 4
+WIDTH = int(os.environ.get("WIDTH", "64"))  # the wider, the longer a step computes, while recordings take what they took
 SAMPLES = 512
 Sample = dict[str, torch.Tensor]
 
