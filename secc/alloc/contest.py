@@ -1,10 +1,11 @@
 """The solver's best plan against plans near it, each under the real order, which finds what the closed forms misjudge.
 
 The first ones are the solver's: its best of all, with every section apart, and with all on the same devices, each also without
-pipelines and tensor parallelism. From the one with the
-shortest step under the order (`secc.alloc.trial`), plans that differ in one thing are tried, those first that the closed forms like best:
-one section run in another way on as many ranks, or ranks handed from one group to another. The shortest goes on, until none is shorter or
-so many have been tried, or their orders became so long together. A plan whose order holds more than the memory there is does not count.
+pipelines and tensor parallelism. From the one with the shortest step under the order (`secc.alloc.trial`), plans that differ in one thing
+are tried: one section run in another way on as many ranks, or ranks handed from one group to another. Those come first that the closed
+forms like best, but one for each section before the second for any, and other shapes before other micro-batches. The shortest goes on,
+until none is shorter or so many have been tried, or their orders became so long together. A plan whose order holds more than the memory
+there is does not count.
 
 A trial searches orders of several batches. So plans are looked at first: one batch, in the first order found. Those that are far behind
 the best in that are not tried. Looks and trials run on all cores.
@@ -18,6 +19,7 @@ inputs give the same plan.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, product
@@ -90,7 +92,8 @@ class _Contest:
         shortest = min(tried, key=self._score)
         while free and (left := self._left()):
             new = sorted(((self._closed(a), i, a) for i, a in enumerate(self._unknown(self._neighbours(shortest)))), key=lambda x: x[:2])
-            tried = self._tried([a for _, _, a in new[: min(TRIED_AT_ONCE, left)]])
+            varied = self._varied([a for _, _, a in new], shortest)
+            tried = self._tried(varied[: min(TRIED_AT_ONCE, left)])
             challenger = min(tried, key=self._score, default=shortest)
             if self._score(challenger) >= self._score(shortest):
                 break
@@ -177,8 +180,24 @@ class _Contest:
         for s, count in ranks.items():
             options = (replace(b, choice={**b.choice, s: i}) for b in found for i in self.by_ranks[s].get(count, ()))
             partial = s != list(ranks)[-1]
-            found = list(islice(self._legal(options) if not partial else self._fast(options), most))
+            found = list(islice(self._varied(self._legal(options), a) if not partial else self._fast(options), most))
         return found
+
+    def _varied(self, plans: Sequence[Assignment], a: Assignment) -> list[Assignment]:
+        """The plans, the first that changes some sections before the second that changes the same ones: many that differ from `a` in what
+        hardly matters would keep others from being tried. Micro-batches and memory alone count as second."""
+        seen = Counter[object]()
+        places: list[int] = []
+        for plan in plans:
+            changed = [s for s, i in plan.choice.items() if i != a.choice[s]]
+            alike = all(self._shape(plan, s) == self._shape(a, s) for s in changed)
+            places.append(seen[alike, *changed] + alike)
+            seen[alike, *changed] += 1
+        return [plan for _, plan in sorted(zip(places, plans, strict=True), key=lambda p: p[0])]
+
+    def _shape(self, a: Assignment, section: str) -> tuple[int, int, int]:
+        c = self.problem.sections[section][a.choice[section]]
+        return c.tp, c.pp, c.ranks
 
     def _legal(self, options: Iterable[Assignment]) -> list[Assignment]:
         timed: list[tuple[int, int, Assignment]] = []
