@@ -2,7 +2,8 @@
 
 Tensor parallelism stays inside a node and takes powers of two; stages take powers of two up to the layers there are. A section on more
 than a few ranks takes whole nodes, so that the number of candidates grows with the nodes. Of the candidates on equally many ranks those are
-kept that no other one beats in time, waits and memory at once.
+kept that no other one beats in time, waits and memory at once. Stages beat stages only: what they wait for in a real order is more than
+closed forms say, and trials (`secc.alloc.contest`) need something to try in their place.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ def unbeaten(candidates: Iterable[Candidate], capacity: int, alike: bool = False
     """
     found = list(candidates)
     fitting = [c for c in found if c.memory <= capacity] or _smallest(found)
-    groups: dict[tuple[int, int], list[Candidate]] = {}
+    groups: dict[tuple[int, bool, int], list[Candidate]] = {}
     for c in fitting:
-        groups.setdefault((c.ranks, c.micro_batch if alike else 0), []).append(c)
+        groups.setdefault((c.ranks, c.pp > 1, c.micro_batch if alike else 0), []).append(c)
     return tuple(c for group in groups.values() for c in _front(group, max(1, capacity // MEMORY_STEPS)))
 
 

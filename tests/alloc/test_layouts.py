@@ -29,6 +29,12 @@ def test_of_equals_the_plainest_is_left() -> None:
     assert unbeaten([wide, plain], 1000) == (plain,)
 
 
+def test_stages_beat_stages_only() -> None:
+    staged, slower = (Candidate(dp=1, pp=2, micro_batch=1, time_ns=ns) for ns in (5, 6))
+    wide = Candidate(dp=1, tp=2, micro_batch=1, time_ns=6)
+    assert set(unbeaten([staged, slower, wide], 1000)) == {staged, wide}
+
+
 def test_what_does_not_fit_stays_only_to_say_what_is_missing() -> None:
     large, larger = (Candidate(dp=1, micro_batch=1, time_ns=1, memory=size) for size in (2000, 3000))
     fits = Candidate(dp=1, micro_batch=1, time_ns=9, memory=900)
