@@ -136,9 +136,8 @@ class Rerecorder:
         """A sample's batch with the numbers of rows that values decide, if the plan has such symbols."""
         if not self._counted:
             return batch
-        pattern = self._optional.intersection(batch)
-        ends = [c.last(s.key for s in self._counted) for c in self._cases_of(pattern)]
-        return {**batch, **self._found(batch, 1, _Want(pattern, (), frozenset(), max(ends, default=None))).extents}
+        pattern = self._optional.intersection(batch)  # a whole recording: an early end may come before what tells rows of another tower
+        return {**batch, **self._found(batch, 1, _Want(pattern, (), frozenset(), None)).extents}
 
     def with_glue(self, batch: dict[str, Any], samples: int, section: str = "") -> dict[str, Any]:
         """A micro-batch of so many samples with its recording, where `section` ("": any) needs it. Raises UserError where it
