@@ -83,7 +83,7 @@ def _pass_on(step: Step, graph: Graph, stages: Sequence[Section]) -> None:
     """What binds the stages of a pipeline: one order of micro-batches, and room for so many in flight."""
     numbers = [step.numbers[s.name] for s in stages]
     for before, then in pairwise(numbers):
-        first, second = range(before.forward, before.forward + before.count), range(then.forward, then.forward + then.count)
+        first, second = (range(n.forward, n.forward + n.count) for n in (before, then))
         for a, b in zip(first, second, strict=True):
             if b not in step.jobs.successors[a]:  # nothing travels between these stages, for some samples or for all
                 step.jobs.before(a, b)

@@ -18,6 +18,7 @@ import torch
 
 from secc.runtime.recorder import structure
 from secc.runtime.recorder.recording import Recording, is_read
+from secc.runtime.recorder.touched import inputs_behind
 
 KEPT = 1024  # recordings
 KEPT_BYTES = 256 << 20  # of the values that they hold
@@ -103,15 +104,9 @@ def _plain(leaf: Any) -> Any:
 
 def _deciding(recording: Recording) -> frozenset[str]:
     """The inputs whose values decided something: a read, the shape of an op's result, or what a block does."""
-    roots: list[Any] = []
-    for node in recording.graph.nodes:
+
+    def decides(node: Any) -> bool:
         dynamic = any(tag in _DYNAMIC for tag in getattr(node.target, "tags", ()))
-        if is_read(node) or dynamic or node.meta.get("reads"):
-            roots.append(node)
-    seen, queue = set[Any](), roots
-    while queue:
-        node = queue.pop()
-        if node not in seen:
-            seen.add(node)
-            queue += node.all_input_nodes
-    return frozenset(str(n.target).partition("[")[0] for n in seen if n.op == "placeholder")
+        return is_read(node) or dynamic or bool(node.meta.get("reads"))
+
+    return inputs_behind(filter(decides, recording.graph.nodes))

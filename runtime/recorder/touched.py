@@ -6,6 +6,7 @@ of Python at a tensor, marks the tensors that it is given; what they come from, 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -43,10 +44,15 @@ class Touched:
 
     def inputs(self) -> frozenset[str]:
         """The inputs that what was touched comes from."""
-        found, queue = set[fx.Node](), list(self._nodes)
-        while queue:
-            node = queue.pop()
-            if node not in found:
-                found.add(node)
-                queue += node.all_input_nodes
-        return frozenset(str(n.target).partition("[")[0] for n in found if n.op == "placeholder")
+        return inputs_behind(self._nodes)
+
+
+def inputs_behind(nodes: Iterable[fx.Node]) -> frozenset[str]:
+    """The inputs that these nodes come from."""
+    found, queue = set[fx.Node](), list(nodes)
+    while queue:
+        node = queue.pop()
+        if node not in found:
+            found.add(node)
+            queue += node.all_input_nodes
+    return frozenset(str(n.target).partition("[")[0] for n in found if n.op == "placeholder")
