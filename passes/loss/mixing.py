@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from xdsl.ir import Operation, SSAValue
 
+from secc.ir.analysis import texts_of
 from secc.ir.dialect import CallOp, Computation
+from secc.ir.naming import ALONE
 from secc.ir.types import tensor
 from secc.passes.loss.accept import balance
 from secc.passes.loss.aten import ALONG_DIM, BATCH_NORMS, FACTORIES
@@ -60,7 +62,9 @@ def call(ctx: Context, op: CallOp) -> list[State]:
     some = any(ctx.carries(o) for o in op.operands)
     why = "reduces its samples to a value that is the whole batch's"
     remedy = "compute the loss outside the block, from outputs that have a row for each sample"
-    return [balance(ctx, op, why, remedy) if some and not ctx.carries(r) else LOCAL for r in op.results]
+    alone, outs = texts_of(op, ALONE), [o.data for o in op.outs]
+    mixed = (some and out not in alone and not ctx.carries(r) for out, r in zip(outs, op.results, strict=True))
+    return [balance(ctx, op, why, remedy) if bad else LOCAL for bad in mixed]
 
 
 def other(ctx: Context, op: Computation) -> list[State]:

@@ -27,7 +27,8 @@ from secc.runtime.recorder.recording import Drawn, Hazard
 
 Extents = Mapping[str, tuple[int, ...]]  # shapes of tensors by their access paths
 LARGE = 1 << 20  # entries of floating-point inputs (pictures, sounds) whose values hardly any forward reads and that cost time and memory
-Run = tuple[Any, bool, tuple[Hazard, ...], tuple[Drawn, ...]]  # a result, whether values of real tensors were read, hazards, random ops
+# A result, the ids of those tensors in it that are alone (`Leaf`), whether values of real tensors were read, hazards, random ops.
+Run = tuple[Any, frozenset[int], bool, tuple[Hazard, ...], tuple[Drawn, ...]]
 
 
 class Guess(BaseException):
@@ -87,13 +88,14 @@ def _empty(mode: FakeTensorMode, like: torch.Tensor) -> torch.Tensor:
 
 
 class Leaf:
-    """A tensor in a block's result. `argument` is the number of the tensor argument that it is, or None.
+    """A tensor in a block's result. `argument` is the number of the tensor argument that it is, or None. `alone`: what the block is called
+    with decides its shape, but not what it holds.
 
     No dataclass: those are containers here.
     """
 
-    def __init__(self, path: str, tensor: torch.Tensor, argument: int | None = None) -> None:
-        self.path, self.argument = path, argument
+    def __init__(self, path: str, tensor: torch.Tensor, argument: int | None = None, alone: bool = False) -> None:
+        self.path, self.argument, self.alone = path, argument, alone
         self.shape, self.stride, self.dtype = tuple(tensor.shape), tensor.stride(), tensor.dtype
         self.requires_grad, self.guessed = tensor.requires_grad, False
 
@@ -209,8 +211,8 @@ class Shapes:
         if known in self._results:
             return self._results[known]
         # An empty context: Hugging Face's output recorders gather what runs in the caller's context, and this run is not the user's.
-        out, reads, hazards, draws = contextvars.Context().run(run)
-        found = Result(_skeleton(out, inputs), reads, hazards, tuple(d.inside(path) for d in draws))
+        out, alone, reads, hazards, draws = contextvars.Context().run(run)
+        found = Result(_skeleton(out, inputs, alone), reads, hazards, tuple(d.inside(path) for d in draws))
         if reads:
             self._reading.add(key)
         self._results[(key, self._values(inputs)) if reads else key] = found
@@ -262,7 +264,7 @@ def _digest(tensor: torch.Tensor) -> bytes:
     return hashlib.sha256(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data).digest()
 
 
-def _skeleton(out: Any, inputs: list[torch.Tensor]) -> Any:
+def _skeleton(out: Any, inputs: list[torch.Tensor], alone: frozenset[int]) -> Any:
     """A block's result with Leaf objects for tensors; the same Leaf for the same tensor."""
     leaves: dict[int, Leaf] = {}
     position = {id(t): i for i, t in enumerate(inputs)}
@@ -271,7 +273,7 @@ def _skeleton(out: Any, inputs: list[torch.Tensor]) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         if id(value) not in leaves:
-            leaves[id(value)] = Leaf(path, value, position.get(id(value)))
+            leaves[id(value)] = Leaf(path, value, position.get(id(value)), id(value) in alone)
         return leaves[id(value)]
 
     return structure.replace(out, leaf)

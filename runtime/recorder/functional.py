@@ -159,7 +159,8 @@ class _Functional:
         call: Any = node.args[0]
         with self._plain():
             tensor = fresh(self._mode, node.meta["shape"], node.meta["stride"], node.meta["dtype"])
-        self.tape.take(self._env[call], str(node.args[1]), tensor, node.meta["requires_grad"])
+        taken = self.tape.take(self._env[call], str(node.args[1]), tensor, node.meta["requires_grad"])
+        taken.meta["alone"] = node.meta["alone"]
         return _torch._to_functional_tensor(tensor)
 
     def _apply(self, node: fx.Node, args: Any) -> Any:

@@ -31,6 +31,7 @@ from secc.runtime.recorder.functional import functionalise, mutates
 from secc.runtime.recorder.glue import Executor, Glue
 from secc.runtime.recorder.hazards import Watch
 from secc.runtime.recorder.modes import Calls, Ops, autograd_functions, idle_autocast, intercept
+from secc.runtime.recorder.origins import Origins
 from secc.runtime.recorder.places import class_place, drawer, is_internal, paths_of, place, short_place
 from secc.runtime.recorder.recording import BlockError, Drawn, Hazard, Recording
 from secc.runtime.recorder.tape import Tape, here
@@ -71,7 +72,7 @@ class Recorder:
         self._modules = dict(self._model.named_modules())
         self._tensors = {n: t for n, t in (*self._model.named_parameters(), *self._model.named_buffers())}
         self._state = {id(t): n for n, t in self._tensors.items()}
-        self._paths = paths_of(self._model)
+        self._paths, self._origins = paths_of(self._model), Origins(self._state)
         self._shapes, self._layers, self.attend = Shapes(), _layers(self._model), Attention(self._mode)
         self._valueless = True  # large inputs have no values, until forward has asked for one
         self._observer = Observer()
@@ -204,15 +205,27 @@ class Recorder:
         out = self._executor.execute_inside(func, args, kwargs)
         if is_random(func, args, kwargs):
             self._watch.draws.append(self._drawn(func, out if isinstance(out, torch.Tensor) else out[0]))
+        self._origins.made(func, args, kwargs, out)
         return out
 
     def _refuse_hidden(self, args: Any, kwargs: Any) -> None:
         """Raise for an op in a block that takes what was made outside and is no argument of the block: nobody would hand it over."""
         path, given = self._running
         for tensor in tree_leaves((args, kwargs)) if path else ():
-            if isinstance(tensor, torch.Tensor) and id(tensor) not in given and self._tape.made(tensor):
+            if not isinstance(tensor, torch.Tensor) or id(tensor) in given:
+                continue
+            if maker := self._origins.maker(tensor):
+                self._refuse_kept(maker, path)
+            if self._tape.made(tensor):
                 message = f"block {path} uses a tensor that is made outside of it and is no argument of its forward"
                 raise BlockError(path, self._around(path), message, place(), "pass it as an argument", self._parts(path))
+
+    def _refuse_kept(self, maker: str, user: str) -> NoReturn:
+        """Raise for a tensor that block `maker` keeps, and `user` uses. Blocks like it keep theirs, which have not run here."""
+        cls = type(self._modules[maker])
+        parts = [part for path in self.blocks if type(self._modules[path]) is cls for part in self._parts(path)]
+        message = f"block {maker} keeps a tensor on a module, which {user or 'forward'} uses"
+        raise BlockError(maker, self._around(maker), message, place(), "return it from forward, and pass it as an argument", parts)
 
     def _drawn(self, func: Any, out: torch.Tensor) -> Drawn:
         path, lines = drawer(self._paths)
@@ -303,7 +316,7 @@ class Recorder:
             if not result.is_plain:
                 self._touched.see((args, kwargs))
             for leaf, tensor in new:
-                self._tape.take(call, leaf.path, tensor, leaf.requires_grad)
+                self._tape.take(call, leaf.path, tensor, leaf.requires_grad).meta["alone"] = leaf.alone
                 if leaf.guessed:
                     self._touched.hide(tensor)
             self._hazards |= {Hazard(path, h.kind, h.op, h.where): None for h in result.hazards}
@@ -336,7 +349,9 @@ class Recorder:
         site = site[: len(site) - len(watch.outside)]
         result = self._shapes.result(path, module, (args, kwargs), lambda: self._run(path, module, args, kwargs))
         self._watch = watch.joined(result.reads, result.hazards, (d.at(path, site) for d in result.draws))
-        out, _ = result.build(self._mode, [t for _, t in structure.tensors((args, kwargs))])
+        out, new = result.build(self._mode, [t for _, t in structure.tensors((args, kwargs))])
+        for leaf, tensor in new:
+            self._origins.adopt(tensor, leaf.alone)
         _collect(module, args, out)
         return out
 
@@ -351,7 +366,9 @@ class Recorder:
     def _run(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Run:
         self._watch = Watch(path, drawer(self._paths)[1])
         try:
-            out = module._call_impl(*args, **kwargs)
+            with self._origins.run(self._running[0]):
+                out = module._call_impl(*args, **kwargs)
+                alone = frozenset(id(t) for _, t in structure.tensors(out) if self._origins.is_alone(t))
         except BlockError as error:
             if error.parts:
                 raise
@@ -359,7 +376,7 @@ class Recorder:
         except Exception as error:
             message = f"the shapes of block {path} cannot be found: {type(error).__name__}: {error}"
             raise BlockError(path, self._around(path), message, _raised_at(error), "take a larger module as the block") from error
-        return out, self._watch.reads, tuple(self._watch.hazards), tuple(self._watch.draws)
+        return out, frozenset() if self._watch.reads else alone, self._watch.reads, tuple(self._watch.hazards), tuple(self._watch.draws)
 
     def _hides(self, path: str) -> bool:
         """Whether results of modules inside a block are gathered for a caller, which sees none of them while the block is opaque."""
@@ -388,6 +405,8 @@ class Recorder:
         self.fail(message, remedy)
 
     def _stray(self, tensor: torch.Tensor) -> NoReturn:
+        if maker := self._origins.maker(tensor):
+            self._refuse_kept(maker, self._open[-1])
         message = "a tensor of a block's result travels inside an object that cannot be looked into"
         self.fail(message, "return it in a tuple, dict or dataclass")
 

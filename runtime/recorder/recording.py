@@ -43,7 +43,7 @@ class BlockError(UserError):
     def blocks(self, blocks: Collection[str]) -> list[str] | None:
         """Other blocks with which a recording may succeed: finer ones where those show more, else a coarser one; None if there are none."""
         if self.parts:
-            return sorted({*blocks, *self.parts} - {self.path})
+            return sorted({b for b in blocks if not any(p.startswith(f"{b}.") for p in self.parts)} | set(self.parts))
         if self.coarser is None or self.coarser in blocks:
             return None
         return sorted({b for b in blocks if not b.startswith(f"{self.coarser}.")} | {self.coarser})

@@ -39,7 +39,7 @@ from secc.ir.dialect import (
     texts,
 )
 from secc.ir.expr import Expr
-from secc.ir.naming import KNOWN_BUFFER
+from secc.ir.naming import ALONE, KNOWN_BUFFER
 from secc.ir.types import TensorType
 from secc.runtime import plan
 from secc.runtime.functions import Applied
@@ -222,6 +222,8 @@ class _Case:
         op = CallOp.of(str(node.target), operands, args, [_type(o) for o in outs], **properties)
         if node.target in self._sited:
             op.attributes[draws.SITE] = StringAttr(node.meta["site"])
+        if any(o.meta["alone"] for o in outs):
+            op.attributes[ALONE] = texts(str(o.args[1]) for o in outs if o.meta["alone"])
         self._add(op, *outs)
 
     def _glue(self, node: fx.Node) -> None:

@@ -12,6 +12,7 @@ KNOWN_BUFFER = "buffer"  # the attribute of a `sec.param` that is a buffer whose
 ACCEPTED = "accepted"  # the attribute of a graph that says which approximations of the loss were taken, and where
 LOGGED = "logged"  # the attribute of a graph that says of what is logged what is no exact sum
 OUT_OF_TURN = "out_of_turn"  # the attribute of a call whose layers were seen to run twice, or not in the order in which they stand
+ALONE = "alone"  # the attribute of a call that lists, of `outs`, what holds the same whatever the block is called with
 BUFFER = "buffer:"  # and its name: a constant of a plan that holds the values of a buffer
 DATA = "rows_"  # and a number: a size that inputs' values decide, counted within a case
 

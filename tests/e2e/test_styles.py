@@ -34,6 +34,14 @@ def test_a_module_that_is_called_in_a_loop_over_the_batch_hides_in_the_block_aro
     assert note.startswith("captioner: one block, because ") and "one_by_one.py:" in note
 
 
+def test_a_tower_that_keeps_a_tensor_for_another_is_cut_into_its_parts() -> None:
+    plan = compiled("kept").plan
+    assert {"vision.layers.0", "text.seen", "text.layers.2"} <= {b for s in plan.sections for b in s.blocks}
+    assert plan.checks["notes"][0].startswith(
+        "vision: its parts are blocks, because block vision keeps a tensor on a module, which text uses"
+    )
+
+
 def test_a_block_that_takes_lengths_has_its_shapes_from_their_values() -> None:
     plan = compiled("heard").plan
     assert {"encoder", "head"} == {b for s in plan.sections for b in s.blocks}

@@ -121,6 +121,63 @@ def test_a_tensor_that_a_block_uses_and_is_not_given_opens_the_block() -> None:
     assert [n.target for n in record(Model(), BATCH, ["encoder", "layers.0.own", "layers.0.cross", "layers.1.own", "layers.1.cross"]).calls]
 
 
+class Biased(nn.Module):
+    """Gives back `x`, a bias that its shape alone decides, and one that `x` was written into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.near = nn.Linear(5, 5), nn.Embedding(9, 5)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        bias = self.near(torch.arange(x.shape[-1]))
+        mixed = torch.zeros_like(bias)
+        mixed += self.own(x).mean(0)
+        return self.own(x), bias, mixed
+
+
+def test_a_result_that_no_sample_decides_is_told_from_one_of_all_samples() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Biased(), Biased()])
+
+        def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+            x, bias, mixed = self.layers[1](self.layers[0](x)[0])
+            return x.sum() + bias.sum() + mixed.sum()
+
+    found = record(Model(), BATCH, ["layers.0", "layers.1"])
+    alone = {str(out.args[1]): out.meta["alone"] for out in found.calls[1].users}
+    assert alone == {"[0]": False, "[1]": True, "[2]": False}
+
+
+class Keeping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.other = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.loss: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.other(self.own(x))
+        self.loss = x.square().sum()
+        return x
+
+
+def test_a_tensor_that_blocks_keep_opens_all_blocks_of_the_class() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Keeping(), Keeping()])
+
+        def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x.sum() + self.layers[0].loss  # type: ignore[operator]
+
+    with pytest.raises(BlockError, match=r"block layers\.0 keeps a tensor on a module, which forward uses") as error:
+        record(Model(), BATCH, ["layers.0", "layers.1"])
+    assert error.value.blocks(["layers.0", "layers.1"]) == [f"layers.{i}.{part}" for i in (0, 1) for part in ("other", "own")]
+
+
 def test_lengths_from_inputs_give_packed_sequences_and_alignments_their_shapes() -> None:
     class Heard(nn.Module):
         def __init__(self) -> None:

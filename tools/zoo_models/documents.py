@@ -38,6 +38,15 @@ def udop() -> nn.Module:
     return T.UdopForConditionalGeneration(config)
 
 
+def pix2struct() -> nn.Module:
+    text = dict(
+        vocab_size=VOCABULARY, hidden_size=48, d_kv=12, d_ff=64, num_layers=2, num_heads=4, dropout_rate=0.0, use_cache=False,
+        encoder_hidden_size=48,
+    )  # fmt: skip
+    config = T.Pix2StructConfig(text_config=text, vision_config=PAGE | {"seq_len": 12}, decoder_start_token_id=0, pad_token_id=0)
+    return T.Pix2StructForConditionalGeneration(config)
+
+
 def led() -> nn.Module:
     config = T.LEDConfig(
         vocab_size=VOCABULARY, d_model=48, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
@@ -68,20 +77,28 @@ def _page(g: torch.Generator, most: int = 12) -> torch.Tensor:
     return torch.cat([places, torch.randn(rows * columns, PATCH, generator=g)], 1)
 
 
+def _padded_page(page: torch.Tensor) -> torch.Tensor:
+    return torch.cat([page, page.new_zeros(12 - len(page), page.shape[1])])
+
+
 def _asked(g: torch.Generator) -> Sample:
     """A text, or a text behind what a page is read as."""
     count = LATENTS if chance(g) else 0
     sample = after(blanks(count), words(g))
     sample["image_embeds_position_mask"] = (sample["input_ids"] == IMAGE).long()
     if count:
-        page = _page(g)
-        sample["flattened_patches"] = torch.cat([page, page.new_zeros(12 - len(page), page.shape[1])])[None]
+        sample["flattened_patches"] = _padded_page(_page(g))[None]
     return sample
 
 
 def _asked_batch(samples: Sequence[Sample]) -> Sample:
     keys = {"input_ids": 0, "labels": IGNORED, "image_embeds_position_mask": 0}
     return padded(samples, keys, mask="attention_mask") | joined(samples, ["flattened_patches"])
+
+
+def _read(g: torch.Generator) -> Sample:
+    page = _page(g)
+    return {"labels": words(g), "flattened_patches": _padded_page(page), "attention_mask": (torch.arange(12) < len(page)).float()}
 
 
 def _boxed(g: torch.Generator) -> Sample:
@@ -125,6 +142,7 @@ def _shaped_batch(samples: Sequence[Sample]) -> Sample:
 ENTRIES = [
     Entry("kosmos2_5", "documents", kosmos2_5, _asked, _asked_batch),
     Entry("udop", "documents", udop, _boxed, _boxed_batch),
+    Entry("pix2struct", "documents", pix2struct, _read),
     Entry("led", "documents", led, _long),
     Entry("fuyu", "documents", fuyu, _patched),
     Entry("lfm2_vl", "documents", lfm2_vl, _shaped, _shaped_batch),
