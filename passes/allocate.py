@@ -26,6 +26,7 @@ from secc.alloc.model import least_memory, solve
 from secc.alloc.pins import Pins
 from secc.alloc.problem import problem, usable_ranks
 from secc.alloc.reasons import reasons
+from secc.alloc.rooms import room
 from secc.alloc.trial import Trial
 from secc.alloc.types import STRATEGIES, Assignment, Candidate, Problem, Solution
 from secc.cluster import GIB, Cluster, parse
@@ -139,7 +140,9 @@ def _write(graph: GraphOp, work: Workload, asked: Problem, solution: Solution, w
         load = own.loads[name]
         more = kept if size is None and name in running else 0  # what was asked for is in the value
         _write_section(own, load, chosen[name], ranks[solution.assignment.group[name]], _memory(value, solution, name, more))
-        load.section.attributes["in_flight"] = integer(chosen[name].in_flight if _feeds_others(asked, solution, name) else 0)
+        held = room(work, asked, solution.assignment, value, name)
+        bounded = chosen[name].pp == 1 or _feeds_others(asked, solution, name)  # `split-stages` bounds what stages hold for each other
+        load.section.attributes |= {"in_flight": integer(held.in_flight if bounded else 0), "room_bytes": integer(held.size)}
     if kept:
         graph.attributes["run_ahead_gib"] = number(kept / GIB)
     label = "default" if any(load.label == "default" for load in work.loads.values()) else "roofline"

@@ -21,11 +21,13 @@ from xdsl.dialects.builtin import ModuleOp, StringAttr
 from xdsl.ir import Operation
 from xdsl.passes import ModulePass
 
-from secc.alloc.candidates import Load, Workload, candidate, on_rank, room, times_of, workload
+from secc.alloc.candidates import Load, Workload, candidate, in_turn, on_rank, room, times_of, workload
+from secc.alloc.rooms import size
 from secc.cluster import GIB, Cluster, Device, parse
 from secc.cost import time
 from secc.cost.collectives import Span, of_ranks
 from secc.cost.load import is_active, micro_batch, patterns
+from secc.cost.memory import Memory
 from secc.cost.section import section_cost
 from secc.errors import Impossible, UserError
 from secc.ir.analysis import number_of, text_of
@@ -174,7 +176,9 @@ def _note_costs(graph: GraphOp, stages: Sequence[SectionOp], cluster: Cluster) -
         }
     for stage in stages:
         held = [s for s in graph.sections if set(_ranks(s)) & set(_ranks(stage))] or [stage]
-        stage.attributes["memory_gib"] = number(round(sum(_memory(work, _rank(work, s)) for s in held) / GIB, 4))
+        memory = sum(_memory(work, _rank(work, s)) for s in held)
+        stage.attributes["memory_gib"] = number(round(memory / GIB, 4))
+        stage.attributes["room_bytes"] = integer(_room_bytes(work, _rank(work, stage), memory, len(held)))
 
 
 def _weight_permille(work: Workload, load: Load) -> int:
@@ -221,6 +225,21 @@ def _in_flight(work: Workload, load: Load, parts: int) -> int:
 
 def _memory(work: Workload, load: Load) -> int:
     """Bytes of a section on a rank, with what it may hold in flight."""
-    chosen = candidate(work, load, *_choice(load.section))
+    held, rank = _held(work, load)
+    return rank.total(held)
+
+
+def _room_bytes(work: Workload, load: Load, memory: int, holders: int) -> int:
+    """What the micro-batches of a stage may keep, on a rank whose sections need `memory` together."""
+    if load.mode == "forward":
+        return 0
+    own = replace(work, cluster=work.cluster.seen_by(_ranks(load.section)))
+    held, rank = _held(work, load)
+    return size(own, rank, held, memory - rank.total(held), holders)
+
+
+def _held(work: Workload, load: Load) -> tuple[int, Memory]:
+    """Micro-batches that a section holds on a rank at once, and the rank's memory."""
+    count = candidate(work, load, *_choice(load.section)).micro_batches
     held = int(number_of(load.section, "in_flight") or 0)
-    return room(work, load, *_choice(load.section), chosen.micro_batches).total(min(held, chosen.micro_batches)) if held else chosen.memory
+    return min(held, count) if held else in_turn(work, load, count), room(work, load, *_choice(load.section), count)

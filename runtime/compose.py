@@ -21,7 +21,7 @@ from operator import mul
 from secc.runtime.balance import Ranks, balance, balance_rounds
 from secc.runtime.costs import Costs
 from secc.runtime.graph import Graph
-from secc.runtime.lots import Lot, lots
+from secc.runtime.lots import Lot, lots, too_large
 from secc.runtime.plan import Plan, Section
 from secc.runtime.program import MicroBatch, SampleMeta, active, gathers, replica_ranks, returns_gradient, weight_parts
 from secc.runtime.routes import replicas
@@ -48,15 +48,16 @@ class Style:
 class Table:
     """The micro-batches of a section, and a number for each in every column.
 
-    `forward`, `backward`: ns; `weight`: the part of the backward that comes later where it is split. `upstream`: backward ns that become
-    possible upstream once this micro-batch's is done. Within a `wave`, the least `urgency` goes first. `turn`: when the critical section
-    wants its samples.
+    `forward`, `backward`: ns; `weight`: the part of the backward that comes later where it is split. `kept`: bytes between forward and
+    backward, none where the section's room is not bounded. `upstream`: backward ns that become possible upstream once this one is done.
+    Within a `wave`, the least `urgency` goes first. `turn`: when the critical section wants its samples.
     """
 
     micro_batches: tuple[MicroBatch, ...]
     forward: Column
     backward: Column
     weight: Column
+    kept: Column
     upstream: Column
     wave: Column
     urgency: Column
@@ -233,7 +234,7 @@ class Composer:
         dealt: list[list[Lot]] = [[] for _ in ranks]
         owner = [0] * self.count
         ordered = [sorted(g, key=own.__getitem__, reverse=True) for g in groups.values()]
-        for lot, replica in lots(self.costs, section, ordered, others, ranks, load):
+        for lot, replica in lots(self.costs, self.graph.stages[section.name], section, ordered, others, ranks, load):
             dealt[replica].append(lot)
             for p in lot:
                 owner[p] = replica
@@ -327,6 +328,15 @@ class Composer:
                 count = -(-len(group) // section.micro_batch)
                 bounds = [i * len(group) // count for i in range(count + 1)]
                 cut += [(r, tuple(group[a:b])) for a, b in pairwise(bounds)]
+        return self._halved(self.graph.stages[section.name], cut)
+
+    def _halved(self, stages: Sequence[Section], cut: Cut) -> Cut:
+        """The cut, with lots of several samples halved until none keeps more than the stages have room for."""
+        while any(s.room_bytes for s in stages):
+            large = too_large(self.costs, stages, self.costs.columns_of([lot for _, lot in cut]), len(cut))
+            if not any(is_large and len(lot) > 1 for is_large, (_, lot) in zip(large, cut, strict=True)):
+                break
+            cut = [(r, part) for is_large, (r, lot) in zip(large, cut, strict=True) for part in _halves(lot, is_large)]
         return cut
 
     def table(self, section: Section, cut: Cut, turn: Column) -> Table:
@@ -343,12 +353,19 @@ class Composer:
             columns = (list(map(c.__getitem__, at)) for c in (*self.alone[name], owed, urgency, turn, self.kind))
             forward, backward, upstream, urgencies, turns, kinds = columns
             wave = list(map(waves.__getitem__, kinds))
-            return Table(micros, forward, backward, weight_parts(section, backward), upstream, wave, urgencies, turns)
+            kept = self.costs.kept(section, lots)
+            return Table(micros, forward, backward, weight_parts(section, backward), kept, upstream, wave, urgencies, turns)
         forward, backward = self.costs.of(section, lots)
         upstream, urgencies = ([sum(c[p] for p in t) for t in lots] for c in (owed, urgency))
         wave = [min((waves[self.kind[p]] for p in t), default=FREE) for t in lots]
         turns = [min((turn[p] for p in t), default=0) for t in lots]
-        return Table(micros, forward, backward, weight_parts(section, backward), upstream, wave, urgencies, turns)
+        kept = self.costs.kept(section, lots)
+        return Table(micros, forward, backward, weight_parts(section, backward), kept, upstream, wave, urgencies, turns)
+
+
+def _halves(lot: Lot, wanted: bool) -> list[Lot]:
+    half = len(lot) // 2
+    return [lot[:half], lot[half:]] if wanted and half else [lot]
 
 
 def _evened(cut: Cut, replicas: int) -> Cut:

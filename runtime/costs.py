@@ -1,4 +1,4 @@
-"""Modelled times of samples and micro-batches: the plan's expressions at the sizes that they have.
+"""Modelled times of samples and micro-batches, and what these keep: the plan's expressions at the sizes that they have.
 
 All times are integer nanoseconds, so that every rank, on any CPU, decides alike. Thousands of samples are evaluated as columns.
 """
@@ -40,12 +40,24 @@ class Costs:
 
     def of(self, section: Section, lots: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
         """(forward, backward) ns of micro-batches, each given by its samples' positions; of an empty one what it takes without samples."""
+        return self.at(section, self.columns_of(lots), len(lots))
+
+    def kept(self, section: Section, lots: Sequence[Sequence[int]]) -> list[int]:
+        """Bytes that micro-batches keep from forward to backward; none where their room is not bounded."""
+        return self.kept_at(section, self.columns_of(lots), len(lots)) if section.room_bytes else []
+
+    def kept_at(self, section: Section, columns: Columns, count: int) -> list[int]:
+        """Bytes that are kept at `count` places, of which `columns` holds the sizes."""
+        return evaluate_columns(section.cost.saved or "0", columns, count)
+
+    def columns_of(self, lots: Sequence[Sequence[int]]) -> dict[str, list[int]]:
+        """The sizes of micro-batches."""
         columns: dict[str, list[int]] = {}
         for s in self._symbols:
             if s.name in self.columns:
                 column, add = self.columns[s.name], sum if s.kind == "rows" else _most
                 columns[s.name] = [column[lot[0]] if len(lot) == 1 else add(map(column.__getitem__, lot)) for lot in lots]
-        return self.at(section, columns, len(lots))
+        return columns
 
     def joined(self, a: Columns, b: Columns) -> dict[str, list[int]]:
         """The sizes of micro-batches made of two parts each: at every place one of `a` and one of `b`, which may be longer or shorter."""

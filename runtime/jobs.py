@@ -7,7 +7,8 @@ because they feed sections on other ranks, do all forwards first. The second par
 
 The stages of a pipeline pass micro-batches on in the order in which the first stage takes them, and a stage that holds as many as it may
 between forward and backward starts no other forward: with a room of one for itself and each stage behind it, that is 1F1B. The same bounds
-what a section that runs ahead holds for its consumers: when its room is taken it does backwards as they become possible.
+what a section that runs ahead holds for its consumers: when its room is taken it does backwards as they become possible. The room is bytes
+of the rank's memory, too, of which large micro-batches take more.
 """
 
 from __future__ import annotations
@@ -75,11 +76,11 @@ def make(plan: Plan, graph: Graph, tables: dict[str, Table], messages: Messages,
         _in_turn(step, tables)
     step.jobs.priority = _priorities(graph, step, tables, in_turn)
     for stages in plan.pipelines.values():
-        _pass_on(step, graph, stages)
+        _pass_on(step, tables, stages)
     return step
 
 
-def _pass_on(step: Step, graph: Graph, stages: Sequence[Section]) -> None:
+def _pass_on(step: Step, tables: dict[str, Table], stages: Sequence[Section]) -> None:
     """What binds the stages of a pipeline: one order of micro-batches, and room for so many in flight."""
     numbers = [step.numbers[s.name] for s in stages]
     for before, then in pairwise(numbers):
@@ -90,7 +91,8 @@ def _pass_on(step: Step, graph: Graph, stages: Sequence[Section]) -> None:
         step.jobs.follow(first, second)
     for section, n in zip(stages, numbers, strict=True):
         if section.in_flight and n.last not in (-1, n.forward):
-            step.jobs.limit(section.in_flight, range(n.forward, n.forward + n.count), range(n.last, n.last + n.count))
+            takes, gives = (range(start, start + n.count) for start in (n.forward, n.last))
+            step.jobs.limit(section.in_flight, takes, gives, section.room_bytes, tables[section.name].kept)
 
 
 def _add(step: Step, section: Section, table: Table, fused: bool) -> None:

@@ -2,8 +2,9 @@
 
 Samples are ordered by size, so neighbours are alike, and a lot is a run of neighbours. The cut with the least modelled time (padding, and
 what every micro-batch costs besides its samples) is found by dynamic programming over where lots end; among equals, fewer and more
-even lots. Large lots are few and may leave replicas uneven, so several limits on the number of samples are tried, and dealing samples
-one by one before each replica's are cut, which balances best where little is padded. What makes the longest replica shortest is taken.
+even lots. No lot of several samples keeps more bytes than there is room for. Large lots are few and may leave replicas uneven, so several
+limits on the number of samples are tried, and dealing samples one by one before each replica's are cut, which balances best where little is
+padded. What makes the longest replica shortest is taken.
 """
 
 from __future__ import annotations
@@ -12,20 +13,38 @@ from collections.abc import Sequence
 
 from secc.runtime.balance import Ranks, balance, balance_rounds
 from secc.runtime.costs import Costs
+from secc.runtime.expr import Columns
 from secc.runtime.plan import Section
 from secc.runtime.program import gathers
 
 Lot = tuple[int, ...]
 
+FOR_EVER = 1 << 62  # ns
+
+
+def too_large(costs: Costs, stages: Sequence[Section], columns: Columns, count: int) -> list[bool]:
+    """For each micro-batch of the sizes in `columns`: whether a stage has no room for as many like it as it must hold."""
+    found = [False] * count
+    for s in (s for s in stages if s.room_bytes):
+        room = s.room_bytes // (len(stages) - s.stage)
+        found = [large or kept > room for large, kept in zip(found, costs.kept_at(s, columns, count), strict=True)]
+    return found
+
 
 def lots(
-    costs: Costs, section: Section, groups: Sequence[Sequence[int]], others: Sequence[int], ranks: Ranks, load: dict[int, int]
+    costs: Costs,
+    stages: Sequence[Section],
+    section: Section,
+    groups: Sequence[Sequence[int]],
+    others: Sequence[int],
+    ranks: Ranks,
+    load: dict[int, int],
 ) -> list[tuple[Lot, int]]:
     """(lot, replica) for all samples of `groups`, each ordered by size. `others` is each sample's work in sections on the same ranks.
 
-    `load` is what the ranks do already; this work is added to it.
+    `load` is what the ranks do already; this work is added to it. No lot of several samples is too large for one of the section's `stages`.
     """
-    times = [_times(costs, section, group) for group in groups]
+    times = [_times(costs, stages, section, group) for group in groups]
     best: tuple[int, list[tuple[Lot, int]], dict[int, int]] | None = None
     for limit in _limits(section.micro_batch):
         found = [pair for group, table in zip(groups, times, strict=True) for pair in _cut(group, table[:limit])]
@@ -41,7 +60,7 @@ def lots(
         return best[1]
     single = [(table[0][i] + others[p], p) for group, table in zip(groups, times, strict=True) for i, p in enumerate(group)]
     after = dict(load)
-    found = _each_cut(costs, section, groups, sorted(single, key=lambda x: (-x[0], x[1])), ranks, dict(load))
+    found = _each_cut(costs, stages, section, groups, sorted(single, key=lambda x: (-x[0], x[1])), ranks, dict(load))
     for (lot, r), time in found:
         after[ranks[r]] = after.get(ranks[r], 0) + time + sum(others[p] for p in lot)
     if best is None or max(after.get(rank, 0) for rank in ranks) < best[0]:
@@ -52,7 +71,13 @@ def lots(
 
 
 def _each_cut(
-    costs: Costs, section: Section, groups: Sequence[Sequence[int]], single: Sequence[tuple[int, int]], ranks: Ranks, load: dict[int, int]
+    costs: Costs,
+    stages: Sequence[Section],
+    section: Section,
+    groups: Sequence[Sequence[int]],
+    single: Sequence[tuple[int, int]],
+    ranks: Ranks,
+    load: dict[int, int],
 ) -> list[tuple[tuple[Lot, int], int]]:
     """((lot, replica), time): `single` (weight, sample) dealt one by one to the least loaded, and what each replica got cut by itself."""
     owner = dict(zip((p for _, p in single), balance((w for w, _ in single), ranks, load), strict=True))
@@ -60,7 +85,7 @@ def _each_cut(
     for r in range(len(ranks)):
         for group in groups:
             own = [p for p in group if owner[p] == r]
-            found += [((lot, r), time) for lot, time in (_cut(own, _times(costs, section, own)) if own else ())]
+            found += [((lot, r), time) for lot, time in (_cut(own, _times(costs, stages, section, own)) if own else ())]
     return found
 
 
@@ -73,15 +98,20 @@ def _limits(most: int) -> list[int]:
     return sorted(found, reverse=True)
 
 
-def _times(costs: Costs, section: Section, group: Sequence[int]) -> list[list[int]]:
-    """For 1, 2, ... samples: the time of that many neighbours from each place on, forward and backward together."""
+def _times(costs: Costs, stages: Sequence[Section], section: Section, group: Sequence[int]) -> list[list[int]]:
+    """For 1, 2, ... samples: the time of that many neighbours from each place on, forward and backward together; for ever where several
+    are too large."""
     first = {name: [column[p] for p in group] for name, column in costs.columns.items()}
     columns, found = first, list[list[int]]()
     for together in range(1, min(section.micro_batch, len(group)) + 1):
         if together > 1:
             columns = costs.joined(columns, {name: column[together - 1 :] for name, column in first.items()})
-        forward, backward = costs.at(section, columns, len(group) - together + 1)
-        found.append(list(map(int.__add__, forward, backward)))
+        count = len(group) - together + 1
+        forward, backward = costs.at(section, columns, count)
+        times = list(map(int.__add__, forward, backward))
+        if together > 1:
+            times = [FOR_EVER if large else t for t, large in zip(times, too_large(costs, stages, columns, count), strict=True)]
+        found.append(times)
     return found
 
 

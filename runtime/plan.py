@@ -98,8 +98,9 @@ class Section:
 
     `when` is the set of optional keys of which a sample needs at least one to be active ([] = always active). A stage is a section of its
     own with `pp` 1, whose `pipeline` names the section that the user knows; its samples pass through all stages in the same micro-batches.
-    `in_flight` is how many micro-batches a rank may hold between forward and backward (0: any number). A section with `weight_permille`
-    runs its backward in two parts, B for what it received and W for its parameters, which takes so many thousandths of it.
+    `in_flight` is how many micro-batches a rank may hold between forward and backward (0: any number), `room_bytes` what these may keep
+    together, by `cost.saved` (0: not known). A section with `weight_permille` runs its backward in two parts, B for what it received and
+    W for its parameters, which takes so many thousandths of it.
 
     Under `zero3`, `units` are the blocks whose layers gather their parameters one by one, in the order in which they are called.
     With tp, `shards` and `styles` say how its modules are cut; gradients of the whole parameters in `partial` are parts of a sum over tp.
@@ -121,6 +122,7 @@ class Section:
     pipeline: str = ""
     stage: int = 0
     in_flight: int = 0
+    room_bytes: int = 0
     weight_permille: int = 0
     shards: tuple[Shard, ...] = ()
     styles: tuple[Style, ...] = ()
@@ -323,6 +325,7 @@ def _joined(stages: tuple[Section, ...]) -> Section:
         cost=dataclasses.replace(costs[0], **{f: total(f) for f in ("forward_ns", "backward_ns", "flops", "backward_flops", "saved")}),
         pipeline="",
         in_flight=0,
+        room_bytes=0,
         weight_permille=0,
     )
 

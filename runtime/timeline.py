@@ -4,8 +4,9 @@ Jobs are numbers and their properties are lists, because a step has thousands of
 integer nanoseconds and no two jobs are equally urgent, so every run of it gives the same order.
 
 Two more rules serve pipelines. A line of jobs *follows* another one: the first of them to start makes its follower the most urgent of
-the line, and so on, so that both go in one order. And jobs of a *limit* take room on their rank that others give back when they end;
-without room they do not start, unless nothing else could: room is a wish, so it can stop no step.
+the line, and so on, so that both go in one order. And jobs of a *limit* take room on their rank that others give back when they end: one
+of so many places, and bytes where sizes are given, of which one job alone may take more than there are. Without room they do not start,
+unless nothing else could: room is a wish, so it can stop no step.
 
 Jobs that are *joined* run at the same time, one on each of several ranks, for as long as the longest of them. A rank that comes to one of
 them before the others are free waits. Nothing can wait for ever: when no job runs, all ranks are free.
@@ -25,7 +26,8 @@ class Jobs:
 
     `duration` in ns; `successors` wait for a job, which itself waits for `waits` others. `joined` maps a job to all that run at the same
     time, itself included. Where there are lines or limits, `followers` has each job's follower and `line_of` the line that this is in,
-    `takes` and `gives` have the limit whose room a job takes or gives back, all -1 without one; `rooms` has the room of a limit on a rank.
+    `takes` and `gives` have the limit whose room a job takes or gives back, all -1 without one, `sizes` how many bytes of it; `rooms` and
+    `spaces` have the places and the bytes of a limit on a rank.
     """
 
     ranks: int
@@ -40,7 +42,9 @@ class Jobs:
     joined: dict[int, tuple[int, ...]] = field(default_factory=dict)
     takes: list[int] = field(default_factory=list)
     gives: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
     rooms: list[int] = field(default_factory=list)
+    spaces: list[int] = field(default_factory=list)
 
     def before(self, first: int, then: int) -> None:
         """Make job `then` wait for job `first`."""
@@ -58,16 +62,23 @@ class Jobs:
         """Make these jobs, each on another rank, run at the same time."""
         self.joined |= dict.fromkeys(together, tuple(together))
 
-    def limit(self, room: int, takes: range, gives: range) -> None:
-        """Give the jobs `takes` room for so many on a rank, each until a job of `gives` has ended there. All jobs must be there."""
+    def limit(self, room: int, takes: range, gives: range, space: int = 0, sizes: Sequence[int] = ()) -> None:
+        """Give the jobs `takes` room for so many on a rank, each until a job of `gives` has ended there. All jobs must be there.
+
+        With `sizes`, those on a rank may also not be larger together than `space`, unless one alone is.
+        """
         self._bind()
         for column, some in ((self.takes, takes), (self.gives, gives)):
             column[some.start : some.stop] = [len(self.rooms)] * len(some)
+            if sizes:
+                self.sizes[some.start : some.stop] = sizes
         self.rooms.append(room)
+        self.spaces.append(space)
 
     def _bind(self) -> None:
         if not self.followers:
             self.followers, self.line_of, self.takes, self.gives = ([-1] * len(self.rank) for _ in range(4))
+            self.sizes = [0] * len(self.rank)
 
 
 def run(jobs: Jobs) -> tuple[list[int], int]:
@@ -94,6 +105,8 @@ class _Run:
         self.takes, self.gives, self.followers = (x or none for x in (jobs.takes, jobs.gives, jobs.followers))
         self.ready: list[list[int]] = [[] for _ in range(jobs.ranks)]  # priorities of the jobs that may start
         self.room = [room for room in jobs.rooms for _ in range(jobs.ranks)]  # by slot
+        self.space = [space for space in jobs.spaces for _ in range(jobs.ranks)]
+        self.forced = set[int]()  # jobs that start whatever their size
         self.kept: defaultdict[int, list[int]] = defaultdict(list)  # priorities by slot
 
     def run(self) -> tuple[list[int], int]:
@@ -120,10 +133,10 @@ class _Run:
                         continue
                     if bound and (limit := takes[job]) >= 0:
                         slot = limit * ranks + r
-                        if not self.room[slot]:
+                        if not self.fits(job, slot):
                             heappush(self.kept[slot], priority[job])
                             continue
-                        self.room[slot] -= 1
+                        self.take(job, slot)
                     if bound and followers[job] >= 0:
                         self.pass_on(job)
                     free[r] = False
@@ -143,7 +156,7 @@ class _Run:
                 free[r] = True
                 touched.append(r)
                 if bound and gives[job] >= 0:
-                    self.give(gives[job] * ranks + r)
+                    self.give(job, gives[job] * ranks + r)
                 for then in successors[job]:
                     waits[then] -= 1
                     if not waits[then] and (then not in joined or self.offered(then)):
@@ -176,8 +189,8 @@ class _Run:
         jobs, together = self.jobs, self.jobs.joined[job]
         if job in self.begun:
             return False
-        if (limit := self.takes[job]) >= 0 and not self.room[limit * jobs.ranks + r]:
-            heappush(self.kept[limit * jobs.ranks + r], self.priority[job])
+        if (limit := self.takes[job]) >= 0 and not self.fits(job, slot := limit * jobs.ranks + r):
+            heappush(self.kept[slot], self.priority[job])
             return False
         if not all(self.free[jobs.rank[j]] for j in together):
             heappush(self.ready[r], self.priority[job])
@@ -187,7 +200,7 @@ class _Run:
             on = jobs.rank[j]
             self.free[on] = False
             if (limit := self.takes[j]) >= 0:
-                self.room[limit * jobs.ranks + on] -= 1
+                self.take(j, limit * jobs.ranks + on)
             if self.followers[j] >= 0:
                 self.pass_on(j)
         self.begun.update(together)
@@ -206,19 +219,42 @@ class _Run:
                 heappush(self.ready[self.jobs.rank[other]], self.priority[other])
         return True
 
-    def give(self, slot: int) -> None:
-        """There is room again, for the most urgent job that was kept back."""
+    # -- room ---------------------------------------------------------------------------------------------------------------------
+
+    def fits(self, job: int, slot: int) -> bool:
+        """Whether there is a place for a job and, unless it would be alone, as many bytes as it takes."""
+        size, space = self.jobs.sizes[job], self.space[slot]
+        return self.room[slot] > 0 and (size <= space or space == self.jobs.spaces[slot // self.jobs.ranks] or job in self.forced)
+
+    def take(self, job: int, slot: int) -> None:
+        self.room[slot] -= 1
+        self.space[slot] -= self.jobs.sizes[job]
+
+    def give(self, job: int, slot: int) -> None:
+        """There is room again, for the most urgent jobs that were kept back."""
         self.room[slot] += 1
-        if kept := self.kept.get(slot):
-            while kept and self.by_priority[kept[0]] in self.begun:
-                heappop(kept)
-            if kept:
-                heappush(self.ready[slot % self.jobs.ranks], heappop(kept))
+        self.space[slot] += self.jobs.sizes[job]
+        space = self.space[slot]
+        while (then := self.next_kept(slot)) >= 0 and self.fits(then, slot):
+            heappush(self.ready[slot % self.jobs.ranks], heappop(self.kept[slot]))
+            space -= self.jobs.sizes[then]
+            if space <= 0 or not self.jobs.sizes[job]:
+                break
+
+    def next_kept(self, slot: int) -> int:
+        """The most urgent of the jobs that were kept back, -1 if there is none."""
+        kept = self.kept.get(slot)
+        while kept and self.by_priority[kept[0]] in self.begun:
+            heappop(kept)
+        return self.by_priority[kept[0]] if kept else -1
 
     def make_room(self) -> int:
         """Nothing runs: let the most urgent of the jobs that were kept back start. Its rank, or -1 if there is none."""
         slot = min((slot for slot, kept in self.kept.items() if kept), key=lambda slot: self.kept[slot][0], default=None)
         if slot is None:
             return -1
-        self.give(slot)
+        job = self.by_priority[heappop(self.kept[slot])]
+        self.forced.add(job)
+        self.room[slot] = max(1, self.room[slot])
+        heappush(self.ready[slot % self.jobs.ranks], self.priority[job])
         return slot % self.jobs.ranks

@@ -9,7 +9,7 @@ from math import ceil
 
 from xdsl.dialects.builtin import StringAttr
 
-from secc.alloc.candidates import Load, Workload, bubbles_ns, busy_ns, replica_of, room, update_ns
+from secc.alloc.candidates import Load, Workload, bubbles_ns, busy_ns, in_turn, replica_of, room_of, update_ns
 from secc.alloc.types import Candidate
 from secc.cluster import Overheads
 from secc.cost import parallel, time
@@ -80,19 +80,15 @@ def _of_step(work: Workload, load: Load, c: Candidate, forward: str, backward: s
 def memory_parts(work: Workload, load: Load, c: Candidate, ahead: bool, messages: int = 0) -> dict[str, int]:
     """Bytes of a candidate on a rank by what takes them; `ahead` where all forwards come first, with `messages` bytes on their way."""
     rank = replica_of(work, load, c.tp, c.pp, c.ranks)
-    found = room(work, rank, c.dp, c.micro_batch, c.sharding, c.recompute, c.micro_batches)
-    whole = c.memory_ahead if ahead else c.memory
-    moving = whole - found.fixed  # gradients, or none yet, and what micro-batches keep
-    gradients = found.gradients if moving % max(1, found.activation) == found.gradients % max(1, found.activation) else 0
-    gradients = gradients if gradients <= moving else 0
-    kept = moving - gradients
-    count = kept // found.activation if found.activation else 0
+    found = room_of(work, rank, c)
+    count = c.in_flight if ahead and c.in_flight else in_turn(work, rank, c.micro_batches)
+    of = "the largest sample" if found.largest > count * found.activation else f"{count} micro-batch{'es' if count != 1 else ''}"
     parts = {
         "weights": found.parameters,
-        "gradients": gradients,
+        "gradients": found.beside(count),
         "optimizer states": found.optimizer,
         ("gathered layers, gradients on their way" if c.sharding == "zero3" else "gradients on their way"): found.buffers,
-        f"activations of {count} micro-batch{'es' if count != 1 else ''}": kept,
+        f"activations of {of}": found.kept(count),
         "recomputing a layer": found.working,
         "messages": messages,
     }

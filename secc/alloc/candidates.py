@@ -27,9 +27,10 @@ from secc.cost.load import Crossing, Pattern, crossings, is_active, micro_batch,
 from secc.cost.memory import Memory, memory
 from secc.cost.section import SectionCost, section_cost
 from secc.errors import UserError
+from secc.ir import samples
 from secc.ir.analysis import number_of
 from secc.ir.dialect import GraphOp, SectionOp, strings
-from secc.runtime.expr import evaluate
+from secc.runtime.expr import evaluate, evaluate_columns
 
 MOVED = ("forward_permille", "backward_permille")  # of a section: its measured times over the modelled ones (`secc.drift`)
 IN_TURN = 2  # micro-batches in flight of a section whose consumers share its ranks: one waits for them while the next runs
@@ -102,6 +103,21 @@ class Workload:
     def sources(self) -> frozenset[str]:
         """The sections that feed others."""
         return frozenset(c.src for c in self.crossings)
+
+    @cached_property
+    def listed(self) -> dict[frozenset[str], dict[str, list[int]]]:
+        """Sizes of the samples that the graph lists, a column for each symbol, by pattern; where micro-batches are padded to the global
+        batch's widths, with the largest of these."""
+        found: dict[frozenset[str], dict[str, list[int]]] = {}
+        for s in next(iter(samples.drawn(self.graph, samples.MOST, 1)), ()):
+            columns = found.setdefault(s.pattern, {name: [] for name in s.sizes})
+            for name, size in s.sizes.items():
+                columns[name].append(size)
+        if self.graph.widths is not None and self.graph.widths.data == "global":
+            for name in (name for name, op in self.graph.symbols.items() if op.kind.data == "width"):
+                most = max((max(columns[name]) for columns in found.values()), default=0)
+                found = {when: columns | {name: [most] * len(columns[name])} for when, columns in found.items()}
+        return found
 
     def sizes(self, pattern: Pattern, samples: int) -> dict[str, int]:
         """Of a micro-batch of so many samples of a pattern."""
@@ -230,7 +246,7 @@ def candidate(work: Workload, load: Load, dp: int, size: int, sharding: str = "n
     total, micro_batches, fill, drain = busy_ns(work, load, dp, size, sharding, recompute)
     total += bubbles_ns(load, size, (total, micro_batches, fill, drain))
     rank = room(work, load, dp, size, sharding, recompute, micro_batches)
-    in_turn = min(micro_batches, max(load.pp, IN_TURN if load.name in work.sources else 1))
+    turns = in_turn(work, load, micro_batches)
     return Candidate(
         dp=dp,
         micro_batch=size,
@@ -238,14 +254,19 @@ def candidate(work: Workload, load: Load, dp: int, size: int, sharding: str = "n
         fill_ns=load.pp * fill,
         drain_ns=load.pp * drain,
         micro_batches=micro_batches,
-        memory=rank.total(in_turn),
-        memory_ahead=rank.total(in_turn if load.mode == "forward" else micro_batches),
+        memory=rank.total(turns),
+        memory_ahead=rank.total(turns if load.mode == "forward" else micro_batches),
         in_flight=0 if load.mode == "forward" else micro_batches,
         recompute=recompute,
         tp=load.tp,
         pp=load.pp,
         sharding=sharding,
     )
+
+
+def in_turn(work: Workload, load: Load, micro_batches: int) -> int:
+    """Micro-batches in flight where backward follows forward."""
+    return min(micro_batches, max(load.pp, IN_TURN if load.name in work.sources else 1))
 
 
 def bubbles_ns(load: Load, size: int, busy: Busy) -> int:
@@ -266,7 +287,7 @@ def held(work: Workload, load: Load, c: Candidate) -> list[Candidate]:
     """
     if not c.in_flight or load.name not in work.sources:
         return [c]
-    activation, _ = _kept(work, load, c.micro_batch, c.recompute)
+    rank = room_of(work, load, c)
     least, capacity = min(c.micro_batches, max(load.pp, IN_TURN)), work.cluster.device.usable
     found = {c.micro_batches: c}
     for part in PARTS:
@@ -274,7 +295,7 @@ def held(work: Workload, load: Load, c: Candidate) -> list[Candidate]:
         while size > capacity // part and count > least:
             rounds *= 2
             count = max(least, -(-c.micro_batches // rounds))
-            size = c.memory_ahead - (c.micro_batches - count) * activation
+            size = rank.total(count)
         found[count] = replace(c, in_flight=count, memory_ahead=size, rounds=-(-c.micro_batches // count))
     return list(found.values())
 
@@ -352,7 +373,12 @@ def _times(work: Workload, load: Load, pattern: Pattern, samples: int, recompute
 
 def room(work: Workload, load: Load, dp: int, size: int, sharding: str, recompute: str, micro_batches: int) -> Memory:
     """Bytes on a rank; a micro-batch keeps what backward needs, and the tensors that come in and go out. The largest pattern counts."""
-    return memory(load.cost, *_kept(work, load, size, recompute), dp, sharding, micro_batches)
+    return memory(load.cost, *_kept(work, load, size, recompute), dp, sharding, micro_batches, _largest(work, load, recompute))
+
+
+def room_of(work: Workload, load: Load, c: Candidate) -> Memory:
+    """The same of a candidate; `load` is that of a rank."""
+    return room(work, load, c.dp, c.micro_batch, c.sharding, c.recompute, c.micro_batches)
 
 
 def stage_room(work: Workload, load: Load, c: Candidate, stage: int) -> int:
@@ -372,8 +398,26 @@ def _kept(work: Workload, load: Load, size: int, recompute: str) -> tuple[int, i
         again, saved = load.cost.again.get(recompute), load.under(recompute).saved
         for pattern in load.active:
             sizes = work.sizes(pattern, size)
-            ends = sum(evaluate(c.size, sizes) for c in work.crossings if load.name in (c.src, c.dst))
-            activation = max(activation, evaluate(saved, sizes) + ends)
+            activation = max(activation, sum(evaluate(text, sizes) for text in (saved, *_ends(work, load))))
             working = max(working, evaluate(again.working, sizes) if again else 0)
         load.memo[size, recompute] = activation, working
     return load.memo[size, recompute]
+
+
+def _largest(work: Workload, load: Load, recompute: str) -> int:
+    """Bytes that the largest of the listed samples keeps as a micro-batch of its own."""
+    key = "largest", recompute
+    if key not in load.memo:
+        found, texts = 0, (load.under(recompute).saved, *_ends(work, load))
+        for pattern in load.active:
+            if columns := work.listed.get(pattern.when):
+                count = len(next(iter(columns.values())))
+                every = {name: [size] * count for name, size in work.sizes(pattern, 1).items()} | columns
+                found = max(found, *map(sum, zip(*(evaluate_columns(text, every, count) for text in texts), strict=True)))
+        load.memo[key] = found, 0
+    return load.memo[key][0]
+
+
+def _ends(work: Workload, load: Load) -> list[str]:
+    """Bytes of the tensors that come in and go out, as texts."""
+    return [c.size for c in work.crossings if load.name in (c.src, c.dst)]

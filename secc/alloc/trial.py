@@ -5,20 +5,22 @@ wavefront order (`secc.runtime.wavefront`) is computed for samples with the size
 ragged micro-batches, pipelines' bubbles and uneven replicas cost is in it, and, as batches differ, what it costs where one has more images
 than the ranks of an encoder were meant for. Messages take their time at the samples' mean size, without
 contention; reductions and the optimizer follow a section's last backward. A rank's memory counts the micro-batches that are in flight in
-that order at the size of a mean one, as the solver does.
+that order, each with its own samples.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from itertools import accumulate, pairwise
 
 from secc.alloc import ahead
-from secc.alloc.candidates import Load, Workload, on_rank, room, stage_room, times_of, update_ns
+from secc.alloc.candidates import Load, Workload, on_rank, room_of, times_of, update_ns
 from secc.alloc.evaluate import evaluate as value
+from secc.alloc.rooms import Room, room
 from secc.alloc.types import Assignment, Candidate, Problem
 from secc.cluster import GIB
 from secc.cost import time
@@ -87,7 +89,9 @@ class Trial:
 
     def _plan(self, assignment: Assignment, chosen: Mapping[str, Candidate], ranks: Ranks) -> Plan:
         group = assignment.group
-        stages = {s: self._stages(s, c, ranks[group[s]], self._holds(s, group)) for s, c in chosen.items()}
+        priced = value(replace(self.problem, capacity=UNLIMITED, pools=(), deadline=None), assignment)
+        held = partial(room, self.work, self.problem, assignment, priced)
+        stages = {s: self._stages(s, c, ranks[group[s]], partial(held, s)) for s, c in chosen.items()}
         edges = [
             Edge(f"{e.src} to {e.dst}", stages[e.src][-1].name, stages[e.dst][0].name, "int8", (f"({e.size})",), 0, "0", e.grad)
             for e in self.work.crossings
@@ -95,13 +99,7 @@ class Trial:
         for own in stages.values():
             passes = own[0].mode != "forward"
             edges += [Edge(f"{a.name} to {b.name}", a.name, b.name, "int8", ("0",), -1, "", passes) for a, b in pairwise(own)]
-        room_ahead, _ = ahead.room(
-            self.work,
-            self.problem,
-            assignment,
-            value(replace(self.problem, capacity=UNLIMITED, pools=(), deadline=None), assignment),
-            self.run_ahead,
-        )
+        room_ahead, _ = ahead.room(self.work, self.problem, assignment, priced, self.run_ahead)
         graph = self.work.graph
         symbols = tuple(
             Symbol(n, s.kind.data, s.key.data, s.dim.data) for n, s in graph.symbols.items() if s.kind.data in drawn_samples.KINDS
@@ -125,17 +123,14 @@ class Trial:
             run_ahead_gib=room_ahead / GIB,
         )
 
-    def _holds(self, section: str, group: Mapping[str, str]) -> bool:
-        """Whether a section holds micro-batches for consumers on other ranks."""
-        return any(e.src == section and group[e.dst] != group[section] for e in self.problem.edges)
-
-    def _stages(self, section: str, c: Candidate, ranks: Sequence[int], holds: bool) -> list[Section]:
+    def _stages(self, section: str, c: Candidate, ranks: Sequence[int], room_at: Callable[[int], Room]) -> list[Section]:
         work, load = self._load(section, c)
-        cost, when = Cost(*times_of(work, load, c.dp, c.sharding, c.recompute)), strings(load.section.when)
+        saved = load.under(c.recompute).saved
+        cost, when = Cost(*times_of(work, load, c.dp, c.sharding, c.recompute), saved=saved), strings(load.section.when)
         found: list[Section] = []
         for i in range(c.pp):
             own = tuple(r for k, r in enumerate(ranks) if k // c.tp % c.pp == i)
-            held = c.in_flight if holds else stage_room(work, load, c, i) if c.pp > 1 and load.mode != "forward" else 0
+            held = room_at(i)
             made = Section(
                 section,
                 "",
@@ -148,7 +143,8 @@ class Trial:
                 c.recompute,
                 c.sharding,
                 cost=cost,
-                in_flight=held,
+                in_flight=held.in_flight,
+                room_bytes=held.size,
             )
             found.append(replace(made, name=f"{section} {i}", pipeline=section, stage=i) if c.pp > 1 else made)
         return found
@@ -211,9 +207,10 @@ class Trial:
         usable: dict[int, int] = {}
         for s in plan.sections:
             c = chosen[s.whole]
-            memory = room(*self._load(s.whole, c), c.dp, c.micro_batch, c.sharding, c.recompute, c.micro_batches)
+            memory = room_of(*self._load(s.whole, c), c)
             for rank in s.mesh.ranks[:: c.tp]:
-                found[rank] += memory.total(timeline.in_flight.get((s.name, rank), 0) if s.mode != "forward" else 1)
+                number, kept = timeline.held.get((s.name, rank), (0, 0))
+                found[rank] += memory.total(1) if s.mode == "forward" else kept + memory.total(number) - memory.kept(number)
                 usable[rank] = self.problem.usable(c)
         return all(held <= usable[rank] for rank, held in found.items())
 
@@ -245,13 +242,14 @@ class _Timeline:
         for name, n in numbers.items():
             for job in (job for part in n.parts for job in part):
                 self.ends[name][jobs.rank[job]] = max(self.ends[name].get(jobs.rank[job], 0), ends[job])
-        self.in_flight: dict[tuple[str, int], int] = {}
-        changes: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
+        self.held: dict[tuple[str, int], tuple[int, int]] = {}  # micro-batches in flight, and the bytes that they keep
+        changes: dict[tuple[str, int], list[tuple[int, int, int]]] = defaultdict(list)
         for name, n in numbers.items():
-            for m in range(n.count) if n.last >= 0 else ():
-                changes[name, jobs.rank[n.forward + m]] += [(starts[n.forward + m], 1), (ends[n.last + m], -1)]
+            for m, kept in enumerate(order.tables[name].kept if n.last >= 0 else ()):
+                changes[name, jobs.rank[n.forward + m]] += [(starts[n.forward + m], 1, kept), (ends[n.last + m], -1, -kept)]
         for place, found in changes.items():
-            self.in_flight[place] = max(accumulate(change for _, change in sorted(found)))
+            found.sort()
+            self.held[place] = max(accumulate(c[1] for c in found)), max(accumulate(c[2] for c in found))
 
 
 def _one_after_another(ends: Sequence[tuple[int, int]]) -> int:

@@ -140,6 +140,7 @@ def _stages(base: Base, section: Section, part: Part) -> Iterator[Section]:
             cost=cost,
             micro_batch=base.plan.global_batch,  # tokens bound what is packed
             in_flight=room,
+            room_bytes=0,
             sharding=c.sharding,
             recompute=c.recompute,
         )

@@ -129,6 +129,7 @@ def _section(graph: GraphOp, op: SectionOp, model: plan.ModelRef) -> plan.Sectio
         pipeline=attribute(op, "pipeline", ""),
         stage=attribute(op, "stage", 0),
         in_flight=attribute(op, "in_flight", 0),
+        room_bytes=attribute(op, "room_bytes", 0),
         weight_permille=attribute(op, "weight_permille", 0),
         shards=tuple(_shard(text) for text in attribute(op, "shards", ())),
         styles=tuple(plan.Style(*text.rsplit(" ", 1)) for text in attribute(op, "styles", ())),

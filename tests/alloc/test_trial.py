@@ -13,7 +13,7 @@ import pytest
 from secc.alloc import contest as contests
 from secc.alloc import known
 from secc.alloc import problem as problems
-from secc.alloc.candidates import workload
+from secc.alloc.candidates import room, workload
 from secc.alloc.contest import contest
 from secc.alloc.evaluate import evaluate
 from secc.alloc.model import solve
@@ -76,6 +76,13 @@ def test_what_is_in_flight_must_fit() -> None:
     ranks = handed(asked, solution.assignment)
     assert trial.run(solution.assignment, ranks).fits
     assert not Trial(trial.work, replace(asked, capacity=1 << 20)).run(solution.assignment, ranks).fits
+
+
+def test_memory_holds_the_largest_listed_sample() -> None:
+    """It has four images, the mean one has one."""
+    mean, largest = (room(w, w.loads["vision"], 1, 1, "none", "none", 16) for w in (vlm(ragged=False)[2].work, vlm()[2].work))
+    assert mean.largest == 0 < largest.activation == mean.activation
+    assert largest.largest == 4 * largest.activation and largest.kept(2) == largest.kept(4) == largest.largest
 
 
 @pytest.mark.parametrize("ragged", [False, True])

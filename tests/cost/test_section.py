@@ -208,6 +208,13 @@ def test_gradients_and_what_all_micro_batches_keep_are_not_there_at_once() -> No
     assert small.total(2) == small.fixed + 1000 + 6000 and large.total(2) == large.fixed + 2 * 9000
 
 
+def test_the_largest_sample_may_take_more_than_several_mean_micro_batches() -> None:
+    room = memory(cost(graph(X + F, X + F + ENC)), activation=1000, largest=2500)
+    assert [room.total(n) - room.total(0) for n in (1, 2, 3)] == [2500, 2500, 3000]
+    alone = memory(cost(graph(X + F, X + F + ENC)), activation=1000, micro_batches=1, largest=9000)
+    assert alone.total(1) == alone.fixed + 9000
+
+
 def test_memory_of_sharded_states() -> None:
     found = cost(graph(X + F, X + F + ENC))
     size = found.trainable_bytes

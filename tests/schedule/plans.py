@@ -59,6 +59,13 @@ costs = st.sampled_from(["0", "7*B", "B*S", "5*I + 3*S", "max(B*S, 40)"])
 
 
 @st.composite
+def bounded(draw, made):
+    """The section, with or without a bound on the bytes that its micro-batches keep."""
+    cost = dataclasses.replace(made.cost, saved="3*B + 5*I")
+    return dataclasses.replace(made, cost=cost, room_bytes=draw(st.sampled_from([0, 0, 9, 40])))
+
+
+@st.composite
 def pipelines(draw, name, world):
     """A section, or its stages on any ranks, as a list."""
     first = draw(st.lists(st.integers(0, world - 1), min_size=1, unique=True))
@@ -72,12 +79,12 @@ def pipelines(draw, name, world):
     if count == 1:
         options["tp"] = draw(st.sampled_from([n for n in range(1, len(first) + 1) if len(first) % n == 0]))
         made = section(name, first, **options, forward=draw(costs), backward=draw(costs))
-        return [dataclasses.replace(made, in_flight=draw(st.integers(0, 3)))]
+        return [draw(bounded(dataclasses.replace(made, in_flight=draw(st.integers(0, 3)))))]
     ranks = [first, *(draw(st.permutations(range(world)))[: len(first)] for _ in range(count - 1))]
     in_flight = draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
     made = stages(name, ranks, in_flight=in_flight, **options, forward=draw(costs), backward=draw(costs))
     split = 500 if options["mode"] == "train" and options["sharding"] == "none" and draw(st.booleans()) else 0
-    return [dataclasses.replace(s, weight_permille=split) for s in made]
+    return [draw(bounded(dataclasses.replace(s, weight_permille=split))) for s in made]
 
 
 @st.composite

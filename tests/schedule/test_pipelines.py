@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from itertools import accumulate
 
 import pytest
 from hypothesis import given, settings
@@ -93,6 +94,51 @@ def test_an_encoder_holds_no_more_than_it_may(room):
     samples = mixed(24, 0.6, seed=4)
     done = simulate(p, samples, schedule(p, samples))
     assert max(n for _, n in in_flight(done, 0)) == room
+
+
+def keeping(found, saved, room):
+    """The section with what its micro-batches keep, and bytes of room for it."""
+    return dataclasses.replace(found, cost=dataclasses.replace(found.cost, saved=saved), room_bytes=room)
+
+
+def held(step, rank, saved):
+    """The most bytes that a rank's micro-batches keep at once."""
+    sizes = {m.index: sum(saved(step.samples[p]) for p in m.samples) for m in step.schedule.micro_batches["vision"]}
+    ends = [(c.start, sizes[c.micro]) if c.kind == "F" else (c.end, -sizes[c.micro]) for c in step.compute if c.rank == rank]
+    return max(accumulate(change for _, change in sorted(ends)))
+
+
+@pytest.mark.parametrize("room", [40, 70])
+def test_an_encoder_keeps_no_more_bytes_than_it_has_room_for(room):
+    """Whatever their number: some samples have eight images, most have one."""
+    encoder = dataclasses.replace(section("vision", [0], when=IMAGE, forward="100*I", backward="200*I"), in_flight=6)
+    samples = [sample(i, *IMAGE, images=8 if i % 5 == 0 else 1) for i in range(30)]
+
+    def most(vision):
+        p = plan([vision, section("lm", [1, 2], forward="S", backward="2*S")], [edge("vision", "lm")], 3)
+        return held(simulate(p, samples, schedule(p, samples)), 0, lambda s: 5 * s.sizes["I"])
+
+    assert most(keeping(encoder, "5*I", 0)) > room
+    assert most(keeping(encoder, "5*I", room)) <= room
+
+
+def test_a_sample_larger_than_the_room_is_alone():
+    encoder = keeping(dataclasses.replace(section("vision", [0], when=IMAGE, forward="100*I", backward="200*I"), in_flight=4), "5*I", 20)
+    p = plan([encoder, section("lm", [1], forward="S", backward="2*S")], [edge("vision", "lm")], 2)
+    samples = [sample(i, *IMAGE, images=8 if i == 3 else 1) for i in range(8)]
+    assert held(simulate(p, samples, schedule(p, samples)), 0, lambda s: 5 * s.sizes["I"]) == 40
+
+
+@pytest.mark.parametrize("critical", [False, True])
+def test_micro_batches_of_several_samples_fit_the_room(critical):
+    """Also where the section is cut after another one's queue."""
+    lm = keeping(section("lm", [0, 1], micro_batch=4, forward="1000 + B*S", backward="1000 + 2*B*S"), "B*S", 100)
+    other = section("head", [2], forward="1" if critical else "9000*B*S", backward="1")
+    p = plan([lm, other], [edge("lm", "head")], 3)
+    samples = [sample(i, length=60 if i % 4 == 0 else 12) for i in range(24)]
+    sizes = [[samples[p].sizes["S"] for p in m.samples] for m in schedule(p, samples).micro_batches["lm"]]
+    assert sorted(s for some in sizes for s in some) == sorted(s.sizes["S"] for s in samples)
+    assert all(len(some) == 1 or len(some) * max(some) <= 100 for some in sizes) and max(map(len, sizes)) > 1
 
 
 def test_a_section_on_the_ranks_of_a_pipeline_does_backwards_as_they_come():
