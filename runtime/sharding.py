@@ -104,9 +104,7 @@ class Flat:
 
     def gather(self, group: Any) -> dist.Work:
         """Start to collect all shards, so that every rank has all values. Collective."""
-        work = _all_gather(self.values, self.shard, group=group, async_op=True)
-        assert work is not None
-        return work
+        return all_gather(self.values, self.shard, group)
 
 
 def without_values(param: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -118,6 +116,13 @@ def without_values(param: torch.Tensor, device: torch.device) -> torch.Tensor:
 def reduce_scatter(part: torch.Tensor, whole: torch.Tensor, group: Any) -> dist.Work:
     """Start to sum `whole`, [n * size], over the n ranks of `group`; rank i gets entries i * size and on in `part`, [size]."""
     work = _reduce_scatter(part, whole, dist.ReduceOp.SUM, group=group, async_op=True)
+    assert work is not None
+    return work
+
+
+def all_gather(whole: torch.Tensor, part: torch.Tensor, group: Any) -> dist.Work:
+    """Start to collect `part`, [size], of the n ranks of `group` in `whole`, [n * size]."""
+    work = _all_gather(whole, part, group=group, async_op=True)
     assert work is not None
     return work
 

@@ -4,8 +4,9 @@ python -m tools.bench_training predicted                      both examples: rea
 python -m tools.bench_training order --shares 0.33 0.5        the same plan in both orders, run in turn: tools/models/mixed_captions.py
 
 Ranks have one thread. `predicted` profiles the model's blocks and the machine's links first, compiles with both, and compares each
-step with the simulation of the same samples. `order` runs the two orders in turn, and gives the ratio of the medians of the runs' step
-times, beside the simulated one.
+step with the simulation of the same samples: median and quartiles over the steps of a run behind the first ones, as they are, and at the
+processor's speed at which blocks were timed. That speed is the gauge's (`secc.profile.speed`), taken between steps, in the median over
+the run. `order` runs the two orders in turn, and gives the ratio of the medians of the runs' step times, beside the simulated one.
 """
 
 from __future__ import annotations
@@ -13,19 +14,21 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from secc.check import checked
 from secc.compiler import Options, compile_model
+from secc.cost.table import read
 from secc.profile.links import probe, to_yaml
 from secc.profile.model import profile_model
+from secc.profile.train import train
 from secc.report.page import page
 from secc.runtime.plan import Plan, load
 from secc.simulate.batches import global_batches
@@ -37,7 +40,7 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES = (ROOT / "examples" / "vlm_digits.py", ROOT / "examples" / "distill_text.py")
 MIXED = Path(__file__).parent / "models" / "mixed_captions.py"
 ORDERS = ("wavefront", "dataset")
-_WARM = 2  # steps
+_WARM = 4  # steps
 
 
 def main() -> None:
@@ -45,7 +48,7 @@ def main() -> None:
     parser.add_argument("what", choices=("predicted", "order"))
     parser.add_argument("models", nargs="*", type=Path)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=36)
     parser.add_argument("--global-batch", type=int, default=32)
     parser.add_argument("--runs", type=int, default=5, help="of each order")
     parser.add_argument("--shares", nargs="*", default=["0.33", "0.5"], help="of samples with images, for order")
@@ -96,15 +99,25 @@ def measured(directory: Path, plan: Plan, steps: int, log: Path, *arguments: str
 def predicted(model: Path, folder: Path, options: argparse.Namespace) -> str:
     """What a model's real steps took, over what the simulator says."""
     directory = compiled(model, folder, options)
-    plan = load(directory)
-    expected = list(simulated(directory, plan, options.steps))[_WARM:]
-    found = [measured(directory, plan, options.steps, folder / f"run{i}")[_WARM:] for i in range(options.runs)]
-    least = [min(times) for times in zip(*found, strict=True)]  # of the same samples: other work on the machine only adds
-    ratios = [median(f / e for f, e in zip(times, expected, strict=True)) for times in (*found, least)]
-    return (
-        f"{model.name} on {described(plan)}: simulated {1e3 * median(expected):.1f} ms a step; real over simulated, medians of "
-        f"{len(expected)} steps: " + ", ".join(f"{r:.3f}" for r in ratios[:-1]) + f"; the least of {options.runs} runs {ratios[-1]:.3f}"
-    )
+    plan, gauge_ns = load(directory), read(folder / "costs.json").gauge_ns
+    expected = list(simulated(directory, plan, options.steps))
+    runs = [train(directory, plan.world_size, options.steps, folder / f"run{i}") for i in range(options.runs)]
+    ratios = [[f / e for f, e in zip(run.seconds, expected, strict=True)][_WARM:] for run in runs]
+    slower = [run.gauge_ns(_WARM) / gauge_ns for run in runs]
+    evened = [[r / s for r in some] for some, s in zip(ratios, slower, strict=True)]
+    rows = [
+        f"| {i + 1} | {_quartiles(r)} | {s:.2f} | {_quartiles(e)} |" for i, (r, s, e) in enumerate(zip(ratios, slower, evened, strict=True))
+    ]
+    every = f"| all | {_quartiles([*chain(*ratios)])} | {median(slower):.2f} | {_quartiles([*chain(*evened)])} |"
+    head = f"{model.name} on {described(plan)}: simulated {1e3 * median(expected[_WARM:]):.1f} ms a step, the gauge {gauge_ns / 1e6:.2f} ms"
+    table = ["| run | real over simulated | gauge | at equal speed |", "| --- | --- | --- | --- |", *rows, every]
+    return "\n".join([head, "", *table, ""])
+
+
+def _quartiles(values: Sequence[float]) -> str:
+    """The median, and the quartiles around it."""
+    low, middle, high = quantiles(values, n=4)
+    return f"{middle:.3f} ({low:.2f} to {high:.2f})"
 
 
 def ordered(model: Path, folder: Path, options: argparse.Namespace) -> str:

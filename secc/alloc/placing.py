@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from itertools import combinations, permutations, product
 
 from secc.cluster import Cluster
-from secc.cost.collectives import all_reduce_ns, half_reduce_ns, of_ranks
+from secc.cost.collectives import all_gather_ns, all_reduce_ns, of_ranks, reduce_scatter_ns
 
 TRIES = 600  # placements that swaps may look at; a thousand ranks take about a millisecond each
 STARTS = 8  # of which swaps begin
@@ -246,7 +246,7 @@ def _sum_ns(cluster: Cluster, ranks: Sequence[int], s: Sum) -> int:
     step = s.pp * s.tp
     spans = {of_ranks(ranks[stage * s.tp :: step], cluster) for stage in range(s.pp)}
     if s.sharded:
-        return max(2 * half_reduce_ns(s.size, span, cluster) for span in spans)
+        return max(reduce_scatter_ns(s.size, span, cluster) + all_gather_ns(s.size, span, cluster) for span in spans)
     return max(all_reduce_ns(s.size, span, cluster) for span in spans)
 
 

@@ -8,6 +8,6 @@ its name.
 from __future__ import annotations
 
 from secc.cluster.description import parse
-from secc.cluster.types import GIB, Cluster, Device, Group, Link, Overheads
+from secc.cluster.types import COLLECTIVES, GIB, Cluster, Device, Group, Link, Overheads, Ring
 
-__all__ = ["GIB", "Cluster", "Device", "Group", "Link", "Overheads", "parse"]
+__all__ = ["COLLECTIVES", "GIB", "Cluster", "Device", "Group", "Link", "Overheads", "Ring", "parse"]

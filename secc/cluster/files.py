@@ -7,8 +7,9 @@
     inside: {gb_s: 450, latency_us: 3}    # a link, one direction for each device
     between: {gb_s: 50, latency_us: 8}
 
-Nodes of several kinds stand under `groups`, each with these keys but `between`. A kind that is no preset needs `like: KIND`, whose figures
-hold where the file has none.
+A link may have `collectives`, as `secc profile --links` measures them: a list of {collective: all_reduce, ranks: 2, gb_s: 2.1,
+latency_us: 90}, what each message of the collective's ring takes. Nodes of several kinds stand under `groups`, each with these keys but
+`between`. A kind that is no preset needs `like: KIND`, whose figures hold where the file has none.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import yaml
 
 from secc.cluster.description import FORMS, joined, preset
 from secc.cluster.presets import DEVICES
-from secc.cluster.types import GIB, Cluster, Device, Link
+from secc.cluster.types import COLLECTIVES, GIB, Cluster, Device, Link, Ring
 from secc.errors import UserError
 
 Data = Mapping[str, Any]
@@ -102,13 +103,36 @@ def _device(path: Path, data: Data, device: Device, kind: str) -> Device:
 
 
 def _link(path: Path, data: Data, name: str, default: Link) -> Link:
-    """`inside` and `between` are mappings {gb_s: 450, latency_us: 3}."""
-    table = data.get(name, {})
-    if not isinstance(table, dict) or cast("dict[Any, Any]", table).keys() - {"gb_s", "latency_us"}:
+    """`inside` and `between` are mappings {gb_s: 450, latency_us: 3}, which may have `collectives`."""
+    figures = _figures(data.get(name, {}), {"gb_s", "latency_us", "collectives"})
+    if figures is None:
         raise UserError(f"{name!r} is not a link", str(path), f"write {name}: {{gb_s: 50, latency_us: 8}}")
-    figures = cast("dict[str, Any]", table)
+    listed = figures.get("collectives", [])
+    rings = [_ring(path, entry) for entry in cast("list[Any]", listed)] if isinstance(listed, list) else [_ring(path, listed)]
+    return Link(*_rates(path, figures, default), tuple(rings))
+
+
+def _ring(path: Path, entry: Any) -> Ring:
+    figures = _figures(entry, {"collective", "ranks", "gb_s", "latency_us"})
+    if figures is None or figures.get("collective") not in COLLECTIVES or not {"gb_s", "latency_us"} <= figures.keys():
+        example = f"{{collective: {COLLECTIVES[0]}, ranks: 2, gb_s: 2.1, latency_us: 90}}"
+        remedy = f"list entries such as {example}, or measure them (secc profile --links); collectives are {', '.join(COLLECTIVES)}"
+        raise UserError(f"{entry!r} is not a measured collective", str(path), remedy)
+    ranks = _whole(path, figures, "ranks", None)
+    if ranks < 2:
+        raise UserError(f"'ranks' of a collective is {ranks}", str(path), "collectives are measured over 2 ranks or more")
+    return Ring(figures["collective"], ranks, *_rates(path, figures, Link(1, 1)))
+
+
+def _figures(table: Any, keys: set[str]) -> dict[str, Any] | None:
+    """A mapping that has no other keys than these."""
+    return None if not isinstance(table, dict) or cast("dict[Any, Any]", table).keys() - keys else cast("dict[str, Any]", table)
+
+
+def _rates(path: Path, figures: Data, default: Link) -> tuple[int, int]:
+    """(latency in ns, bytes a second)."""
     gb_s = _number(path, figures, "gb_s", default.bytes_per_s / 10**9)
-    return Link(round(_number(path, figures, "latency_us", default.latency_ns / 1000) * 1000), round(gb_s * 10**9))
+    return round(_number(path, figures, "latency_us", default.latency_ns / 1000) * 1000), round(gb_s * 10**9)
 
 
 def _number(path: Path, data: Data, key: str, default: float) -> float:

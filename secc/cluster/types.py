@@ -9,18 +9,39 @@ from dataclasses import dataclass
 from typing import Any
 
 GIB = 1 << 30
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
+
+
+@dataclass(frozen=True)
+class Ring:
+    """A collective that was measured over `ranks` ranks, as the messages of a ring: each takes a latency in ns and its bytes."""
+
+    collective: str  # one of COLLECTIVES
+    ranks: int
+    latency_ns: int
+    bytes_per_s: int
 
 
 @dataclass(frozen=True)
 class Link:
-    """A path between two devices: latency of a message in ns, and bytes per second in one direction for each device."""
+    """A path between two devices: latency of a message in ns, and bytes per second in one direction for each device.
+
+    `rings` holds the collectives that were measured on it.
+    """
 
     latency_ns: int
     bytes_per_s: int
+    rings: tuple[Ring, ...] = ()
 
     def message_ns(self, size: int) -> int:
         """Time of one message of `size` bytes."""
         return self.latency_ns + size * 10**9 // self.bytes_per_s
+
+    def ring(self, collective: str, ranks: int) -> Link | None:
+        """What a message of a collective's ring takes, as measured over the nearest number of ranks; None if it was not measured."""
+        known = [r for r in self.rings if r.collective == collective]
+        nearest = min(known, key=lambda r: (max(ranks, r.ranks) / min(ranks, r.ranks), r.ranks), default=None)
+        return Link(nearest.latency_ns, nearest.bytes_per_s) if nearest is not None else None
 
 
 @dataclass(frozen=True)
@@ -120,8 +141,8 @@ class Cluster:
         """The cluster that plan.json holds, None where it holds none."""
         if not {"device", "inside", "between", "nodes", "per_node"} <= data.keys():
             return None
-        groups = tuple(Group(int(g["nodes"]), _device(g["device"]), Link(**g["inside"])) for g in data.get("groups", ()))
-        links = Link(**data["inside"]), Link(**data["between"])
+        groups = tuple(Group(int(g["nodes"]), _device(g["device"]), _link(g["inside"])) for g in data.get("groups", ()))
+        links = _link(data["inside"]), _link(data["between"])
         return Cluster(str(data.get("name", "")), int(data["nodes"]), int(data["per_node"]), _device(data["device"]), *links, groups)
 
     @property
@@ -170,9 +191,16 @@ class Cluster:
         raise IndexError(f"the cluster {self.name} has no rank {rank}")
 
     def to_json(self) -> str:
-        """The cluster as JSON text, as plan.json holds it; `groups` only where kinds are mixed."""
-        data = dataclasses.asdict(self) | {"ranks": self.ranks}
-        return json.dumps(data if self.groups else {key: value for key, value in data.items() if key != "groups"})
+        """The cluster as JSON text, as plan.json holds it; `groups` only where kinds are mixed, `rings` only where some were measured."""
+        return json.dumps(dataclasses.asdict(self, dict_factory=_told) | {"ranks": self.ranks})
+
+
+def _told(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    return {key: value for key, value in fields if value or key not in ("groups", "rings")}
+
+
+def _link(data: Mapping[str, Any]) -> Link:
+    return Link(int(data["latency_ns"]), int(data["bytes_per_s"]), tuple(Ring(**r) for r in data.get("rings", ())))
 
 
 def _device(data: Mapping[str, Any]) -> Device:

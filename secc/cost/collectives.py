@@ -4,7 +4,9 @@ A ring over n ranks sends 2(n - 1) messages of an n-th of the bytes for a sum, (
 A tree sends the bytes up and down, pipelined, with 2 log2(n) latencies (Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth
 broadcast, reduction and scan", 2009; NCCL's double binary trees). Over two levels each node first shares out its sum, then the k-th ranks
 of all nodes sum their k-th parts at the same time, each over its own link, and the nodes gather. NCCL takes what is fastest; gloo has
-rings alone.
+rings alone, and its reduce-scatter takes about twice the time of its all-reduce.
+
+A link on which collectives were measured (`secc profile --links`) has each as the messages of a ring, at the nearest number of ranks.
 """
 
 from __future__ import annotations
@@ -47,32 +49,54 @@ def all_reduce_ns(size: int, span: Span, cluster: Cluster) -> int:
         return 0
     if span.nodes == 1:
         return _sum(size, span.ranks, cluster.inside, cluster)
-    flat = _ring(size, span.ranks, cluster.between, 2)
+    flat = _ring("all_reduce", size, span.ranks, cluster.between, cluster)
     if cluster.device.backend == "cpu":
         return flat
-    return min(flat, _ring(size, span.inside, cluster.inside, 2) + _sum(-(-size // span.inside), span.nodes, cluster.between, cluster))
+    parts = _sum(-(-size // span.inside), span.nodes, cluster.between, cluster)
+    return min(flat, _ring("all_reduce", size, span.inside, cluster.inside, cluster) + parts)
 
 
-def half_reduce_ns(size: int, span: Span, cluster: Cluster) -> int:
-    """A reduce-scatter or an all-gather of `size` bytes over a span."""
+def reduce_scatter_ns(size: int, span: Span, cluster: Cluster) -> int:
+    """A reduce-scatter of `size` bytes over a span, of which each rank gets its part."""
+    return _half("reduce_scatter", size, span, cluster)
+
+
+def all_gather_ns(size: int, span: Span, cluster: Cluster) -> int:
+    """An all-gather over a span, after which each rank has `size` bytes."""
+    return _half("all_gather", size, span, cluster)
+
+
+def all_reduce_ring(ranks: int, cluster: Cluster) -> tuple[int, Link]:
+    """How many messages of an n-th of the bytes a sum over n ranks in a row sends, and what one of them takes."""
+    link = cluster.link(ranks)
+    return 2 * (ranks - 1), link.ring("all_reduce", ranks) or link
+
+
+def _half(collective: str, size: int, span: Span, cluster: Cluster) -> int:
     if span.ranks < 2 or not size:
         return 0
     if span.nodes == 1:
-        return _ring(size, span.ranks, cluster.inside, 1)
-    flat = _ring(size, span.ranks, cluster.between, 1)
+        return _ring(collective, size, span.ranks, cluster.inside, cluster)
+    flat = _ring(collective, size, span.ranks, cluster.between, cluster)
     if cluster.device.backend == "cpu":
         return flat
-    part = -(-size // span.inside)
-    return min(flat, _ring(size, span.inside, cluster.inside, 1) + _ring(part, span.nodes, cluster.between, 1))
+    parts = _ring(collective, -(-size // span.inside), span.nodes, cluster.between, cluster)
+    return min(flat, _ring(collective, size, span.inside, cluster.inside, cluster) + parts)
 
 
 def _sum(size: int, ranks: int, link: Link, cluster: Cluster) -> int:
-    ring = _ring(size, ranks, link, 2)
-    return ring if cluster.device.backend == "cpu" else min(ring, _tree(size, ranks, link))
+    ring = _ring("all_reduce", size, ranks, link, cluster)
+    return ring if cluster.device.backend == "cpu" or link.ring("all_reduce", ranks) else min(ring, _tree(size, ranks, link))
 
 
-def _ring(size: int, ranks: int, link: Link, rounds: int) -> int:
-    return rounds * (ranks - 1) * link.message_ns(size // ranks) if ranks > 1 else 0
+def _ring(collective: str, size: int, ranks: int, link: Link, cluster: Cluster) -> int:
+    if ranks < 2:
+        return 0
+    measured = link.ring(collective, ranks)
+    rounds = 2 if collective == "all_reduce" else 1
+    if collective == "reduce_scatter" and cluster.device.backend == "cpu" and measured is None:
+        rounds = 4
+    return rounds * (ranks - 1) * (measured or link).message_ns(size // ranks)
 
 
 def _tree(size: int, ranks: int, link: Link) -> int:

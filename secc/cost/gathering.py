@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from secc.cluster import Cluster
-from secc.cost.collectives import Span, half_reduce_ns
+from secc.cost.collectives import Span, all_gather_ns, reduce_scatter_ns
 from secc.cost.section import SectionCost
 
 
@@ -46,7 +46,6 @@ def passing(cost: SectionCost, sharding: str, cluster: Cluster, span: Span) -> P
     if sharding != "zero3" or span.ranks == 1:
         return None
     units = max(1, cost.layers) + 1
-    gather = half_reduce_ns(-(-cost.param_bytes // units), span, cluster)
-    on_cpu = cluster.device.backend == "cpu"
-    reduce = half_reduce_ns(-(-cost.wide_bytes // units), span, cluster) * (4 if on_cpu else 1)  # as in `time.sharded_reduce_ns`
-    return Passing(units * gather, units * (gather + reduce), gather, not on_cpu)
+    gather = all_gather_ns(-(-cost.param_bytes // units), span, cluster)
+    reduce = reduce_scatter_ns(-(-cost.wide_bytes // units), span, cluster)
+    return Passing(units * gather, units * (gather + reduce), gather, cluster.device.backend != "cpu")

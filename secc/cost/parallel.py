@@ -6,7 +6,7 @@ between the cut products (Korthikanti et al., "Reducing Activation Recomputation
 layer sums its two outputs over tp in forward, and its two inputs' gradients in backward; a vocabulary that is cut adds the embedding's rows
 and the gradient of what enters the head. Stages hold whole layers, so the largest of pp stages has `ceil(layers / pp)` of them.
 
-A sum is priced as `secc.cost.time` prices those of gradients: a ring over n ranks sends 2(n - 1) messages of an n-th of its bytes.
+A sum is priced as those of gradients are (`secc.cost.collectives`): a ring over n ranks sends 2(n - 1) messages of an n-th of its bytes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from fractions import Fraction
 
 from secc.cluster import Cluster
 from secc.cost.again import Again
+from secc.cost.collectives import all_reduce_ring
 from secc.cost.efficiency import DEFAULT
 from secc.cost.section import SectionCost
 
@@ -28,7 +29,7 @@ def sums_ns(cost: SectionCost, tp: int, cluster: Cluster) -> str:
     """Nanoseconds of a micro-batch's sums over tp in one direction, as a text over its symbols: "0" without tp."""
     if tp == 1 or cost.layers == 0:
         return "0"
-    link, messages = cluster.link(tp), 2 * (tp - 1)
+    messages, link = all_reduce_ring(tp, cluster)
     # Half a sum more where a layer's ends gather positions.
     sums = Fraction(cost.layers * cost.sequence, 2) + SUMS_PER_LAYER * cost.layers + (cost.logits_moved != "0")
     per_layer = sums / cost.layers

@@ -93,15 +93,19 @@ class Entry:
 
 @dataclass(frozen=True)
 class Table:
-    """Entries by `key`, the hardware, and what a step took beside its blocks, where that was measured."""
+    """Entries by `key`, the hardware, and what a step took beside its blocks, where that was measured.
+
+    All times are of a processor on which the gauge (`secc.profile.speed`) takes `gauge_ns`; 0 where it was not taken.
+    """
 
     hardware: Hardware
     entries: Mapping[str, Entry]
     overheads: Overheads | None = None
+    gauge_ns: int = 0
 
     def to_json(self) -> str:
         blocks = {k: asdict(e) for k, e in self.entries.items()}
-        found = {"version": VERSION, "hardware": asdict(self.hardware), "blocks": blocks}
+        found = {"version": VERSION, "hardware": asdict(self.hardware), "gauge_ns": self.gauge_ns, "blocks": blocks}
         return json.dumps(found | ({"overheads": asdict(self.overheads)} if self.overheads else {}), indent=1)
 
     def check(self, cluster: Cluster) -> None:
@@ -145,7 +149,8 @@ def read(path: Path) -> Table:
         if data["version"] != VERSION:
             raise UserError(f"the costs are of version {data['version']}, not {VERSION}", str(path), "profile the model again")
         overheads = Overheads(**data["overheads"]) if "overheads" in data else None
-        return Table(Hardware(**data["hardware"]), {k: _entry(e) for k, e in data["blocks"].items()}, overheads)
+        entries = {k: _entry(e) for k, e in data["blocks"].items()}
+        return Table(Hardware(**data["hardware"]), entries, overheads, int(data.get("gauge_ns", 0)))
     except OSError as error:
         raise UserError(f"cannot read the costs: {error.strerror}", str(path), "make them with secc profile MODEL.py -o FILE") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:

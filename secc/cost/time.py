@@ -8,7 +8,7 @@ move. Rates are per microsecond, hence the factor 1000.
 from __future__ import annotations
 
 from secc.cluster import Cluster, Device
-from secc.cost.collectives import all_reduce_ns, half_reduce_ns, in_a_row
+from secc.cost.collectives import all_gather_ns, all_reduce_ns, in_a_row, reduce_scatter_ns
 from secc.cost.section import SectionCost
 
 OPTIMIZER_PASSES = 7  # AdamW reads parameter, gradient and two states, and writes parameter and states
@@ -59,11 +59,9 @@ def reduce_ns(size: int, ranks: int, cluster: Cluster, stride: int = 1) -> int:
 
 
 def sharded_reduce_ns(size: int, ranks: int, cluster: Cluster, stride: int = 1) -> int:
-    """A reduce-scatter of `size` bytes of gradients and an all-gather of as many of parameters.
-
-    gloo's reduce-scatter takes about twice the time of its all-reduce.
-    """
-    return half_reduce_ns(size, in_a_row(ranks, cluster, stride), cluster) * (5 if cluster.device.backend == "cpu" else 2)
+    """A reduce-scatter of `size` bytes of gradients and an all-gather of as many of parameters."""
+    span = in_a_row(ranks, cluster, stride)
+    return reduce_scatter_ns(size, span, cluster) + all_gather_ns(size, span, cluster)
 
 
 def optimizer_ns(cost: SectionCost, device: Device, shards: int = 1) -> int:

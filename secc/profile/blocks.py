@@ -4,8 +4,9 @@ micro-batches of them.
 Blocks take turns as in a step: all forwards of a micro-batch, then all backwards, gradients adding up over some micro-batches, so that a
 block finds the caches as other blocks left them. On a CPU other processes meanwhile do the same, as many as a node has other ranks, and a
 call counts the processor time of its thread, which waiting for a core does not add to; on a GPU events count. The median of the turns is
-taken: a step has many calls, and takes what they take in the mean. Prices (`secc.cost.table`) are fitted to two thirds of the sizes, none
-negative, with relative errors weighing alike; the others tell the error.
+taken: a step has many calls, and takes what they take in the mean. On CPUs the gauge comes before each micro-batch; its median says at
+what speed of the processor these times were taken. Prices (`secc.cost.table`) are fitted to two thirds of the sizes, none negative, with
+relative errors weighing alike; the others tell the error.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
@@ -32,6 +32,8 @@ from secc.ir.dialect import CallOp, CaseOp, graph_of, strings
 from secc.ir.types import TensorType, tensor
 from secc.profile.busy import busy
 from secc.profile.call import arguments
+from secc.profile.least_squares import nonnegative
+from secc.profile.speed import Gauge
 from secc.runtime.expr import evaluate
 
 FITS_BYTES = 4 << 30  # of a block's parameters, and of a call's operands, that are built here
@@ -88,13 +90,14 @@ def profile(
             fitting = [b for b in batches if _is_of(module, case, b)]
             if name not in kinds and fitting:
                 kinds[name] = _kind(call, block, fitting, constants, device)
+    speeds = _Speeds(device)
     for group in _groups([k for k in kinds.values() if not k.reason]):
         progress(f"time {', '.join(k.path for k in group)}")
-        with busy(partial(_turn, group, 0), ranks - 1 if device.type == "cpu" else 0):
-            _time(group, repeat)
+        with busy(partial(_turn, group, 0, _Speeds(device)), ranks - 1 if device.type == "cpu" else 0):
+            _time(group, repeat, speeds)
     reports = {name: k.report() for name, k in kinds.items()}
     found = {name: r.entry for name, r in reports.items() if r.entry is not None}
-    return Table(here(device), found), list(reports.values())
+    return Table(here(device), found, gauge_ns=speeds.median), list(reports.values())
 
 
 def _is_of(module: ModuleOp, case: CaseOp, batch: Batch) -> bool:
@@ -226,7 +229,23 @@ def _timed(run: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
     return begin.elapsed_time(end) * 1e6, out
 
 
-def _time(kinds: Sequence[_Kind], repeat: int) -> None:
+class _Speeds:
+    """What the gauge took from time to time; nothing on a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._gauge, self._found = Gauge() if device.type == "cpu" else None, list[int]()
+
+    def take(self) -> None:
+        """Gauge the processor's speed."""
+        if self._gauge is not None:
+            self._found.append(self._gauge.ns())
+
+    @property
+    def median(self) -> int:
+        return round(statistics.median(self._found)) if self._found else 0
+
+
+def _time(kinds: Sequence[_Kind], repeat: int, speeds: _Speeds) -> None:
     """`repeat` turns after one to warm up, and more where they are short. What does not run on drawn values is left out from then on."""
     for kind in kinds:
         try:
@@ -239,17 +258,18 @@ def _time(kinds: Sequence[_Kind], repeat: int) -> None:
     running = [kind for kind in kinds if not kind.reason]
     start, turn = time.process_time(), 0
     while turn < repeat or (turn < MOST_TURNS and time.process_time() - start < SHORT_S * len(running)):
-        _turn(running, turn)
+        _turn(running, turn, speeds)
         turn += 1
 
 
-def _turn(kinds: Sequence[_Kind], turn: int) -> None:
+def _turn(kinds: Sequence[_Kind], turn: int, speeds: _Speeds) -> None:
     """Every size once, each as a micro-batch that passes through all blocks and back."""
     for i in range(max((len(kind.runs) for kind in kinds), default=0)):
         runs = [kind.runs[i] for kind in kinds if i < len(kind.runs)]
         if (i + turn) % A_STEP == 0:
             for p in (p for run in runs for p in run.block.parameters()):
                 p.grad = None
+        speeds.take()
         for run in runs:
             run.forward()
         for run in reversed(runs):
@@ -258,27 +278,7 @@ def _turn(kinds: Sequence[_Kind], turn: int) -> None:
 
 def _fit(timed: Sequence[Timed], of: Callable[[Timed], float]) -> Prices:
     used = [t for t in timed if not t.held_out]
-    table = np.array([[1.0, *(t.cost[part] for part in PARTS[1:])] for t in used])
-    solved = _nonnegative(table, np.array([of(t) for t in used]))
+    solved = nonnegative([[1.0, *(t.cost[part] for part in PARTS[1:])] for t in used], [of(t) for t in used])
     prices = Prices(tuple(float(x) for x in solved), 0.0)
     errors = [abs(prices.ns(t.cost) / of(t) - 1) for t in timed if t.held_out and of(t)]
     return Prices(prices.values, statistics.median(errors) if errors else 0.0)
-
-
-def _nonnegative(table: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Least squares of relative errors, none of the unknowns negative: the best over all sets of unknowns that may differ from 0."""
-    scale = np.maximum(np.abs(table).max(axis=0), 1e-30)
-    rows, target = table / scale / wanted[:, None], np.ones(len(wanted))
-    best, least = np.zeros(table.shape[1]), float("inf")
-    for chosen in _subsets(table.shape[1]):
-        solved = np.linalg.lstsq(rows[:, chosen], target, rcond=None)[0]
-        rest = float(((rows[:, chosen] @ solved - target) ** 2).sum())
-        if (solved >= 0).all() and rest < least - 1e-12:
-            least, best = rest, np.zeros(table.shape[1])
-            best[chosen] = solved
-    return best / scale
-
-
-def _subsets(count: int) -> Iterator[list[int]]:
-    for mask in range(1, 1 << count):
-        yield [i for i in range(count) if mask >> i & 1]

@@ -1,7 +1,8 @@
-"""This machine's links and rates: what two processes exchange, what memory moves, what products of matrices reach.
+"""This machine's links and rates: what processes exchange and sum, what memory moves, what products of matrices reach.
 
 Two gloo processes on CPUs (NCCL where there are two GPUs) send messages to and fro: the smallest give the latency, the largest the
-bandwidth. A product's rate is the best of several runs at several shapes; the fall-off with the smallest dim is reported beside it.
+bandwidth. Collectives are timed over two processes and, as devices allow, over 4 and 8 (`secc.profile.collectives`). A product's rate is
+the best of several runs at several shapes; the fall-off with the smallest dim is reported beside it.
 """
 
 from __future__ import annotations
@@ -9,23 +10,25 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from secc.cluster import GIB
+from secc.cluster import GIB, Ring
 from secc.cost.table import here
 from secc.errors import UserError
+from secc.profile import collectives
 from secc.report import facts
 
 SIZES = tuple(4**k for k in range(2, 13))  # bytes of messages: 16 B to 16 MiB
 LARGE = {"cpu": 1024, "cuda": 8192}
 NARROW = (16, 32, 64, 128, 256, 512)
 LIMIT_S = 60
+RANKS = (2, 4, 8)  # of collectives
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -42,12 +45,14 @@ class Probed:
     memory_bytes_per_s: float
     latency_ns: float
     bytes_per_s: float
+    rings: Sequence[Ring] = ()
 
     def as_dict(self) -> dict[str, object]:
         return {
             "hardware": self.hardware, "devices": self.devices, "memory_gib": self.memory / GIB, "gflops": dict(self.rates),
             "narrow_percent": {str(k): v for k, v in self.narrow.items()}, "memory_gb_s": self.memory_bytes_per_s / 1e9,
             "link_latency_us": self.latency_ns / 1e3, "link_gb_s": self.bytes_per_s / 1e9,
+            "collectives": [asdict(ring) for ring in self.rings],
         }  # fmt: skip
 
     def tables(self) -> list[facts.Table]:
@@ -58,6 +63,10 @@ class Probed:
             ("link, latency", f"{self.latency_ns / 1e3:.3g} us"),
             ("link, bandwidth", f"{self.bytes_per_s / 1e9:.3g} GB/s"),
         ]
+        rows += [
+            (f"{r.collective} over {r.ranks}, a message of its ring", f"{r.latency_ns / 1e3:.3g} us, {r.bytes_per_s / 1e9:.3g} GB/s")
+            for r in self.rings
+        ]
         return [facts.Table(self.hardware, ("figure", "measured"), tuple(rows), f"{self.devices} devices")]
 
 
@@ -65,14 +74,21 @@ def to_yaml(probed: Probed) -> str:
     """A cluster file of this machine."""
     kind = "cpu" if probed.backend == "cpu" else torch.cuda.get_device_name().split()[-1]
     like = "" if probed.backend == "cpu" else "like: L40S\n"
-    link = f"{{gb_s: {probed.bytes_per_s / 1e9:.4g}, latency_us: {probed.latency_ns / 1e3:.4g}}}"
+    rings = "".join(f"\n  - {_entry(r)}" for r in probed.rings)
+    latency = f"latency_us: {probed.latency_ns / 1e3:.4g}"
+    link = f"\n  gb_s: {probed.bytes_per_s / 1e9:.4g}\n  {latency}\n  collectives:{rings or ' []'}"
     return (
         f"# measured on {probed.hardware}\nnodes: 1\ndevices: {probed.devices}\nkind: {kind}\n{like}"
         f"memory_gib: {probed.memory / GIB:.4g}\n"
         f"bf16_tflops: {probed.rates['bf16'] / 1e3:.4g}\nf32_tflops: {probed.rates['f32'] / 1e3:.4g}\n"
         f"efficiency_percent: 100    # the rates are what products reach, not peaks\n"
-        f"memory_gb_s: {probed.memory_bytes_per_s / 1e9:.4g}\ninside: {link}\nbetween: {link}\n"
+        f"memory_gb_s: {probed.memory_bytes_per_s / 1e9:.4g}\ninside:{link}\nbetween:{link}\n"
     )
+
+
+def _entry(r: Ring) -> str:
+    rates = f"gb_s: {r.bytes_per_s / 1e9:.4g}, latency_us: {r.latency_ns / 1e3:.4g}"
+    return f"{{collective: {r.collective}, ranks: {r.ranks}, {rates}}}"
 
 
 def probe(progress: Callable[[str], None]) -> Probed:
@@ -87,10 +103,14 @@ def probe(progress: Callable[[str], None]) -> Probed:
     progress("time memory")
     memory = _memory_rate(device)
     progress("time messages")
-    latency, bandwidth = _link("nccl" if gpus > 1 else "gloo")
-    devices = gpus or max(2, len(os.sched_getaffinity(0)))
+    backend, devices = "nccl" if gpus > 1 else "gloo", gpus or max(2, len(os.sched_getaffinity(0)))
+    times: dict[int, float] = _spawned(_messages, 2, backend)
+    latency, largest = times[SIZES[0]], SIZES[-1]
+    bandwidth = largest * 1e9 / max(times[largest] - latency, 1.0)
+    progress("time collectives")
+    rings = [r for n in RANKS if n <= max(2, devices) for r in collectives.rings(n, collectives_over(n, backend))]
     capacity = torch.cuda.get_device_properties(0).total_memory if gpus else _host_memory() // devices
-    return Probed(here(device).text, device.type, devices, capacity, rates, narrow, memory, latency, bandwidth)
+    return Probed(here(device).text, device.type, devices, capacity, rates, narrow, memory, latency, bandwidth, rings)
 
 
 def _host_memory() -> int:
@@ -121,24 +141,26 @@ def _memory_rate(device: torch.device) -> float:
     return 2e9 * source.nbytes / _least_ns(lambda: target.copy_(source), device, 4)
 
 
-def _link(backend: str) -> tuple[float, float]:
-    """(latency in ns, bytes per second) of messages between two processes."""
-    port = free_port()
+def collectives_over(ranks: int, backend: str) -> collectives.Times:
+    """What collectives take over so many processes of this machine."""
+    return _spawned(collectives.timed, ranks, backend)
+
+
+def _spawned(measure: Callable[[torch.device], Any], ranks: int, backend: str) -> Any:
+    """What `measure` finds on rank 0 of so many processes that are in one process group."""
     queue = mp.get_context("spawn").SimpleQueue()
-    context: Any = mp.spawn(_exchange, (backend, port, queue), nprocs=2, join=False)  # pyright: ignore[reportPrivateImportUsage]
+    arguments = (backend, free_port(), ranks, measure, queue)
+    context: Any = mp.spawn(_rank, arguments, nprocs=ranks, join=False)  # pyright: ignore[reportPrivateImportUsage]
     deadline = time.monotonic() + LIMIT_S
     try:
         while not context.join(timeout=1):
             if time.monotonic() > deadline:
-                raise UserError("two processes of this machine do not reach each other", remedy="look at firewalls and GLOO_SOCKET_IFNAME")
+                raise UserError("processes of this machine do not reach each other", remedy="look at firewalls and GLOO_SOCKET_IFNAME")
     finally:
         for process in context.processes:
             if process.is_alive():
                 process.kill()
-    times: dict[int, float] = queue.get()
-    latency = times[SIZES[0]]
-    largest = SIZES[-1]
-    return latency, largest * 1e9 / max(times[largest] - latency, 1.0)
+    return queue.get()
 
 
 def free_port() -> int:
@@ -148,13 +170,23 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def _exchange(rank: int, backend: str, port: int, queue: Any) -> None:
-    """One of two processes: each size to and fro; half of the shortest round is a message's time."""
+def _rank(rank: int, backend: str, port: int, ranks: int, measure: Callable[[torch.device], Any], queue: Any) -> None:
+    """One of the processes."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
-    found: dict[int, float] = {}
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    found = measure(device)
+    if rank == 0:
+        queue.put(found)
+    dist.destroy_process_group()
+
+
+def _messages(device: torch.device) -> dict[int, float]:
+    """On two ranks, each size to and fro; half of the shortest round is a message's time."""
+    rank, found = dist.get_rank(), dict[int, float]()
     for size in SIZES:
         message = torch.zeros(size, dtype=torch.uint8, device=device)
         rounds = []
@@ -166,6 +198,4 @@ def _exchange(rank: int, backend: str, port: int, queue: Any) -> None:
                 torch.cuda.synchronize(device)
             rounds.append((time.perf_counter_ns() - start) / 2)
         found[size] = min(rounds)
-    if rank == 0:
-        queue.put(found)
-    dist.destroy_process_group()
+    return found

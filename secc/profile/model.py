@@ -94,7 +94,7 @@ def _overheads(path: Path, ranks: int, table: Table, step: Callable[[str], Abstr
         costs.write(table.to_json())
         costs.flush()
         try:
-            return overheads(path, ranks, Path(costs.name)), ""
+            return overheads(path, ranks, Path(costs.name), table.gauge_ns), ""
         except UserError as error:
             return None, error.message
 

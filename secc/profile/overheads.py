@@ -3,15 +3,12 @@
 The model is compiled for processes of this machine, sections apart where they can be, and trained for some steps with a trace. What a
 rank's program takes beside its forwards, backwards and messages is overhead of its jobs. Planning, the optimizer and the norm have events
 of their own. What all ranks do together (metadata, totals) lasts as long as on the rank that comes to it last, which waits for nobody.
-Figures are medians over the steps behind the first ones.
+Figures are medians over the steps behind the first ones, at the processor's speed at which blocks were timed (`secc.profile.speed`).
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,16 +21,14 @@ from typing import Any
 from secc.cluster import Overheads
 from secc.compiler import Compiled, Options, compile_model
 from secc.errors import UserError
-from secc.profile.links import free_port
-from secc.runtime.launch import environment
+from secc.profile.train import train
 from secc.runtime.plan import Plan
 from secc.schedule.traffic import Traffic
 
 STEPS, WARM = 20, 4
 JOBS, MESSAGES, TOGETHER = ("F", "B", "W"), ("SEND", "RECV"), ("METADATA", "TOTALS")
 UPDATE = ("NORM", "OPTIMIZER")
-PHASES = ("METADATA", "PLAN", "PROGRAM", "GRADIENTS", "NORM", "TOTALS", "OPTIMIZER")
-LIMIT_S = 300
+PHASES = ("METADATA", "PLAN", "PROGRAM", "GRADIENTS", "NORM", "TOTALS", "OPTIMIZER", "GAUGE")
 
 Event = Mapping[str, Any]
 
@@ -47,45 +42,32 @@ class _Step:
     count: Mapping[str, int]
 
 
-def overheads(model: Path, ranks: int, costs: Path | None = None) -> Overheads:
-    """Train a model for some steps on `ranks` processes here. Raises UserError where it cannot be compiled or trained."""
+def overheads(model: Path, ranks: int, costs: Path, gauge_ns: int = 0) -> Overheads:
+    """Train a model for some steps on `ranks` processes here. Raises UserError where it cannot be compiled or trained.
+
+    `gauge_ns` is what the gauge took when blocks were timed: at that speed of the processor overheads are given (0: as they are).
+    """
     with tempfile.TemporaryDirectory() as folder:
         plan, trace = Path(folder) / "plan", Path(folder) / "trace.json"
         compiled = _compiled(model, ranks, costs)
         compiled.write(plan, lambda _: "")
-        _train(model, plan, compiled.plan.world_size, ["--steps", str(STEPS), "--log-dir", folder, "--trace", str(trace)])
-        return of_trace(json.loads(trace.read_text())["traceEvents"], compiled.plan)
+        trained = train(plan, compiled.plan.world_size, STEPS, Path(folder), ["--trace", str(trace)])
+        found = of_trace(json.loads(trace.read_text())["traceEvents"], compiled.plan)
+        return at_speed(found, gauge_ns / (trained.gauge_ns(WARM) or gauge_ns or 1) or 1.0)
 
 
-def _compiled(model: Path, ranks: int, costs: Path | None) -> Compiled:
+def at_speed(found: Overheads, slower: float) -> Overheads:
+    """The same on a processor that takes so many times as long."""
+    return replace(found, **{name: round(slower * getattr(found, name)) for name in ("job", "message", "tensor", "sample", "step")})
+
+
+def _compiled(model: Path, ranks: int, costs: Path) -> Compiled:
     """The model for processes of this machine; sections apart, so that messages pass, where there are ranks enough."""
-    options = Options(cluster=f"local:{ranks}", costs=str(costs or ""))
+    options = Options(cluster=f"local:{ranks}", costs=str(costs))
     try:
         return compile_model(model, replace(options, strategy="apart"))
     except UserError:
         return compile_model(model, options)
-
-
-def _train(model: Path, plan: Path, ranks: int, arguments: Sequence[str]) -> None:
-    """Run a plan's ranks as processes of this one. Raises UserError where one fails.
-
-    torchrun would start each in a session of its own, for which Linux forgets how nice this process is to others.
-    """
-    place = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    with environment():
-        own = [os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-    command = [sys.executable, str(plan / "run.py"), *arguments]
-    running = [subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for env in own]
-    try:
-        said = [process.communicate(timeout=LIMIT_S)[1] for process in running]
-    except subprocess.TimeoutExpired:
-        raise UserError(f"{STEPS} steps of the model took more than {LIMIT_S} s here", str(model)) from None
-    finally:
-        for process in running:
-            process.kill()
-    if any(process.returncode for process in running):
-        last = next((text.strip().splitlines()[-1] for text in said if text.strip()), "no message")
-        raise UserError(f"the model does not train here: {last}", str(model))
 
 
 def of_trace(events: Sequence[Event], plan: Plan) -> Overheads:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from secc.cluster import GIB, Cluster, Group, Link
+from secc.cluster import GIB, Cluster, Group, Link, Ring
 from secc.cluster.presets import DEVICES, LINKS, SOURCES
 from secc.report.table import Table
 
@@ -34,6 +34,7 @@ def _figures(group: Group) -> Table:
         row("memory", memory, "memory", known is not None and device.memory == known.memory),
         row("memory rate", f"{device.memory_bytes_per_s / 1e9:g} GB/s", "memory", same),
         row("inside a node", _link(group.inside), "inside", links is not None and group.inside == links[0]),
+        *((f"{r.collective} over {r.ranks}", f"{_rates(r)} (a message of its ring)", "measured") for r in group.inside.rings),
         ("issuing an operation", f"{device.op_ns / 1000:g} us", "assumed"),
         *((f"overhead of a {name}", f"{getattr(device.overheads, name) / 1000:g} us", device.overheads.label) for name in OVERHEADS),
     )
@@ -41,4 +42,8 @@ def _figures(group: Group) -> Table:
 
 
 def _link(link: Link) -> str:
-    return f"{link.bytes_per_s / 1e9:g} GB/s, {link.latency_ns / 1000:g} us (one direction, each device)"
+    return f"{_rates(link)} (one direction, each device)"
+
+
+def _rates(link: Link | Ring) -> str:
+    return f"{link.bytes_per_s / 1e9:g} GB/s, {link.latency_ns / 1000:g} us"

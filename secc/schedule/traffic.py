@@ -15,7 +15,7 @@ from math import prod
 import torch
 
 from secc.cluster import Cluster, Link, Overheads
-from secc.cost.collectives import all_reduce_ns, of_ranks
+from secc.cost.collectives import all_gather_ns, all_reduce_ns, of_ranks, reduce_scatter_ns
 from secc.cost.time import OPTIMIZER_PASSES
 from secc.runtime.expr import evaluate
 from secc.runtime.gradients import Holders, holders
@@ -61,9 +61,16 @@ class Traffic:
         return holders(self.plan, sorted(names), every)
 
     def reduce_ns(self, held: Holders) -> int:
-        """An all-reduce of the gradients of `held`."""
-        size = sum(self.bytes_on_rank(p) for p in held.names)
-        return 0 if self.cluster is None or len(held.ranks) < 2 else all_reduce_ns(size, of_ranks(held.ranks, self.cluster), self.cluster)
+        """A sum of the gradients of `held`; where their optimizer is sharded, parts of it, and the parameters gathered.
+
+        Under `zero3` every backward has summed its gradients, and no parameter is gathered.
+        """
+        if self.cluster is None or len(held.ranks) < 2 or held.sharding == "zero3":
+            return 0
+        size, span = sum(map(self.bytes_on_rank, held.names)), of_ranks(held.ranks, self.cluster)
+        if held.sharding == "none":
+            return all_reduce_ns(size, span, self.cluster)
+        return reduce_scatter_ns(size, span, self.cluster) + all_gather_ns(size, span, self.cluster)
 
     def closing_ns(self, section: str) -> int:
         """The reductions of the gradients that belong to a section alone, on the rank that they take longest on."""
@@ -82,13 +89,13 @@ class Traffic:
 
     def optimizer_ns(self, rank: int) -> int:
         """The optimizer's step on a rank: what memory takes, and what comes with each tensor."""
-        return self.updating_ns(rank) + len(self.updated(rank)) * self.overheads.tensor
+        return self.updating_ns(rank) + sum(len(h.names) * self.overheads.tensor // _shards(h) for h in self.held if rank in h.ranks)
 
     def updating_ns(self, rank: int) -> int:
         """What memory takes in the optimizer's step on a rank."""
         if self.cluster is None:
             return 0
-        size = sum(map(self.bytes_on_rank, self.updated(rank)))
+        size = sum(self.bytes_on_rank(p) // _shards(h) for h in self.held if rank in h.ranks for p in h.names)
         return 1000 * OPTIMIZER_PASSES * size // self.cluster.seen_by([rank]).device.bandwidth
 
     def updated(self, rank: int) -> list[str]:
@@ -99,6 +106,11 @@ class Traffic:
     def overheads(self) -> Overheads:
         """What a rank does beside computing."""
         return Overheads() if self.cluster is None else self.cluster.device.overheads
+
+
+def _shards(held: Holders) -> int:
+    """How many ranks share the optimizer's states."""
+    return 1 if held.sharding == "none" else len(held.ranks)
 
 
 def parameter_bytes(plan: Plan, name: str) -> int:

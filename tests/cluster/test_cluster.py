@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from secc.cluster import GIB, Cluster, parse
+from secc.cluster import GIB, Cluster, Link, parse
 from secc.cluster.presets import DEVICES, LINKS, SOURCES
 from secc.errors import UserError
 
@@ -61,6 +61,15 @@ def test_file(tmp_path: Path) -> None:
     assert dict(cluster.device.gflops)["bf16"] == 300_000
     assert (cluster.between.bytes_per_s, cluster.between.latency_ns) == (125 * 10**8, 20_000)
     assert cluster.inside == parse("8xA100").inside
+
+
+def test_a_files_collectives_stay_with_the_plan(tmp_path: Path) -> None:
+    path = tmp_path / "here.yaml"
+    entry = "{collective: all_reduce, ranks: 2, gb_s: 1.5, latency_us: 90}"
+    path.write_text(f"kind: cpu\ndevices: 2\ninside: {{gb_s: 4, latency_us: 30, collectives: [{entry}]}}\n")
+    cluster = parse(str(path))
+    assert cluster.inside.ring("all_reduce", 4) == Link(90_000, 15 * 10**8) and cluster.inside.ring("all_gather", 2) is None
+    assert Cluster.from_dict(json.loads(cluster.to_json())) == cluster
 
 
 def test_ranks_of_a_kind() -> None:
@@ -129,6 +138,12 @@ def test_bad_descriptions(text: str, message: str) -> None:
         ("kind: H100\ndevices: 0", "'devices' is 0"),
         ("kind: H100\ndevices: 8\ncolour: 1", "unknown key 'colour'"),
         ("kind: H100\ndevices: 8\ninside: 3", "'inside' is not a link"),
+        ("kind: cpu\ndevices: 2\ninside: {collectives: 3}", "not a measured collective"),
+        (
+            "kind: cpu\ndevices: 2\ninside: {collectives: [{collective: sum, ranks: 2, gb_s: 1, latency_us: 1}]}",
+            "not a measured collective",
+        ),
+        ("kind: cpu\ndevices: 2\ninside: {collectives: [{collective: all_reduce, ranks: 1, gb_s: 1, latency_us: 1}]}", "'ranks' of a"),
         ("kind: H100\ndevices: 8\nmemory_gib: -1", "'memory_gib' is -1"),
         ("kind: TPU\ndevices: 8", "no preset has the figures of 'TPU'"),
         ("groups: 3", "'groups' is not a list"),

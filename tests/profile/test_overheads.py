@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from secc.cluster import Overheads
-from secc.profile.overheads import STEPS, WARM, of_trace
+from secc.profile.overheads import STEPS, WARM, at_speed, of_trace
+from secc.profile.train import Trained, train
 from secc.runtime.plan import Plan, load
 from tests.runtime.captioner import APART, write_plan
-from tests.runtime.training import train
 from tests.simulate.test_machine import cluster, trained, vlm
 
 STEP_US = (  # of rank 0: an order of 80 us, two jobs of which each has 30 us beside its computation, a message of 7 us, an update
     ("PROGRAM", 0, 1000), ("F", 10, 400), ("SEND", 420, 7), ("B", 450, 533), ("GRADIENTS", 1000, 3), ("NORM", 1003, 20),
-    ("TOTALS", 1023, 40), ("OPTIMIZER", 1063, 80), ("METADATA", 1150, 60), ("PLAN", 1210, 80),
+    ("TOTALS", 1023, 40), ("OPTIMIZER", 1063, 80), ("GAUGE", 1145, 5), ("METADATA", 1150, 60), ("PLAN", 1210, 80),
 )  # fmt: skip
 STEP_LENGTH_US = 1300
 
@@ -39,13 +39,20 @@ def events(rank: int, longer: dict[str, int]) -> list[dict[str, Any]]:
 def test_each_part_of_a_step_goes_where_it_belongs() -> None:
     """Rank 0 waits longer than rank 1 for what both do together, which is therefore not its overhead."""
     found = of_trace(events(0, {"TOTALS": 5}) + events(1, {"METADATA": 8}), plan(samples=4))
-    rest = STEP_LENGTH_US - (1000 + 3 + 20 + 40 + 80 + 60 + 80) - 8
+    rest = STEP_LENGTH_US - (1000 + 3 + 20 + 40 + 80 + 5 + 60 + 80) - 8
     assert found == Overheads(30_000, 7_000, 100_000 - 28, 20_000, (60 + 40 + rest) * 1000, "measured")
+
+
+def test_overheads_are_given_at_the_speed_of_the_blocks() -> None:
+    """Where steps ran while the processor took half as long as when blocks were timed, all takes twice as long beside these."""
+    trained = Trained([1.0] * 4, [[9, 9, 10, 10], [9, 9, 10, 10]])
+    assert at_speed(Overheads(1, 2, 3, 4, 5, "measured"), 20 / trained.gauge_ns(warm=2)) == Overheads(2, 4, 6, 8, 10, "measured")
 
 
 @pytest.mark.slow
 def test_a_real_run_has_all_of_them(tmp_path: Path) -> None:
     write_plan(tmp_path / "plan", APART)
-    train(tmp_path / "plan", APART, STEPS, "--trace", str(tmp_path / "trace.json"))
+    trained = train(tmp_path / "plan", 2, STEPS, tmp_path, ["--trace", str(tmp_path / "trace.json")])
     found = of_trace(json.loads((tmp_path / "trace.json").read_text())["traceEvents"], load(tmp_path / "plan"))
     assert min(found.job, found.message, found.sample, found.step) > 0 and found.label == "measured"
+    assert len(trained.seconds) == STEPS and trained.gauge_ns(WARM) > 0

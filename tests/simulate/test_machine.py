@@ -9,10 +9,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from secc.cost.time import OPTIMIZER_PASSES
 from secc.runtime.check import ScheduleError
 from secc.runtime.plan import ModelRef
 from secc.runtime.wavefront import schedule, timed_schedule
 from secc.schedule.bounds import schedule_bound
+from secc.schedule.traffic import Traffic
 from secc.simulate.machine import simulate
 from secc.simulate.measures import in_flight, measure, memory_over_time
 from tests.schedule.plans import batches, edge, in_lanes, plan, plans, sample, section
@@ -48,6 +50,16 @@ def trained(p, **params):
 
 def run(p, samples, order="wavefront"):
     return simulate(p, samples, schedule(p, samples, order=order))
+
+
+@pytest.mark.parametrize(("sharding", "messages", "updated"), [("none", 2, 1000), ("zero1", 4 + 1, 500), ("zero3", 0, 500)])
+def test_sharded_optimizers_sum_gather_and_update_their_parts(sharding, messages, updated):
+    """gloo's reduce-scatter takes four messages of half of the bytes over two ranks, the all-gather one; under zero3 passes have both."""
+    p = trained(vlm(replicas=2, cluster=cluster(tensor=0)), lm=1000)
+    p = dataclasses.replace(p, sections=tuple(dataclasses.replace(s, sharding=sharding) if s.name == "lm" else s for s in p.sections))
+    traffic, (held,) = Traffic(p), Traffic(p).held
+    assert traffic.reduce_ns(held) == messages * traffic.cluster.inside.message_ns(2000)
+    assert traffic.optimizer_ns(1) == OPTIMIZER_PASSES * 4 * updated
 
 
 @given(plans(), batches, st.sampled_from(["wavefront", "dataset"]))
