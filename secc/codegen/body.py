@@ -32,6 +32,7 @@ from secc.ir.dialect import (
     TermOp,
     strings,
 )
+from secc.ir.naming import unwrapped
 from secc.ir.template import Ref
 from secc.ir.verify import where
 from secc.runtime import functions
@@ -175,7 +176,7 @@ class BodyPrinter:
 def _argument(label: str) -> str:
     """A name for a tensor that glue makes for a block: the argument's, or the block's where arguments have no names."""
     block, _, argument = label.rpartition(":")
-    return argument if argument.isidentifier() else f"{block.split('.')[-1]}_in"
+    return argument if argument.isidentifier() else f"{unwrapped(block).split('.')[-1]}_in"
 
 
 def batch_item(key: str) -> str:

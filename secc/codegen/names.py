@@ -6,6 +6,8 @@ import builtins
 import keyword
 import re
 
+from secc.ir.naming import unwrapped
+
 _TAKEN = {"self", "batch", "edges", "torch", "aten", "device", "leaves", "size", "pattern"}
 
 
@@ -43,9 +45,9 @@ def attribute_names(paths: list[str], taken: frozenset[str] = frozenset()) -> di
     """Attribute names for module paths: the shortest tails that tell them apart and are not `taken`."""
     names: dict[str, str] = {}
     for path in paths:
-        parts = path.split(".")
+        parts = unwrapped(path).split(".")
         tails = ["_".join(parts[-n:]) for n in range(1, len(parts) + 1)]
-        others = [p.split(".") for p in paths if p != path]
+        others = [unwrapped(p).split(".") for p in paths if p != path]
         unique = (t for n, t in enumerate(tails, 1) if not any("_".join(o[-n:]) == t for o in others) and not t[0].isdigit())
         free = (t for t in unique if identifier(t) not in taken)
         names[path] = identifier(next(free, "_".join(["block", *parts])))

@@ -6,6 +6,7 @@ import keyword
 import re
 from collections.abc import Collection, Iterable
 
+_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _RESERVED = {"terms"}  # the bodies of the loss's bookkeeping live under this name
 
 KNOWN_BUFFER = "buffer"  # the attribute of a `sec.param` that is a buffer whose values are known when the plan is made
@@ -25,8 +26,14 @@ def identifier(text: str) -> str:
     return f"{name}_" if keyword.iskeyword(name) or name in _RESERVED else name
 
 
+def unwrapped(path: str) -> str:
+    """A module path without the steps of wrappers (torch.compile's, FSDP's, checkpointing's), unless it has no others."""
+    return ".".join(part for part in path.split(".") if part not in _WRAPPERS) or path
+
+
 def tail(path: str, others: Collection[str]) -> str:
     """The shortest tail of a module path, starting at a name and not at a number, that no other path ends with."""
+    path, others = unwrapped(path), {unwrapped(o) for o in others}
     parts = path.split(".")
     for start in reversed(range(len(parts))):
         short = ".".join(parts[start:])
