@@ -134,7 +134,7 @@ class DataPlane:
     ) -> GlobalBatch:
         sizes = combine([r.meta.sizes for r in records], self.plan.symbols)
         padded = self.plan.widths == "global"
-        widths = tuple((s.name, sizes[s.name]) for s in self.plan.symbols if s.kind == "width") if padded else ()
+        widths = tuple((s.name, sizes[s.name]) for s in self.plan.symbols if s.is_padded) if padded else ()
         wider = any(r.meta.sizes[name] != width for r in records for name, width in widths)  # than some sample alone
         columns = zip(*(self._padded_leaves(kept, widths, group) if wider else [r.leaves for r in records]), strict=True)
         # fsum rounds once, so the sums do not depend on how the samples are spread over ranks.

@@ -14,6 +14,8 @@ from typing import Any
 
 from secc.runtime.errors import UserError
 
+EACH, SIZES, MOST = "*", "*sizes", "*most"  # what the keys of a list that grows with the samples end with (`secc.runtime.nesting`)
+LOOP = "loss:"  # and a number: the label of what a loop over samples adds to the loss (`secc.runtime.recorder.loops`)
 _LOG = "log:"
 VERSION = 1
 
@@ -30,6 +32,11 @@ class Symbol:
     kind: str
     key: str
     dim: int
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether it is a width that collate pads to; what forward makes of a list has the list's own widths always."""
+        return self.kind == "width" and not self.key.endswith(MOST)
 
 
 def is_label(key: str) -> bool:

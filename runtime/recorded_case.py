@@ -8,7 +8,7 @@ from typing import Any
 
 from secc.runtime.errors import UserError
 from secc.runtime.expr import evaluate
-from secc.runtime.plan import Recorded
+from secc.runtime.plan import LOOP, Recorded
 from secc.runtime.recorder.fakes import Extents
 from secc.runtime.recorder.match import mismatch
 from secc.runtime.recorder.outline import Outline
@@ -30,6 +30,15 @@ class RecordedCase:
         """The calls of blocks in order, with their numbers."""
         places = [i for i, n in enumerate(self._nodes) if n["kind"][0] == "call"]
         return {_call(self._nodes, place): number for number, place in enumerate(places)}
+
+    @property
+    def has_loops(self) -> bool:
+        """Whether loops over samples make something of the loss."""
+        return any(label.startswith(LOOP) for label in self.sources)
+
+    def has(self, label: str) -> bool:
+        """Whether the case has the call that a label is of."""
+        return call_of(label) in self._calls
 
     def last(self, labels: Iterable[str]) -> int:
         """The number of the call up to which a recording has to go to have all these labels, as far as the case has them."""
@@ -67,6 +76,11 @@ def agreed(found: Sequence[Shapes]) -> Shapes:
     """The shapes that all cases of a pattern agree on: which way a micro-batch goes is not known ahead."""
     first = found[0] if found else {}
     return {call: shapes for call, shapes in first.items() if all(other.get(call) == shapes for other in found)}
+
+
+def call_of(label: str) -> str:
+    """The call that a label is of."""
+    return _asked(label)[0]
 
 
 def _asked(label: str) -> tuple[str, int]:

@@ -21,9 +21,10 @@ from torch import nn
 
 from secc.runtime.errors import UserError
 from secc.runtime.plan import Plan, is_label
-from secc.runtime.recorded_case import RecordedCase, agreed
+from secc.runtime.recorded_case import RecordedCase, agreed, call_of
 from secc.runtime.recorder import Recorder
 from secc.runtime.recorder.fold import fold
+from secc.runtime.recorder.loops import rolled
 from secc.runtime.recorder.outline import Outline
 from secc.runtime.recorder.program import Program, input_of, programs
 from secc.runtime.recordings import Decides, Kept
@@ -124,6 +125,9 @@ class Rerecorder:
         self._when = {s.name: frozenset(s.when) for s in plan.sections}
         self._optional = frozenset(i.key for i in plan.inputs if i.optional)
         self._counted = [s for s in plan.symbols if is_label(s.key)]
+        self._counting = {
+            call_of(s.key) for s in self._counted if s.key.startswith("result ")
+        }  # they run, since rows of their results count
         self._plain = [s for s in plan.symbols if not is_label(s.key)]
         self._cases = [RecordedCase(c) for c in plan.recorded]
         self._recorder: Recorder | None = None
@@ -136,8 +140,9 @@ class Rerecorder:
         """A sample's batch with the numbers of rows that values decide, if the plan has such symbols."""
         if not self._counted:
             return batch
-        pattern = self._optional.intersection(batch)  # a whole recording: an early end may come before what tells rows of another tower
-        return {**batch, **self._found(batch, 1, _Want(pattern, (), frozenset(), None)).extents}
+        pattern = self._optional.intersection(batch)
+        ends = [c.last(s.key for s in self._counted) for c in self._cases_of(pattern)]
+        return {**batch, **self._found(batch, 1, _Want(pattern, (), frozenset(), max(ends, default=None))).extents}
 
     def with_glue(self, batch: dict[str, Any], samples: int, section: str = "") -> dict[str, Any]:
         """A micro-batch of so many samples with its recording, where `section` ("": any) needs it. Raises UserError where it
@@ -217,9 +222,10 @@ class Rerecorder:
         cases = self._cases_of(want.pattern)
         numbered = self._numbered.get(want.pattern, False)
         rules = agreed([c.rules(sizes_of(batch, self._plain, samples)) for c in cases]) if numbered else {}
+        rules = {call: shapes for call, shapes in rules.items() if call not in self._counting}
         outline = self._outline(batch, rules, want.until if numbered else None)
         if outline.recording.ended:
-            found = self._fitting(outline, batch, samples, want)
+            found = self._fitting(outline, batch, samples, want) if self._tells_rows(outline, cases) else None
             if found is not None:
                 return found
             outline = self._outline(batch, rules, None)
@@ -229,10 +235,17 @@ class Rerecorder:
         assert found is not None
         return replace(found, decides=None) if first else found
 
+    def _tells_rows(self, outline: Outline, cases: Sequence[RecordedCase]) -> bool:
+        """Whether a recording that ended early has all numbers of rows that there are in a case of the plan."""
+        shapes = outline.shapes()
+        return all(s.key in shapes or not any(c.has(s.key) for c in cases) for s in self._counted)
+
     def _outline(self, batch: Mapping[str, Any], rules: Any, until: int | None) -> Outline:
         assert self._recorder is not None
         self.recordings += 1
-        return Outline.of(fold(self._recorder.record(batch, rules, until)))
+        recording = fold(self._recorder.record(batch, rules, until))
+        loops = any(c.has_loops for c in self._cases_of(self._optional.intersection(batch)))
+        return Outline.of(rolled(recording) if loops and not recording.ended else recording)
 
     def _fitting(self, outline: Outline, batch: Mapping[str, Any], samples: int, want: _Want) -> Found | None:
         """What is found of a micro-batch that goes the way of a case of the plan. Of a recording that ended early None if it is not clear

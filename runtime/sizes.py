@@ -49,7 +49,7 @@ def padded(plan: plan.Plan, samples: Sequence[SampleMeta], own: int | None = Non
     found: list[Mapping[str, int]] = []
     for part in (samples[:own], samples[len(samples) if own is None else own :]):
         total = combine([s.sizes for s in part], plan.symbols)
-        widths = {s.name: total[s.name] for s in plan.symbols if s.kind == "width"}
+        widths = {s.name: total[s.name] for s in plan.symbols if s.is_padded}
         found += [{**s.sizes, **widths} for s in part]
     return found
 

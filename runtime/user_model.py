@@ -13,7 +13,7 @@ import itertools
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,12 +25,13 @@ from torch.utils.data import IterableDataset
 from secc.runtime import plan
 from secc.runtime.collate import DefaultCollate
 from secc.runtime.errors import UserError
-from secc.runtime.nesting import argument, flat
+from secc.runtime.nesting import argument, flat, growing, lists_in, lists_of
 from secc.runtime.seeding import seeded_item, survey_indices
 
 NamedParams = list[tuple[str, nn.Parameter]]
 
 _VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+_TOGETHER = 4  # samples that are collated together to see which lists grow
 _counter = itertools.count()
 _PREFIX = "secc_user_model_"  # of the names under which model files are imported
 _FILE = "_secc_model_file"  # an attribute of a model: the name of the file's module
@@ -45,6 +46,7 @@ class UserModel:
         self._parameters: Mapping[str, inspect.Parameter] | None = None
         self._forward_place = ""
         self._default_collate: DefaultCollate | None = None
+        self._lists: Mapping[str, int] | None = None  # of batches, that grow with the samples; None as long as nobody has looked
 
     # -- the model ----------------------------------------------------------------------------------------------------------------
 
@@ -117,10 +119,27 @@ class UserModel:
             assert self._default_collate is not None
             with self._blaming_samples():
                 return self._default_collate(samples)
+        batch = self._collated(samples)
+        if self._lists is None and lists_of(batch):
+            self._lists = self._growing()
+        return flat(batch, self.place("collate"), self._lists or {})
+
+    def _collated(self, samples: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """What the user's function returns."""
         batch = self.call("collate", list(samples))
         if not isinstance(batch, Mapping):
             raise UserError(f"collate() returns {_kind(batch)}, not a dict", self.place("collate"), "return forward's keyword arguments")
-        return flat(batch, self.place("collate"))
+        return batch
+
+    def _growing(self) -> dict[str, int]:
+        """The lists that grow with the samples, found by collating samples that stand for the dataset together and alone."""
+        groups: list[tuple[Mapping[str, Any], list[Mapping[str, Any]]]] = []
+        indices = survey_indices(len(self.dataset()))
+        for together in (indices[i : i + _TOGETHER] for i in range(0, len(indices), _TOGETHER)):
+            with suppress(UserError):  # a sample that does not load or cannot be collated is refused, or left out, when it is drawn
+                samples = [self.sample(i) for i in together]
+                groups.append((self._collated(samples), [self._collated([s]) for s in samples]))
+        return growing(groups, self.place("collate"))
 
     def fit_collate(self, samples: Sequence[Mapping[str, Any]]) -> None:
         """Fix the default rules from samples that stand for the dataset. Nothing to do if the file has its own `collate`."""
@@ -128,8 +147,10 @@ class UserModel:
             self._default_collate = DefaultCollate.fit(samples, self.forward_names)
 
     def use_inputs(self, inputs: Iterable[plan.Input]) -> None:
-        """Fix the default rules to those that a plan was made with, without drawing samples."""
+        """Fix the default rules, and which lists grow with the samples, to those that a plan was made with, without drawing samples."""
+        inputs = tuple(inputs)
         self._default_collate = DefaultCollate.from_inputs(inputs)
+        self._lists = lists_in({i.key: i.dims for i in inputs})
 
     def sizes(self, i: int) -> dict[str, Any] | None:
         """Sample i's rows and lengths without loading it, or None if the file has no `sizes`. A key that is None is a missing one."""

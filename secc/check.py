@@ -218,7 +218,7 @@ class OneRank:
         metas = [SampleMeta(i, frozenset(optional & b.keys()), sizes_of(b, self.plan.symbols)) for i, b in enumerate(singles)]
         total = combine([m.sizes for m in metas], self.plan.symbols)
         pattern = frozenset[str]().union(*(m.pattern for m in metas))
-        widths = {s.name: total[s.name] for s in self.plan.symbols if s.kind == "width"} if self.plan.widths == "global" else {}
+        widths = {s.name: total[s.name] for s in self.plan.symbols if s.is_padded} if self.plan.widths == "global" else {}
         padded = [pad_batch(b, self.plan.inputs, widths) for b in singles]
         coefficients = self.terms.coefficients(self._leaves(padded), total, pattern)
 

@@ -12,10 +12,11 @@ from secc.ir.dialect import CallOp, CaseOp, Computation, ConstOp, GraphOp, Retur
 from secc.ir.types import tensor
 from secc.passes.loss import arithmetic, linear, reductions
 from secc.passes.loss.aten import ENTRY_LOSSES, LABEL_LOSSES, LINEAR, PRODUCTS, REDUCTIONS, ROW_LOSSES
-from secc.passes.loss.coefficient import Coefficient
+from secc.passes.loss.coefficient import ONE, Coefficient
 from secc.passes.loss.context import Context, floating, one_entry
 from secc.passes.loss.mixing import call, mixing, other, pairing
-from secc.passes.loss.states import LOCAL, Bad, Local, Part, State
+from secc.passes.loss.states import LOCAL, Bad, Local, Part, State, Sum
+from secc.runtime.plan import LOOP
 
 Rule = Callable[[Context, Computation], "State | Sequence[State] | None"]
 
@@ -89,7 +90,9 @@ def _states(ctx: Context, op: Computation) -> list[State]:
             return _spoilt(ctx, op, bad)
     if isinstance(op, CallOp):
         return call(ctx, op)
-    if recorded.label(op) is not None:
+    if (label := recorded.label(op)) is not None:
+        if label.startswith(LOOP) and not tensor(op.results[0]).dims:
+            return [Sum((Part(ONE, op.results[0], True, op),))]
         return [LOCAL] * len(op.results)  # the numeric check decides whether it keeps samples apart
     if (bad := mixing(ctx, op)) is not None:
         return [bad] * len(op.results)

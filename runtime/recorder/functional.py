@@ -160,7 +160,7 @@ class _Functional:
         with self._plain():
             tensor = fresh(self._mode, node.meta["shape"], node.meta["stride"], node.meta["dtype"])
         taken = self.tape.take(self._env[call], str(node.args[1]), tensor, node.meta["requires_grad"])
-        taken.meta["alone"] = node.meta["alone"]
+        taken.meta |= {key: node.meta[key] for key in ("alone", "guessed")}
         return _torch._to_functional_tensor(tensor)
 
     def _apply(self, node: fx.Node, args: Any) -> Any:

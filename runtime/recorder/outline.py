@@ -17,6 +17,8 @@ from typing import Any, NoReturn
 
 from torch import fx
 
+from secc.runtime.plan import LOOP
+from secc.runtime.recorder.loops import loops
 from secc.runtime.recorder.recording import Recording
 from secc.runtime.recorder.structure import take
 
@@ -32,7 +34,8 @@ def recorded(label: str, *sources: Any) -> NoReturn:
 class Outline:
     """What is found of one recording. `made` maps the label of a tensor that a block is called with, `BLOCK:ARGUMENT`, to its node.
 
-    Such a tensor is made by glue, or may be in another batch: it has its label although it is an input or a block's result here.
+    Such a tensor is made by glue, or may be in another batch: it has its label although it is an input or a block's result here. What a
+    loop over samples adds to the loss has one, too (`secc.runtime.recorder.loops`).
 
     `calls` gives each block's call its label: the path, with `#1` and so on behind it from the second call on.
     """
@@ -54,6 +57,8 @@ class Outline:
                 if node not in seen:
                     seen.add(node)
                     found.made[f"{found.calls[call]}:{place}"] = node
+        for number, node in enumerate(loops(recording)):
+            found.made[f"{LOOP}{number}"] = node
         return found
 
     def is_source(self, node: fx.Node) -> bool:
@@ -67,13 +72,15 @@ class Outline:
         return f"{'input' if node.op == 'placeholder' else 'state'} {node.target}"
 
     def behind(self, *nodes: fx.Node) -> list[fx.Node]:
-        """The nodes and the glue that they are computed by, sources and constants included, in the order of the recording."""
+        """The nodes and the glue that they are computed by, sources and constants included, in the order of the recording; other loops are
+        not looked into."""
         found, queue = set[fx.Node](), list(nodes)
         while queue:
             node = queue.pop()
             if node not in found:
                 found.add(node)
-                queue += () if self.is_source(node) else node.all_input_nodes
+                ends = self.is_source(node) or ("loop" in node.meta and node not in nodes)
+                queue += () if ends else node.all_input_nodes
         return [n for n in self.recording.graph.nodes if n in found]
 
     def sources(self) -> dict[str, list[str]]:
@@ -81,8 +88,8 @@ class Outline:
         return {label: [self.source(n) for n in self.behind(node) if self.is_source(n)] for label, node in self.made.items()}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the tensors that glue makes for blocks, by label, and of the blocks' results, by source."""
-        results = (n for n in self.recording.graph.nodes if n.target is take)
+        """The known shapes of the tensors that glue makes for blocks, by label, and of the blocks' results, by source."""
+        results = (n for n in self.recording.graph.nodes if n.target is take and not n.meta["guessed"])
         return {label: n.meta["shape"] for label, n in self.made.items()} | {self.source(n): n.meta["shape"] for n in results}
 
     def skeleton(self, sources: Sources) -> Recording:
@@ -107,7 +114,10 @@ class _Skeleton:
         for call in self.outline.calls:
             self._call(call)
         for node in tail:
-            if node not in self.new:
+            if "loop" in node.meta:
+                self._recorded(node, self.made[node])
+                self.new[node] = self.given[node]
+            elif node not in self.new:
                 self._copy(self._result(node) if node.target is take else node)
         self.graph.output(() if recording.ended else self.new[recording.loss])
         constants = {n: t for n, t in recording.constants.items() if any(n == node.target for node in tail)}

@@ -20,7 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from secc.runtime.errors import UserError
-from secc.runtime.nesting import nested
+from secc.runtime.nesting import lists_of, nested
+from secc.runtime.plan import EACH, SIZES
 from secc.runtime.randomness.ops import is_random, supported
 from secc.runtime.recorder import structure
 from secc.runtime.recorder.applying import record_apply
@@ -119,7 +120,9 @@ class Recorder:
 
     def _record(self, batch: Mapping[str, Any]) -> Recording:
         self.paused, self._open, self._hazards, self._watch = False, [""], dict[Hazard, None](), Watch("")
-        self._tape = Tape(self._state, lambda: here(self._open[-1]), {}, self._stray)
+        self._unpacking = ""  # while the batch's lists are made: forward's place
+        self._tape = Tape(self._state, self._now, {}, self._stray)
+        self._lists = dict[tuple[int, ...], dict[str, torch.Tensor]]()  # by the ids of their tensors
         self._draws, self._met, self._called = list[Drawn](), Counter[str](), Counter[str]()
         self._touched = Touched(self._tape)
         self._running: tuple[str, set[int]] = "", set()  # the block whose shapes are learnt, and its arguments
@@ -136,7 +139,7 @@ class Recorder:
             meta["log"], self.logged = (*meta.get("log", ()), name), True
         tape = self._functional(batch) if mutates(self._tape.graph) else self._tape
         for node in tape.graph.nodes if found is None else ():
-            node.meta |= {"kept": True} if node.op == "call_module" else {}
+            node.meta |= {"kept": True} if node.op == "call_module" or node.target is structure.take else {}
         graph = finish(tape.graph)
         used = {n.target for n in graph.nodes if n.op == "get_attr"}
         placeholders = {str(n.target): n for n in graph.nodes if n.op == "placeholder"}
@@ -144,11 +147,16 @@ class Recorder:
         idle = sum(n.op == "call_module" for n in graph.nodes) < self._called.total()
         return Recording(graph, placeholders, constants, list(self._hazards), self._draws, found is None, idle, self._touched.inputs())
 
+    def _now(self) -> dict[str, Any]:
+        """What is known of the moment at which an op is recorded."""
+        return here(self._open[-1]) | ({"where": self._unpacking} if self._unpacking else {})
+
     def _forward(self, inputs: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]] | None:
         """The loss and the scalars beside it; None where the recording ends before."""
         where = class_place(type(self._model))
         try:
-            output = self._model(**nested(inputs))
+            given = self._nested(inputs)
+            output = self._model(**given)
             loss = loss_of(output, where)
         except Enough:
             return None
@@ -164,6 +172,27 @@ class Recorder:
         if not self._executor.unknown(loss):
             raise UserError("the loss depends on none of the model's parameters", where, "return the loss that is to be minimised")
         return loss, scalars_of(output)
+
+    def _nested(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The batch as forward takes it; lists that grow with the samples are known by their tensors from now on."""
+        self._unpacking = class_place(type(self._model))
+        given = nested(inputs)
+        self._unpacking = ""
+        lists = lists_of(given)
+        grown = {key.removesuffix(f".{EACH}") for key in inputs if key.endswith(f".{EACH}")}
+        for key in grown:
+            both = {step: inputs[f"{key}.{step}"] for step in (EACH, SIZES) if f"{key}.{step}" in inputs}
+            self._lists[tuple(map(id, lists[key]))] = both
+        return given
+
+    def _packed(self, value: Any) -> Any:
+        """Arguments of a block in which the lists that grow with the samples are the two tensors that they come from."""
+        if isinstance(value, (list, tuple)) and (both := self._lists.get(tuple(map(id, value)))):
+            return both
+        if isinstance(value, dict):
+            return {key: self._packed(child) for key, child in value.items()}
+        plain = type(value) in (list, tuple)
+        return type(value)(self._packed(child) for child in value) if plain else value
 
     def _functional(self, batch: Mapping[str, Any]) -> Tape:
         inputs = dict(_named(self._copies(batch)))
@@ -316,7 +345,7 @@ class Recorder:
             if not result.is_plain:
                 self._touched.see((args, kwargs))
             for leaf, tensor in new:
-                self._tape.take(call, leaf.path, tensor, leaf.requires_grad).meta["alone"] = leaf.alone
+                self._tape.take(call, leaf.path, tensor, leaf.requires_grad).meta |= {"alone": leaf.alone, "guessed": leaf.guessed}
                 if leaf.guessed:
                     self._touched.hide(tensor)
             self._hazards |= {Hazard(path, h.kind, h.op, h.where): None for h in result.hazards}
@@ -357,7 +386,7 @@ class Recorder:
 
     def _node(self, path: str, args: Any, kwargs: Any) -> fx.Node:
         try:
-            arguments = structure.arguments((args, kwargs), self._tape.node)
+            arguments = structure.arguments(self._packed((args, kwargs)) if self._lists else (args, kwargs), self._tape.node)
         except structure.NotLiteral as error:
             message = f"block {path} is called with {error}, which cannot be written into a plan"
             raise BlockError(path, self._around(path), message, place(), "take a larger module as the block") from None

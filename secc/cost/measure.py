@@ -29,6 +29,7 @@ from secc.ir.expr import Expr
 from secc.ir.naming import OUT_OF_TURN
 from secc.ir.template import Name, Ref
 from secc.ir.types import TensorType, tensor
+from secc.runtime.nesting import listed
 from secc.runtime.recompute import units
 
 Key = tuple[object, ...]
@@ -207,7 +208,7 @@ def arguments(call: CallOp, sizes: Mapping[str, int], makes: Makes, values: Valu
                 return leaf
 
     made = call.arguments.map(value)
-    return made.args, made.kwargs
+    return listed(made.args), listed(made.kwargs)
 
 
 def _operand(kind: TensorType, sizes: Mapping[str, int], makes: Makes) -> torch.Tensor:

@@ -23,8 +23,10 @@ from secc.frontend.ways import Diagnostic, GlueError, Observed, Shapes, differen
 from secc.ir import expr
 from secc.ir.naming import identifier, tail, unique
 from secc.runtime import plan
+from secc.runtime.recorder.loops import rolled
 from secc.runtime.recorder.match import kind, mismatch
 from secc.runtime.recorder.outline import Outline
+from secc.runtime.recorder.recording import Recording
 
 
 @dataclass
@@ -52,10 +54,14 @@ class Rows:
 
 
 class Outlines:
-    """The outlines of one pattern's captures. Make them before the captures are merged, which uses one up."""
+    """The outlines of one pattern's captures, with `loops` those of losses that are summed over samples. Make them before the captures are
+    merged, which uses one up."""
 
-    def __init__(self, observed: Sequence[Observed]) -> None:
-        outlines = [Outline.of(o.recording) for o in observed]
+    def __init__(self, observed: Sequence[Observed], loops: bool = False) -> None:
+        self._outline = _with_loops if loops else Outline.of
+        outlines = [self._outline(o.recording) for o in observed]
+        if loops and not all(f"{plan.LOOP}0" in o.made for o in outlines):
+            raise GlueError("", "the loss has no loop over samples")
         self._sources = _union(o.sources() for o in outlines)
         self._shapes = [o.shapes() for o in outlines]
         self._seen = [replace(seen, recording=o.skeleton(self._sources)) for seen, o in zip(observed, outlines, strict=True)]
@@ -76,6 +82,16 @@ class Outlines:
                 found += [self._merged(group, rows, probe)] if len(group) >= FEWEST else []
         return found
 
+    def check(self, found: Generic, others: Iterable[Observed], rows: Rows) -> None:
+        """Raise GlueError for other micro-batches that do not go the way of a case: of one sample, which a loop may leave as it is."""
+        nodes = outline_nodes(found)
+        for other in others:
+            outline = self._outline(other.recording)
+            sizes = {**other.sizes, **rows.of(outline.shapes())}
+            problem = mismatch(outline.skeleton(self._sources), nodes, sizes)
+            if problem is not None:
+                raise GlueError("", problem.message, problem.where)
+
     def _groups(self) -> list[list[int]]:
         groups: dict[Any, list[int]] = {}
         for i, o in enumerate(self._seen):
@@ -83,7 +99,7 @@ class Outlines:
         return sorted(groups.values(), key=len, reverse=True)
 
     def _merged(self, group: Sequence[int], rows: Rows, probe: Probe) -> Generic:
-        found = merged([self._seen[i] for i in group], _Outlined(probe, self._sources), rows)
+        found = merged([self._seen[i] for i in group], _Outlined(probe, self._sources, self._outline), rows)
         nodes = outline_nodes(found)
         for i in group[1:]:  # the first is used up
             problem = mismatch(self._seen[i].recording, nodes, {**self._seen[i].sizes, **rows.of(self._shapes[i])})
@@ -95,21 +111,26 @@ class Outlines:
 class _Outlined:
     """Further captures as outlines."""
 
-    def __init__(self, probe: Probe, sources: Mapping[str, Sequence[str]]) -> None:
-        self._probe, self._sources, self.free, self.known = probe, sources, probe.free, probe.known
+    def __init__(self, probe: Probe, sources: Mapping[str, Sequence[str]], outline: Callable[[Recording], Outline]) -> None:
+        self._probe, self._sources, self._outline, self.free, self.known = probe, sources, outline, probe.free, probe.known
 
     def __call__(self, name: str, size: int) -> Observed | None:
         found = self._probe(name, size)
-        return None if found is None else replace(found, recording=Outline.of(found.recording).skeleton(self._sources))
+        return None if found is None else replace(found, recording=self._outline(found.recording).skeleton(self._sources))
 
     def held_out(self) -> Iterator[Observed]:
         """As outlines too."""
         for found in self._probe.held_out():
-            yield replace(found, recording=Outline.of(found.recording).skeleton(self._sources))
+            yield replace(found, recording=self._outline(found.recording).skeleton(self._sources))
 
     def empty(self) -> Iterator[Observed]:
         """None: what is counted is recorded anew."""
         yield from ()
+
+
+def _with_loops(recording: Recording) -> Outline:
+    """An outline in which what loops over samples add to the loss is recorded anew."""
+    return Outline.of(rolled(recording))
 
 
 def _union(found: Iterable[Mapping[str, Sequence[str]]]) -> dict[str, list[str]]:

@@ -42,7 +42,7 @@ class Batches:
         self._user, self._inputs, self._recorder, self._survey, self._pattern = user, inputs, recorder, survey, pattern
         self._collated = collated
         self.known = Known()
-        self.free = frozenset(s.name for s in inputs.symbols if s.kind == "width")
+        self.free = frozenset(s.name for s in inputs.symbols if s.is_padded)
         turns = ((turn, [collated(s) for s in survey.batches(pattern, turn=turn)]) for turn in range(_TURNS))
         self._turn, self.ragged = _most_independent(turns)
         self.even = [collated(s) for s in survey.batches(pattern, even=True, turn=self._turn)]
@@ -110,6 +110,10 @@ class Batches:
         for samples in self._survey.batches(self._pattern, turn=self._turn + 1):
             found = self._observe(self._collated(samples))
             yield replace(found, parts=tuple(shapes_alone(self._recorder, self._user, s) for s in samples))
+
+    def alone(self) -> Iterator[Observed]:
+        """The samples of the first ragged micro-batch, each in a micro-batch of its own."""
+        return (self._observe(self._collated([s])) for s in self.ragged[0].samples)
 
     def empty(self) -> Iterator[Observed]:
         """The first ragged micro-batch with all labels ignored, or with one of its masks empty, which may leave no rows to count."""

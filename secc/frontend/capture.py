@@ -7,6 +7,7 @@ recordings generic. A block that turns out not to be callable from recorded argu
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,9 +25,10 @@ from secc.frontend.ways import Diagnostic, GlueError, Observed
 from secc.ir.naming import BUFFER
 from secc.runtime.plan import Draw
 from secc.runtime.recorder import BlockError, Hazard, Recorder
+from secc.runtime.recorder.loops import of_samples
 from secc.runtime.recorder.match import digest
 from secc.runtime.recorder.places import class_place
-from secc.runtime.recorder.recording import Recording, is_read
+from secc.runtime.recorder.recording import is_read
 from secc.runtime.user_model import UserModel
 
 _IDLE = "autocast for CUDA does nothing on this machine, so the plan's ranks compute without it: compile on a machine with a GPU"
@@ -203,13 +205,17 @@ class _Cases:
         """The pattern's case with glue that is recorded anew, where a larger block would join what can train apart; else None."""
         if not self._joins(error.module):
             return None
-        seen = self.batches[pattern].record_with_parts()
-        if _decides_loss([o.recording for o in seen]):
-            return None
-        try:
-            return Outlines(seen).case(self.rows, self.batches[pattern])
-        except GlueError:
-            return None
+        for loops in (False, True):
+            seen = self.batches[pattern].record_with_parts()
+            if _decides_loss(seen, loops):
+                continue
+            with suppress(GlueError):
+                outlines = Outlines(seen, loops)
+                found = outlines.case(self.rows, self.batches[pattern])
+                if loops:
+                    outlines.check(found, self.batches[pattern].alone(), self.rows)
+                return found
+        return None
 
     def _joins(self, path: str) -> bool:
         """Whether a module as one block would hold blocks of several components, or of one that is to be cut; the model itself is none."""
@@ -220,16 +226,18 @@ class _Cases:
         return len({component(self.model, b) for b in inside}) > 1 or (cut and len(inside) > 1)
 
 
-def _decides_loss(recordings: Sequence[Recording]) -> bool:
+def _decides_loss(seen: Sequence[Observed], loops: bool) -> bool:
     """Whether Python reads a number behind the last block that moves with the batch: no glue for a block hangs on it, the loss may.
 
-    Such a branch would be taken by what a micro-batch holds, where plain PyTorch takes it by the whole global batch.
+    Such a branch would be taken by what a micro-batch holds, where plain PyTorch takes it by the whole global batch. With `loops` over
+    samples each may have numbers of its own.
     """
     values: dict[str, set[str]] = {}
-    for recording in recordings:
-        nodes = list(recording.graph.nodes)
+    for observed in seen:
+        nodes = list(observed.recording.graph.nodes)
         last = max((i for i, n in enumerate(nodes) if n.op == "call_module"), default=0)
-        for node in (n for n in nodes[last:] if is_read(n) and not isinstance(n.meta["read"][1], bool)):
+        reads = [n for n in nodes[last:] if is_read(n) and not isinstance(n.meta["read"][1], bool)]
+        for node in (n for n in reads if not (loops and of_samples(n, observed.sizes["B"]))):
             values.setdefault(node.meta["where"], set()).add(repr(node.meta["read"][1]))
     return any(len(seen) > 1 for seen in values.values())
 

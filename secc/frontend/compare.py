@@ -24,6 +24,8 @@ from secc.frontend.ways import FEWEST, Diagnostic, Observed, difference, signatu
 from secc.ir import template
 from secc.ir.expr import Expr, symbol, symbols
 from secc.ir.naming import DATA
+from secc.runtime.nesting import SEPARATOR
+from secc.runtime.plan import SIZES
 from secc.runtime.recorder import Read, is_read, take
 from secc.runtime.recorder.finish import needed
 
@@ -352,6 +354,8 @@ class _Merge:
         A value that never moved is a guard; one that moved and is not explained is a problem.
         """
         values = [n.meta["read"][1] for n in nodes]
+        if _sizes_of_list(nodes[0]):
+            return True  # what is done with its tensors has numbers of its own
         if all(v == values[0] for v in values):
             return not _of_inputs(nodes[0])
         if all(isinstance(v, bool) for v in values) or nodes[0].meta["read"][0] == "size":
@@ -423,6 +427,11 @@ def _of_inputs(node: fx.Node) -> bool:
         queue += [p for p in n.all_input_nodes if p not in seen]
         seen.update(n.all_input_nodes)
     return False
+
+
+def _sizes_of_list(node: fx.Node) -> bool:
+    """Whether a read is that of the sizes of a list's tensors (`secc.runtime.nesting`)."""
+    return any(n.op == "placeholder" and str(n.target).endswith(f"{SEPARATOR}{SIZES}") for n in node.all_input_nodes)
 
 
 def _dynamic(node: fx.Node) -> bool:

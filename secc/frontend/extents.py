@@ -92,8 +92,10 @@ def _ranks(observations: Sequence[Observation], where: str) -> dict[str, int]:
         united = frozenset[str]().union(*o.singles)
         if united != frozenset(o.shapes):
             key = min(united ^ frozenset(o.shapes))
-            if (listed := key.rpartition(SEPARATOR))[2].isdecimal():
-                message = f"the list {listed[0]!r} has another number of tensors for several samples than for one"
+            steps = key.split(SEPARATOR)
+            if (number := next((i for i, step in enumerate(steps) if step.isdecimal()), 0)) > 0:
+                listed = SEPARATOR.join(steps[:number])
+                message = f"the list {listed!r} has another number of tensors for several samples than for one"
                 raise UserError(message, where, "let collate() concatenate or pad the tensors, with their lengths as a tensor beside them")
             raise UserError(f"collate() gives {key!r} for a set of samples by another rule than for its samples alone", where, REMEDY)
         for key, shape in o.shapes.items():
@@ -180,5 +182,5 @@ def _affine(vector: Vector, base: Vector, name: str) -> str:
 def _fresh(prefix: str, dim: Dim, table: _Table) -> str:
     """A symbol named after a key, with the dim's number where the key has two."""
     key, number = dim
-    name = prefix + re.sub(r"\W", "_", key)
+    name = prefix + re.sub(r"\W", "_", key.partition(f"{SEPARATOR}{plan.EACH}")[0])
     return name if name not in table.found else f"{name}_{number}"

@@ -16,7 +16,10 @@ from secc.runtime.recorder import Recording, is_read
 
 Shapes = Mapping[str, tuple[int, ...]]
 
-_REMEDY = "put it into an nn.Module of its own, which is called as it is"
+_REMEDY = (
+    "put it into an nn.Module of its own that returns rows of the samples, which is called as it is; "
+    "in the loss, add up scalars of one sample's rows each, or work on the padded batch with a mask"
+)
 FEWEST = 3  # captures that a case needs, so that sizes can be explained and checked
 
 

@@ -32,7 +32,7 @@ def choose(user: UserModel, survey: Survey, inputs: Inputs, model: nn.Module | N
     Random ops (`draws`) draw what plans draw. Without a model that fits here nothing can be shown, so the answer is "global" unless
     no input has a padded width.
     """
-    if all(s.kind == "rows" for s in inputs.symbols):
+    if not any(s.is_padded for s in inputs.symbols):
         return "own"
     if model is None:
         return "global"
@@ -46,7 +46,7 @@ def choose(user: UserModel, survey: Survey, inputs: Inputs, model: nn.Module | N
 def _indifferent(user: UserModel, inputs: Inputs, model: nn.Module, keyed: Keyed, samples: list[dict[str, object]], far: bool) -> bool:
     batch = user.collate(samples)
     sizes = combine([sizes_of(batch, inputs.symbols)], inputs.symbols)
-    wider = {s.name: _wider(inputs, s.name, sizes[s.name], far) for s in inputs.symbols if s.kind == "width" and sizes[s.name]}
+    wider = {s.name: _wider(inputs, s.name, sizes[s.name], far) for s in inputs.symbols if s.is_padded and sizes[s.name]}
     try:
         padded = pad_batch(batch, inputs.inputs, wider)
         moved = eager(model, padded, keyed.of(user, samples, wider))

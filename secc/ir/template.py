@@ -1,7 +1,8 @@
 """Argument templates: the argument list of a recorded call, as readable Python text and as a structure.
 
 `"$0, [B, S - 1, 64], dtype=torch.float32"` is a call's argument list in which `$0` is the op's first operand, `B` and `S` are
-symbols and `torch.float32` a name. Codegen prints the text with operands named; passes look at the structure.
+symbols and `torch.float32` a name. `listed({…})` is a list that grows with the samples (`secc.runtime.nesting`); its structure is the
+dict. Codegen prints the text with operands named; passes look at the structure.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import sympy
 
 from secc.ir import expr
+from secc.runtime.plan import EACH
 
 _REF = "_operand_"
 _REFERENCE = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|[$]([0-9]+)""")  # a text as it is, or an operand
@@ -99,6 +101,8 @@ def _read(node: ast.expr) -> Any:
             return tuple(_read(i) for i in items)
         case ast.Dict(keys=keys, values=values):
             return {_read(k): _read(v) for k, v in zip(keys, values, strict=True) if k is not None}
+        case ast.Call(func=ast.Name(id="listed"), args=[given]):
+            return _read(given)
         case ast.Call(func=ast.Name(id="slice"), args=args):
             return slice(*(_read(a) for a in args))
         case ast.Call(func=ast.Name(id="float"), args=[ast.Constant(value=str(value))]):
@@ -134,7 +138,8 @@ def _write(value: Any, name: Callable[[Ref], str]) -> str:
             inner = ", ".join(_write(v, name) for v in value)  # pyright: ignore[reportUnknownVariableType]
             return f"({inner},)" if len(value) == 1 else f"({inner})"  # pyright: ignore[reportUnknownArgumentType]
         case dict():
-            return "{" + ", ".join(f"{k!r}: {_write(v, name)}" for k, v in value.items()) + "}"  # pyright: ignore[reportUnknownVariableType]
+            text = "{" + ", ".join(f"{k!r}: {_write(v, name)}" for k, v in value.items()) + "}"  # pyright: ignore[reportUnknownVariableType]
+            return f"listed({text})" if EACH in value else text
         case slice():
             return f"slice({', '.join(_write(v, name) for v in (value.start, value.stop, value.step))})"
         case None | bool() | int() | float() | str():

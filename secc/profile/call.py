@@ -13,6 +13,7 @@ from secc.ir import expr
 from secc.ir.dialect import CallOp
 from secc.ir.template import Name, Ref
 from secc.ir.types import TensorType, tensor
+from secc.runtime.nesting import listed
 
 
 def arguments(call: CallOp, sizes: Mapping[str, int], known: Values, device: torch.device) -> tuple[list[Any], dict[str, Any]]:
@@ -33,7 +34,7 @@ def arguments(call: CallOp, sizes: Mapping[str, int], known: Values, device: tor
                 return leaf
 
     made = call.arguments.map(value)
-    return made.args, made.kwargs
+    return listed(made.args), listed(made.kwargs)
 
 
 def _drawn(kind: TensorType, sizes: Mapping[str, int], device: torch.device) -> torch.Tensor:

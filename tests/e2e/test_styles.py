@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from secc.check import checked
 from secc.compiler import Compiled, Options, compile_model
+from secc.errors import UserError
+from secc.report.page import page
+from tools.ranks import differences, distributed, plain, recording_model
 
 MODELS = Path(__file__).parent.parent / "models"
 
@@ -34,6 +39,27 @@ def test_a_module_that_is_called_in_a_loop_over_the_batch_hides_in_the_block_aro
     assert note.startswith("captioner: one block, because ") and "one_by_one.py:" in note
 
 
+def test_lists_that_grow_with_the_samples_are_exact() -> None:
+    plan = compiled("listed").plan
+    assert {"vision", "sound"} <= {b for s in plan.sections for b in s.blocks}
+    dims = {i.key: i.dims for i in plan.inputs}
+    assert dims["pictures.*"] == ("n_pictures",) and dims["sounds.*"] == ("n_sounds", "4")
+    assert dims["small.thumbs.*"] == ("B", "3", "2", "2") and dims["pictures.*most"] == ("0", "3", "S_pictures", "S_pictures_3")
+
+
+def test_losses_that_a_loop_over_samples_adds_up_are_exact() -> None:
+    plan = compiled("per_sample").plan
+    (case,) = plan.recorded
+    assert [n["kind"][1] for n in case.nodes if n["kind"][0] == "recorded" and n["kind"][1].startswith("loss:")] == ["loss:0", "loss:1"]
+    assert {"layers", "teacher"} <= {b.split(".")[0] for s in plan.sections for b in s.blocks}
+
+
+def test_a_loop_over_samples_around_modules_is_refused_with_what_to_do() -> None:
+    with pytest.raises(UserError, match=r"per_sample_modules\.py:\d+: the glue's ops change with the batch") as error:
+        compiled("per_sample_modules")
+    assert "nn.Module of its own that returns rows of the samples" in (error.value.remedy or "")
+
+
 def test_a_tower_that_keeps_a_tensor_for_another_is_cut_into_its_parts() -> None:
     plan = compiled("kept").plan
     assert {"vision.layers.0", "text.seen", "text.layers.2"} <= {b for s in plan.sections for b in s.blocks}
@@ -45,3 +71,15 @@ def test_a_tower_that_keeps_a_tensor_for_another_is_cut_into_its_parts() -> None
 def test_a_block_that_takes_lengths_has_its_shapes_from_their_values() -> None:
     plan = compiled("heard").plan
     assert {"encoder", "head"} == {b for s in plan.sections for b in s.blocks}
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", ["listed", "per_sample", "kept"])
+def test_ranks_train_as_plain_pytorch_does(name: str, tmp_path: Path) -> None:
+    model = recording_model(name, tmp_path, MODELS)
+    made = checked(compile_model(model, Options(cluster="local:3", global_batch=12, strategy="apart")), required=True)
+    made.write(tmp_path / "plan", page)
+    reference = plain(model, 12, 3, tmp_path / "plain")
+    found = distributed(tmp_path / "plan", made.plan.world_size, 3, tmp_path / "run")
+    assert not list(differences(found, reference))

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from secc.runtime.recorder import BlockError, record
+from secc.runtime.recorder.fold import fold
 
 BATCH = {"x": torch.arange(20.0).reshape(4, 5) / 10 - 1, "keep": torch.tensor([True, False, True, True])}
 
@@ -119,6 +120,29 @@ def test_a_tensor_that_a_block_uses_and_is_not_given_opens_the_block() -> None:
     parts = error.value.blocks(["encoder", "layers.0"])
     assert parts == ["encoder", "layers.0.cross", "layers.0.own"]
     assert [n.target for n in record(Model(), BATCH, ["encoder", "layers.0.own", "layers.0.cross", "layers.1.own", "layers.1.cross"]).calls]
+
+
+def test_lists_are_joined_as_one_tensor_and_handed_to_blocks_as_two() -> None:
+    class Joins(nn.Module):
+        def forward(self, pictures: list[torch.Tensor]) -> torch.Tensor:
+            return torch.cat(pictures).sum() * self.weight
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own, self.joins = nn.Linear(5, 3), Joins()
+
+        def forward(self, x: list[torch.Tensor]) -> torch.Tensor:
+            return (self.own(torch.cat(x)) * self.joins(list(x))).sum()
+
+    batch = {"x.*": torch.randn(9, 5), "x.*sizes": torch.tensor([[4], [2], [3]])}
+    own, joins = fold(record(Model(), batch, ["own", "joins"])).calls
+    assert str(own.args) == "(x_,)" and str(joins.args) == "({'*': x_, '*sizes': x_sizes},)"
+    assert next(iter(own.users)).meta["shape"] == (9, 3)
 
 
 class Biased(nn.Module):

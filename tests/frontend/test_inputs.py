@@ -185,6 +185,12 @@ def stacked(samples: list[Sample]) -> torch.Tensor:
         (lambda samples: {"x": stacked(samples), "n": len(samples)}, "'n' changes and is no tensor"),
         (lambda samples: {"x": stacked(samples).to(torch.int if len(samples) > 3 else torch.long)}, "'x' is int64 in one batch and int32"),
         (lambda samples: {"x": stacked(samples)} | ({"y": stacked(samples)} if len(samples) > 1 else {}), "gives 'y' for a set of samples"),
+        (
+            lambda samples: {"x": stacked(samples), "t": [{"ids": s["input_ids"]} for s in samples]},
+            "the list 't' has another number",
+        ),
+        (lambda samples: {"t": [s["input_ids"].float() for s in samples[::-1]]}, r"'t\.\*sizes' of other rows than of each sample"),
+        (lambda samples: {"t": [torch.zeros([1] * len(s["input_ids"])) for s in samples]}, "the list 't' have different numbers of dims"),
     ],
 )
 def test_what_cannot_be_split_is_refused(user_of: UserOf, collate: Callable[[list[Sample]], Sample], message: str):

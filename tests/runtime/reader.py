@@ -54,9 +54,9 @@ def collate(samples):
 """
 
 
-def compiled(folder: Path) -> Compiled:
+def compiled(folder: Path, source: str = SOURCE) -> Compiled:
     """The model's plan for one rank."""
-    (folder / "reader.py").write_text(SOURCE)
+    (folder / "reader.py").write_text(source)
     return compile_model(folder / "reader.py", Options(cluster="local:1", global_batch=4, sections=("front=body", "back=decoder")))
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from secc.runtime.errors import UserError
-from secc.runtime.nesting import argument, flat, nested
+from secc.runtime.nesting import argument, flat, growing, lists_in, nested
 
 ONE, TWO = torch.ones(1), torch.ones(2)
 
@@ -29,3 +29,49 @@ def test_keys_that_cannot_be_told_from_nested_ones_are_refused(batch: dict[str, 
     with pytest.raises(UserError, match="a batch has the key") as error:
         flat(batch, "model.py:7")
     assert error.value.where == "model.py:7"
+
+
+# -- lists that grow with the samples ---------------------------------------------------------------------------------------------
+
+
+def picture(height: int, width: int) -> torch.Tensor:
+    return torch.arange(3.0 * height * width).view(3, height, width)
+
+
+def grown(*batches: dict[str, Any]) -> dict[str, int]:
+    """The lists that grow, of batches of two samples with what the two give alone."""
+    return growing([(batch, [{k: _half(v, i) for k, v in batch.items()} for i in (0, 1)]) for batch in batches], "model.py:7")
+
+
+def _half(value: Any, i: int) -> Any:
+    if isinstance(value, dict):
+        return {k: _half(v, i) for k, v in value.items()}
+    return value[i : i + 1]
+
+
+def test_lists_of_one_tensor_a_sample_are_two_tensors_and_their_widths() -> None:
+    batch = {"pictures": [picture(2, 4), picture(3, 4)], "text": {"words": [ONE, TWO]}, "thumbs": [TWO, TWO]}
+    lists = grown(batch)
+    assert lists == {"pictures": 2, "text.words": 1, "thumbs": 0}
+    found = flat(batch, lists=lists)
+    assert {k: tuple(v.shape) for k, v in found.items()} == {
+        "pictures.*": (15, 4), "pictures.*sizes": (2, 2), "pictures.*most": (0, 3, 3), "text.words.*": (3,), "text.words.*sizes": (2, 1),
+        "text.words.*most": (0, 2), "thumbs.*": (2, 2),
+    }  # fmt: skip
+    back = nested(found)
+    assert torch.equal(back["pictures"][1], picture(3, 4)) and torch.equal(back["text"]["words"][0], ONE) and len(back["thumbs"]) == 2
+    assert lists_in({k: [str(d) for d in v.shape] for k, v in found.items()}) == lists
+
+
+def test_a_list_of_as_many_tensors_in_every_batch_is_none_that_grows() -> None:
+    levels = [torch.zeros(2, 5), torch.zeros(2, 3)]
+    assert growing([({"levels": levels}, [{"levels": [x[:1] for x in levels]}, {"levels": [x[1:] for x in levels]}])], "") == {}
+
+
+def test_an_empty_list_is_missing() -> None:
+    assert flat({"pictures": [], "ids": ONE}, lists={"pictures": 2}) == {"ids": ONE}
+
+
+def test_a_list_whose_tensors_differ_elsewhere_than_in_the_samples_drawn_is_refused() -> None:
+    with pytest.raises(UserError, match=r"the list 'pictures' has tensors of the shapes \[3, 2, 4\], \[3, 2, 5\]"):
+        flat({"pictures": [picture(2, 4), picture(2, 5)]}, "model.py:7", {"pictures": 2})

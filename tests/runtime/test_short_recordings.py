@@ -15,6 +15,7 @@ from torch import nn
 
 from secc.compiler import Compiled
 from secc.runtime.errors import UserError
+from secc.runtime.recorded_case import RecordedCase
 from secc.runtime.recorder import Recorder, Recording
 from secc.runtime.recorder.outline import Outline
 from secc.runtime.recorder.program import programs
@@ -131,6 +132,14 @@ def test_a_recording_ends_with_the_block_that_is_asked_for() -> None:
     assert list(Outline.of(found.record(given, until=1)).calls.values()) == ["words", "body"]
 
 
+def test_a_recording_that_ends_has_the_shapes_of_all_results_that_are_known() -> None:
+    found, given = recorder(Looker()), batch(5)
+    known = Outline.of(found.record(given, until=1)).shapes()
+    assert known["result words "] == (3, 4)
+    guessed = Outline.of(found.record(given, {"words": {}}, until=1)).shapes()
+    assert "result words " not in guessed and guessed["body:0"] == (5, 4)
+
+
 def test_a_call_in_vain_is_told() -> None:
     assert recorder(Looker(vain=True)).record(batch(5)).idle
 
@@ -142,6 +151,20 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
 
 def collated(made: Compiled, *indices: int) -> Batch:
     return made.user.collate([made.user.sample(i) for i in indices])
+
+
+def test_rows_are_told_by_a_recording_that_ends_and_by_a_whole_one_where_it_ended_too_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = reader.SOURCE.replace("h[start : start + n].mean(0)", "h[start : start + n // 2 + 1]")
+    source = source.replace("torch.stack(rows) * self.scale + y[:, None]", "torch.cat(rows) * self.scale + y.sum() * 0")
+    made = reader.compiled(tmp_path, source)
+    found = reader.rerecorder(made, tmp_path)
+    rows = [found.with_rows(collated(made, i))["decoder:0"].shape for i in (2, 3, 4, 2, 7)]
+    assert rows == [(2, 6), (3, 6), (3, 6), (2, 6), (2, 6)]
+    monkeypatch.setattr(RecordedCase, "last", lambda *_: 0)
+    early = reader.rerecorder(made, tmp_path)
+    assert [early.with_rows(collated(made, i))["decoder:0"].shape for i in (2, 3, 4, 2, 7)] == rows
 
 
 def test_a_section_gets_what_the_whole_recording_would_give_it(made: Compiled, tmp_path: Path) -> None:
