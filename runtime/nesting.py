@@ -4,7 +4,7 @@
 place of names (`levels.0`). A list that grows with the samples (a picture of each) is two tensors: `pictures.*` has what its tensors hold,
 one behind the other along dim 0, in which the leading dims that differ are one, `pictures.*sizes` these dims of each, and the shape of
 `pictures.*most`, without entries, the largest of them, which forward may pad to. Where no dim differs, the tensors lie side by side in
-`pictures.*` alone. `flat` and `nested` undo each other.
+`pictures.*` alone. A list of dicts that grows is a list for each of their keys: `targets.*.boxes`. `flat` and `nested` undo each other.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ def argument(key: str) -> str:
 def listed(value: Any) -> Any:
     """Arguments of a block with lists in the place of `{"*": …, "*sizes": …}`."""
     match value:
+        case {"*": dict() as columns}:
+            return _records(listed(columns))
         case {"*": each}:
             return _parts(each, value.get(SIZES))
         case dict():
@@ -74,6 +76,8 @@ def lists_of(batch: Mapping[str, Any]) -> dict[str, Sequence[torch.Tensor]]:
             found |= {f"{key}{SEPARATOR}{inner}": tensors for inner, tensors in lists_of(value).items()}
         elif type(value) in (list, tuple) and value and all(isinstance(v, torch.Tensor) for v in value):
             found[key] = value
+        elif (columns := columns_of(value)) is not None:
+            found |= {f"{key}{SEPARATOR}{EACH}{SEPARATOR}{inner}": tensors for inner, tensors in columns.items()}
     return found
 
 
@@ -112,13 +116,33 @@ def _leaves(key: str, value: Any, where: str, lists: Lists) -> dict[str, Any]:
     if key in lists and isinstance(value, (list, tuple)):
         return _joined(key, value, lists[key], where)
     if not any(True for _ in _tensors(value)) or isinstance(value, torch.Tensor):
-        return {key: value}
+        return {} if value == [] and _is_list_of_dicts(key, lists) else {key: value}
+    if _is_list_of_dicts(key, lists) and (columns := columns_of(value)) is not None:
+        each = f"{key}{SEPARATOR}{EACH}{SEPARATOR}"
+        return {k: v for inner, tensors in columns.items() for k, v in _leaves(each + inner, tensors, where, lists).items()}
     steps = value.items() if isinstance(value, Mapping) else ((str(i), v) for i, v in enumerate(value))
     inside = isinstance(value, Mapping)
     found: dict[str, Any] = {}
     for step, child in steps:
         found |= _leaves(f"{key}{SEPARATOR}{_checked(step, True, where) if inside else step}", child, where, lists)
     return found
+
+
+def _is_list_of_dicts(key: str, lists: Lists) -> bool:
+    return any(name.startswith(f"{key}{SEPARATOR}{EACH}{SEPARATOR}") for name in lists)
+
+
+def columns_of(value: Any) -> dict[str, list[torch.Tensor]] | None:
+    """The tensors of a list of dicts that have the same keys, by key; None for anything else."""
+    if type(value) not in (list, tuple) or not value or not all(isinstance(v, Mapping) and v.keys() == value[0].keys() for v in value):
+        return None
+    columns = {key: [v[key] for v in value] for key in value[0]}
+    return columns if all(isinstance(t, torch.Tensor) for tensors in columns.values() for t in tensors) else None
+
+
+def _records(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """The list of dicts that has these columns."""
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def _joined(key: str, tensors: Sequence[torch.Tensor], leading: int, where: str) -> dict[str, Any]:
@@ -168,6 +192,8 @@ def _lists(value: Any) -> Any:
     """Dicts whose keys are numbers as lists, and those of the entries of lists."""
     if not isinstance(value, dict):
         return value
+    if isinstance(value.get(EACH), dict):
+        return _records(_lists(value[EACH]))
     if EACH in value:
         return _parts(value[EACH], value.get(SIZES))
     made = {key: _lists(child) for key, child in value.items()}

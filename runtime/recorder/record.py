@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from secc.runtime.errors import UserError
-from secc.runtime.nesting import lists_of, nested
+from secc.runtime.nesting import columns_of, lists_of, nested
 from secc.runtime.plan import EACH, SIZES
 from secc.runtime.randomness.ops import is_random, supported
 from secc.runtime.recorder import structure
@@ -191,6 +191,8 @@ class Recorder:
             return both
         if isinstance(value, dict):
             return {key: self._packed(child) for key, child in value.items()}
+        if (columns := columns_of(value)) is not None and all(tuple(map(id, tensors)) in self._lists for tensors in columns.values()):
+            return {EACH: self._packed(columns)}
         plain = type(value) in (list, tuple)
         return type(value)(self._packed(child) for child in value) if plain else value
 

@@ -29,7 +29,6 @@ from secc.ir.dialect import (
     strings,
 )
 from secc.ir.naming import BUFFER
-from secc.runtime.plan import EACH
 from secc.runtime.section import Section
 
 TERMS = "terms"
@@ -97,7 +96,7 @@ def section_module(graph: GraphOp, section: SectionOp) -> str:
         methods=methods,
         guards=guards,
         optional=sorted({key for case in cases for key in case.when}),
-        lists=any(EACH in op.args.data for body in found for op in body.walk() if isinstance(op, CallOp)),
+        lists=any("listed(" in op.args.data for body in found for op in body.walk() if isinstance(op, CallOp)),
         kernels=any(isinstance(op, GlueOp) and op.target.data.startswith("secc.") for body in found for op in body.walk()),
     )
 

@@ -47,6 +47,12 @@ def test_lists_that_grow_with_the_samples_are_exact() -> None:
     assert dims["small.thumbs.*"] == ("B", "3", "2", "2") and dims["pictures.*most"] == ("0", "3", "S_pictures", "S_pictures_3")
 
 
+def test_lists_of_dicts_that_grow_with_the_samples_are_exact() -> None:
+    plan = compiled("boxes").plan
+    assert "asked" in {b for s in plan.sections for b in s.blocks}
+    assert [n["kind"][1] for n in plan.recorded[0].nodes if n["kind"][:2] == ["recorded", "loss:0"]]
+
+
 def test_losses_that_a_loop_over_samples_adds_up_are_exact() -> None:
     plan = compiled("per_sample").plan
     (case,) = plan.recorded
@@ -75,7 +81,7 @@ def test_a_block_that_takes_lengths_has_its_shapes_from_their_values() -> None:
 
 @pytest.mark.slow
 @pytest.mark.gloo
-@pytest.mark.parametrize("name", ["listed", "per_sample", "kept"])
+@pytest.mark.parametrize("name", ["listed", "boxes", "per_sample", "kept"])
 def test_ranks_train_as_plain_pytorch_does(name: str, tmp_path: Path) -> None:
     model = recording_model(name, tmp_path, MODELS)
     made = checked(compile_model(model, Options(cluster="local:3", global_batch=12, strategy="apart")), required=True)

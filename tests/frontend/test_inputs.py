@@ -186,7 +186,7 @@ def stacked(samples: list[Sample]) -> torch.Tensor:
         (lambda samples: {"x": stacked(samples).to(torch.int if len(samples) > 3 else torch.long)}, "'x' is int64 in one batch and int32"),
         (lambda samples: {"x": stacked(samples)} | ({"y": stacked(samples)} if len(samples) > 1 else {}), "gives 'y' for a set of samples"),
         (
-            lambda samples: {"x": stacked(samples), "t": [{"ids": s["input_ids"]} for s in samples]},
+            lambda samples: {"x": stacked(samples), "t": [[s["input_ids"]] for s in samples]},
             "the list 't' has another number",
         ),
         (lambda samples: {"t": [s["input_ids"].float() for s in samples[::-1]]}, r"'t\.\*sizes' of other rows than of each sample"),

@@ -63,6 +63,19 @@ def test_lists_of_one_tensor_a_sample_are_two_tensors_and_their_widths() -> None
     assert lists_in({k: [str(d) for d in v.shape] for k, v in found.items()}) == lists
 
 
+def test_a_list_of_dicts_is_a_list_for_each_key() -> None:
+    batch = {"targets": [{"boxes": torch.zeros(2, 4), "kinds": ONE}, {"boxes": torch.ones(3, 4), "kinds": TWO}]}
+    lists = grown(batch)
+    assert lists == {"targets.*.boxes": 1, "targets.*.kinds": 1}
+    found = flat(batch, lists=lists)
+    assert [k for k in found if not k.endswith("most")] == [
+        "targets.*.boxes.*", "targets.*.boxes.*sizes", "targets.*.kinds.*", "targets.*.kinds.*sizes"
+    ]  # fmt: skip
+    first, second = nested(found)["targets"]
+    assert torch.equal(second["boxes"], torch.ones(3, 4)) and torch.equal(first["kinds"], ONE)
+    assert lists_in({k: [str(d) for d in v.shape] for k, v in found.items()}) == lists and flat({"targets": []}, lists=lists) == {}
+
+
 def test_a_list_of_as_many_tensors_in_every_batch_is_none_that_grows() -> None:
     levels = [torch.zeros(2, 5), torch.zeros(2, 3)]
     assert growing([({"levels": levels}, [{"levels": [x[:1] for x in levels]}, {"levels": [x[1:] for x in levels]}])], "") == {}
