@@ -17,7 +17,7 @@ from secc.runtime.errors import UserError
 EACH, SIZES, MOST = "*", "*sizes", "*most"  # what the keys of a list that grows with the samples end with (`secc.runtime.nesting`)
 LOOP = "loss:"  # and a number: the label of what a loop over samples adds to the loss (`secc.runtime.recorder.loops`)
 _LOG = "log:"
-VERSION = 1
+VERSION = 2  # another one wherever a plan made before would be read wrongly: in plan.json or in what section modules say
 
 
 @dataclass(frozen=True)
@@ -362,8 +362,11 @@ def load(directory: str | Path) -> Plan:
         raise UserError(f"cannot read the plan: {error.strerror}", str(path), "make it with `secc compile MODEL.py -o PLAN/`") from None
     except json.JSONDecodeError as error:
         raise UserError(f"not a plan: {error}", str(path), "compile the model again") from None
-    if not isinstance(data, dict) or data.get("version") != VERSION:
-        raise UserError("the plan is of another version of secc", str(path), "compile the model again")
+    if not isinstance(data, dict) or "version" not in data:
+        raise UserError("not a plan: it has no version", str(path), "compile the model again")
+    if data["version"] != VERSION:
+        message = f"the plan is of version {data['version']!r}, and this secc runs plans of version {VERSION}"
+        raise UserError(message, str(path), "compile the model again")
     data["sections"] = [part for section in data["sections"].values() for part in section.get("stages") or [section]]
     return _build(Plan, data)
 

@@ -8,7 +8,7 @@ import random
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from secc.runtime.plan import Cost, Edge, Mesh, ModelRef, Plan, Section, Symbol
+from secc.runtime.plan import VERSION, Cost, Edge, Mesh, ModelRef, Plan, Section, Symbol
 from secc.runtime.program import SampleMeta
 from tools.workloads.parts import mix
 
@@ -54,7 +54,7 @@ def plan(sections: list[Section], edges: list[tuple[str, str]]) -> Plan:
     modes = {s.name: s.mode for s in sections}
     made = tuple(Edge(f"{a}_{b}", a, b, "float32", ("B",), 0, "1", "forward" not in (modes[a], modes[b])) for a, b in edges)
     world = 1 + max(r for s in sections for r in s.mesh.ranks)
-    return Plan(1, "", ModelRef("", ""), world, 0, "own", SYMBOLS, (), tuple(sections), made, (), (), {}, {}, {})
+    return Plan(VERSION, "", ModelRef("", ""), world, 0, "own", SYMBOLS, (), tuple(sections), made, (), (), {}, {}, {})
 
 
 @dataclass(frozen=True)

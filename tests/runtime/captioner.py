@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from secc.runtime import user_model
-from secc.runtime.plan import Cost, Edge, Input, Mesh, ModelRef, Plan, Section, Symbol, Term, Tie, to_json
+from secc.runtime.plan import VERSION, Cost, Edge, Input, Mesh, ModelRef, Plan, Section, Symbol, Term, Tie, to_json
 from secc.runtime.weights import parameter_table
 
 FIXTURE = Path(__file__).parent / "fixtures" / "captioner"
@@ -41,7 +41,7 @@ def make_plan(layout: Layout, widths: str = "own", micro_batch: int = 2, source:
     images = Input("images", "float32", ("n_images", "3", "4", "4"), optional=True)
     texts = [Input(key, "int64", ("B", "S"), pads=((1, "right", fill),)) for key, fill in (("input_ids", 0.0), ("labels", -100.0))]
     return Plan(
-        version=1,
+        version=VERSION,
         hash="",
         model=ModelRef("model.py", hashlib.sha256(source.encode()).hexdigest(), table),
         world_size=1 + max(r for ranks in layout.values() for r in ranks),

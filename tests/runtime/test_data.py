@@ -16,7 +16,7 @@ import torch.distributed as dist
 from secc.runtime.data import DataPlane, GlobalBatch
 from secc.runtime.declared import Declared
 from secc.runtime.errors import UserError
-from secc.runtime.plan import Input, ModelRef, Plan, Symbol
+from secc.runtime.plan import VERSION, Input, ModelRef, Plan, Symbol
 from secc.runtime.program import Instruction, MicroBatch, SampleMeta, Schedule
 from secc.runtime.user_model import load
 
@@ -61,7 +61,7 @@ LEAVES = {"count": lambda batch: (batch["labels"] != -100).sum(), "light": lambd
 
 
 def plan_of(global_batch=4, widths="own", inputs=INPUTS, labels_key="labels"):
-    return Plan(1, "", ModelRef("", ""), 1, global_batch, widths, SYMBOLS, inputs, (), (), (), (), {}, {}, {}, labels_key=labels_key)
+    return Plan(VERSION, "", ModelRef("", ""), 1, global_batch, widths, SYMBOLS, inputs, (), (), (), (), {}, {}, {}, labels_key=labels_key)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from torch import nn
 
 from secc.runtime.comm import Message, Transport, channels
 from secc.runtime.engine import Engine, StepInput
-from secc.runtime.plan import Edge, Mesh, ModelRef, Plan, Section, Symbol
+from secc.runtime.plan import VERSION, Edge, Mesh, ModelRef, Plan, Section, Symbol
 from secc.runtime.program import SampleMeta, parse_schedule
 from secc.runtime.section import Batch, Case, Tensors
 from secc.runtime.section import Section as Module
@@ -28,7 +28,7 @@ def make_plan(src: int, dst: int) -> Plan:
     sections = tuple(Section(n, "", "train", (), (), (), Mesh((r,)), 2) for n, r in (("front", src), ("back", dst)))
     edges = (Edge("h", "front", "back", "float32", ("B", "3"), 0, "1", True),)
     symbols = (Symbol("B", "rows", "x", 0),)
-    return Plan(1, "", ModelRef("", ""), 1 + max(src, dst), 4, "own", symbols, (), sections, edges, (), (), {}, {}, {})
+    return Plan(VERSION, "", ModelRef("", ""), 1 + max(src, dst), 4, "own", symbols, (), sections, edges, (), (), {}, {}, {})
 
 
 class Front(Module):

@@ -18,7 +18,7 @@ from secc.runtime.errors import UserError
 from secc.runtime.initial import Init
 from secc.runtime.meta import meta_model
 from secc.runtime.options import parse
-from secc.runtime.plan import Mesh, ModelRef, Plan, Section
+from secc.runtime.plan import VERSION, Mesh, ModelRef, Plan, Section
 from secc.runtime.user_model import load
 from secc.runtime.weights import build_model, canonical_names, parameter_table
 from tests.runtime.workers import free_port, run_ranks
@@ -70,7 +70,7 @@ def plan_of(path: Path, ranks: tuple[int, int]) -> Plan:
     sections = [
         Section(part, "", "train", (), (part,), names[part], Mesh((rank,)), 1) for part, rank in zip(("tower", "text"), ranks, strict=True)
     ]
-    return Plan(1, "", ModelRef("", "", parameter_table(model)), 2, 2, "own", (), (), tuple(sections), (), (), (), {}, {}, {})
+    return Plan(VERSION, "", ModelRef("", "", parameter_table(model)), 2, 2, "own", (), (), tuple(sections), (), (), (), {}, {}, {})
 
 
 def plain(path: Path, seed: int) -> nn.Module:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from secc.runtime import weights
 from secc.runtime.errors import UserError
-from secc.runtime.plan import Mesh, ModelRef, Plan, Section
+from secc.runtime.plan import VERSION, Mesh, ModelRef, Plan, Section
 from secc.runtime.user_model import UserModel, load
 from secc.runtime.weights import build_model, parameter_table
 from tests.runtime.workers import free_port, run_ranks
@@ -66,7 +66,7 @@ def user_of(folder: Path, seen: str, teacher: str) -> UserModel:
 def plan_of(model: torch.nn.Module) -> Plan:
     names = {part: tuple(n for n, _ in model.named_parameters() if n.startswith(part)) for part in ("seen", "teacher")}
     sections = tuple(Section(part, "", "train", (), (part,), names[part], Mesh((r,)), 1) for r, part in enumerate(names))
-    return Plan(1, "", ModelRef("", "", parameter_table(model)), 2, 2, "own", (), (), sections, (), (), (), {}, {}, {})
+    return Plan(VERSION, "", ModelRef("", "", parameter_table(model)), 2, 2, "own", (), (), sections, (), (), (), {}, {}, {})
 
 
 @pytest.mark.gloo

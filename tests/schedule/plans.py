@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from hypothesis import strategies as st
 
-from secc.runtime.plan import Cost, Edge, Mesh, ModelRef, Plan, Section, Symbol
+from secc.runtime.plan import VERSION, Cost, Edge, Mesh, ModelRef, Plan, Section, Symbol
 from secc.runtime.program import SampleMeta, owes_backward
 from secc.runtime.routes import replicas
 
@@ -37,7 +37,7 @@ def edge(src, dst, *, grad=True, name=""):
 
 
 def plan(sections, edges, world_size, widths="own"):
-    return Plan(1, "", ModelRef("", ""), world_size, 0, widths, SYMBOLS, (), tuple(sections), tuple(edges), (), (), {}, {}, {})
+    return Plan(VERSION, "", ModelRef("", ""), world_size, 0, widths, SYMBOLS, (), tuple(sections), tuple(edges), (), (), {}, {}, {})
 
 
 def with_room(p, samples):
