@@ -78,7 +78,8 @@ def test_random_ops_and_clipping_do_not_see_stages(tmp_path: Path) -> None:
 
 
 REFUSED = [
-    ("skips", "model.pp=6", "'model' cannot be cut into 6 stages: it has 5 layers", "at most 5"),
+    ("skips", "model.pp=6", "model.pp=6 is impossible: the section has 5 layers to cut between", "at most 5"),
+    ("llava_tiny", "language_model.pp=3", "language_model.pp=3 is impossible: the section has 2 layers to cut between", "at most 2"),
     ("padded_mean", "model.pp=2", "model.pp=2 is impossible: the section has 0 layers to cut between", ""),
 ]
 
