@@ -121,6 +121,7 @@ class _Printer(StrPrinter):
         return f"max({', '.join(sorted(self._print(a) for a in expr.args))})"
 
 
+@cache  # costs of alike blocks are printed again and again
 def text(expr: Expr | int) -> str:
     """The expression as text that `parse` reads back to the same expression; integer valued polynomials over `//`."""
     expr = sympy.sympify(expr) if isinstance(expr, int) else expr

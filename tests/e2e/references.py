@@ -16,7 +16,7 @@ from secc.compiler import Compiled, Options, compile_model
 from secc.frontend.reference import ROUNDED, Result, compare
 from secc.report.page import page
 from secc.runtime.user_model import load, loss_of
-from tests.e2e.harness import LEARNING_RATE, Trained, differences, distributed, plain, recording_model, replanned
+from tests.e2e.harness import LEARNING_RATE, Layered, Trained, differences, distributed, plain, recording_model, replanned
 from tools.zoo_models import entry
 
 MODELS = Path(__file__).parent.parent / "models"
@@ -81,6 +81,7 @@ class Captured:
         self.folder, self.steps = folder, steps
         self.path = model_file(name, folder)
         self.compiled = cache(self._compiled)
+        self._layered = cache(lambda dtype: Layered())
         self.reference = cache(self._reference)
 
     def _compiled(self, dtype: str) -> Compiled:
@@ -93,7 +94,7 @@ class Captured:
 
     def planned(self, options: Options) -> Compiled:
         """The model under a plan with these options, the dtype among them."""
-        return replanned(self.compiled(options.dtype), options)
+        return replanned(self.compiled(options.dtype), options, self._layered(options.dtype))
 
     def differences(self, made: Compiled, folder: Path, *run_options: str) -> list[str]:
         """In what a run of the plan differs from the reference. Raises AssertionError for one that does not end well."""
