@@ -61,7 +61,7 @@ def _shard(graph: GraphOp, section: SectionOp, tp: int, assume: bool) -> None:
     kept, why = _usable(graph, section, cuts, set(by_tokens))
     cut = {name for c in kept for name, _ in map(_parts, strings(c.shards))}
     why += [f"{name}: it is read outside of its module" for name in _read(graph, section) if name not in cut]
-    uneven = not any(s.endswith("colwise") for c in kept for s in strings(c.styles)) and any(
+    uneven = not any(s.endswith(("colwise", "experts")) for c in kept for s in strings(c.styles)) and any(
         UNEVEN in w for c in cuts for w in strings(c.whole)
     )
     if uneven or not any(strings(c.styles) for c in kept):

@@ -3,6 +3,8 @@
     colwise      every rank has some outputs of a linear map; what goes in is whole, what comes out is a part
     rowwise      every rank has some inputs; what comes out is summed, then the bias is added once
     gather       colwise, and the outputs are gathered, for a head by vocabulary inside a module whose code wants whole logits
+    experts      every rank has a part of the inner width of experts whose matrices are the module's own parameters; what goes in is whole,
+                 what comes out is summed, and of own parameters that are whole each rank counts a share
     vocab        every rank has some rows of an embedding; a row that others have counts as zero, and all ranks' rows are summed
     sequence     a layer whose code works on some positions on each rank (`secc.runtime.tensor_parallel.sequence`): inside of it,
     join         modules that get all positions,
@@ -16,11 +18,14 @@ Only `forward` is replaced, on the module itself, as recomputation does.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from secc.runtime.plan import Plan, Style
 from secc.runtime.routes import bounds
@@ -31,6 +36,7 @@ from secc.runtime.tensor_parallel.marks import Mark, Shapes, active, set_mark
 
 Forward = Callable[..., Any]
 Exchange = Callable[[torch.Tensor], torch.Tensor]  # among the ranks of a replica
+Own = Mapping[str, tuple[int, ...]]  # the parts of a module's own parameters that are cut
 
 
 def install(plan: Plan, model: nn.Module, groups: Mapping[str, Group]) -> None:
@@ -45,16 +51,16 @@ def apply(root: nn.Module, styles: Iterable[Style], group: Group, parts: Mapping
     """Wrap the modules of `styles`, at paths from `root`. `parts` are those of cut parameters, by name."""
     entrance = Entrance(group)
     for style in styles:
-        module = root.get_submodule(style.module)
-        make = _STYLES[style.kind]
-        module.forward = make(module, entrance, parts.get(f"{style.module}.weight" if style.module else "weight", ()))
+        module, prefix = root.get_submodule(style.module), f"{style.module}." if style.module else ""
+        own = {name: parts[f"{prefix}{name}"] for name, _ in module.named_parameters(recurse=False) if f"{prefix}{name}" in parts}
+        module.forward = _STYLES[style.kind](module, entrance, own)
 
 
-def _colwise(module: nn.Module, entrance: Entrance, parts: tuple[int, ...]) -> Forward:
-    return _by_outputs(module, parts, entrance)
+def _colwise(module: nn.Module, entrance: Entrance, own: Own) -> Forward:
+    return _by_outputs(module, own["weight"], entrance)
 
 
-def _rowwise(module: nn.Module, entrance: Entrance, parts: tuple[int, ...]) -> Forward:
+def _rowwise(module: nn.Module, entrance: Entrance, own: Own) -> Forward:
     return _by_inputs(module, entrance.leave)
 
 
@@ -85,10 +91,10 @@ def _by_inputs(module: nn.Module, leave: Exchange) -> Forward:
     return forward
 
 
-def _gather(module: nn.Module, entrance: Entrance, parts: tuple[int, ...]) -> Forward:
+def _gather(module: nn.Module, entrance: Entrance, own: Own) -> Forward:
     found, group = _linear(module), entrance.group
     found.resize(found.outputs, found.inputs)
-    inner, sizes = module.forward, _sizes(sum(parts), group)
+    inner, sizes = module.forward, _sizes(sum(own["weight"]), group)
 
     @functools.wraps(inner)
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -97,10 +103,38 @@ def _gather(module: nn.Module, entrance: Entrance, parts: tuple[int, ...]) -> Fo
     return forward
 
 
-def _vocab(module: nn.Module, entrance: Entrance, parts: tuple[int, ...]) -> Forward:
+def _experts(module: nn.Module, entrance: Entrance, own: Own) -> Forward:
+    inner, whole = module.forward, [name for name, _ in module.named_parameters(recurse=False) if name not in own]
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map(partial(_floats, entrance), (args, kwargs))
+        with _shares(module, whole, entrance.group.size):
+            out = inner(*args, **kwargs)
+        return tree_map(partial(_floats, entrance.leave), out)
+
+    return forward
+
+
+def _floats(exchange: Exchange, value: Any) -> Any:
+    return exchange(value) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+@contextmanager
+def _shares(module: nn.Module, names: Sequence[str], count: int) -> Iterator[None]:
+    """Lets the module's code see one of `count` equal shares of some of its own parameters: an instance's attributes hide those."""
+    vars(module).update({name: module.get_parameter(name) / count for name in names})
+    try:
+        yield
+    finally:
+        for name in names:
+            del vars(module)[name]
+
+
+def _vocab(module: nn.Module, entrance: Entrance, own: Own) -> Forward:
     found, group = embedding(module), entrance.group
     assert found is not None
-    start, stop = bounds(sum(parts), group.index, group.size)
+    start, stop = bounds(sum(own["weight"]), group.index, group.size)
     found.num_embeddings = stop - start
     if found.padding_idx is not None:
         found.padding_idx = found.padding_idx - start if start <= found.padding_idx < stop else None
@@ -115,7 +149,7 @@ def _vocab(module: nn.Module, entrance: Entrance, parts: tuple[int, ...]) -> For
     return forward
 
 
-def _sequence(module: nn.Module, entrance: Entrance, parts: tuple[int, ...]) -> Forward:
+def _sequence(module: nn.Module, entrance: Entrance, own: Own) -> Forward:
     inner, positions = module.forward, entrance.positions
 
     @functools.wraps(inner)
@@ -128,7 +162,7 @@ def _sequence(module: nn.Module, entrance: Entrance, parts: tuple[int, ...]) -> 
     return forward
 
 
-def _join(module: nn.Module, entrance: Entrance, parts: tuple[int, ...]) -> Forward:
+def _join(module: nn.Module, entrance: Entrance, own: Own) -> Forward:
     inner, positions = module.forward, entrance.positions
 
     @functools.wraps(inner)
@@ -141,15 +175,15 @@ def _join(module: nn.Module, entrance: Entrance, parts: tuple[int, ...]) -> Forw
     return forward
 
 
-def _columns(module: nn.Module, entrance: Entrance, parts: tuple[int, ...]) -> Forward:
-    return _by_outputs(module, parts, lambda x: x)
+def _columns(module: nn.Module, entrance: Entrance, own: Own) -> Forward:
+    return _by_outputs(module, own["weight"], lambda x: x)
 
 
-def _scatter(module: nn.Module, entrance: Entrance, parts: tuple[int, ...]) -> Forward:
+def _scatter(module: nn.Module, entrance: Entrance, own: Own) -> Forward:
     return _by_inputs(module, entrance.positions.scatter)
 
 
-def _shapes(module: nn.Module, entrance: Entrance, parts: tuple[int, ...]) -> Forward:
+def _shapes(module: nn.Module, entrance: Entrance, own: Own) -> Forward:
     inner, group = module.forward, entrance.group
 
     @functools.wraps(inner)
@@ -160,10 +194,11 @@ def _shapes(module: nn.Module, entrance: Entrance, parts: tuple[int, ...]) -> Fo
     return forward
 
 
-_STYLES: dict[str, Callable[[nn.Module, Entrance, tuple[int, ...]], Forward]] = {
+_STYLES: dict[str, Callable[[nn.Module, Entrance, Own], Forward]] = {
     "colwise": _colwise,
     "rowwise": _rowwise,
     "gather": _gather,
+    "experts": _experts,
     "vocab": _vocab,
     "sequence": _sequence,
     "join": _join,

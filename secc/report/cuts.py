@@ -11,6 +11,7 @@ WORDS = {
     "colwise": "cut by outputs",
     "rowwise": "cut by inputs",
     "gather": "cut by outputs, which are gathered",
+    "experts": "experts cut by their inner width",
     "vocab": "cut by rows",
     "shapes": "code sees whole sizes",
     "sequence": "works on positions",

@@ -1,4 +1,4 @@
-"""Every parallelism with every other: four models under plans of two to six ranks train as plain PyTorch does.
+"""Every parallelism with every other: six models under plans of two to six ranks train as plain PyTorch does.
 
 A model is captured once for each dtype and planned anew for each row; ranks are forked from one server that has imported everything.
 """
@@ -34,6 +34,7 @@ FAST = {
         (4, "encoder.tp=2 decoder.dp=2 decoder.sharding=zero3 decoder.micro_batch=2"),
         (3, "encoder.dp=1 decoder.pp=2 decoder.backward=split"),
     ],
+    "qwen3_moe": [(2, "tp=2 sharding=zero1 micro_batch=5")],
 }
 SLOW = {
     "nano": [
@@ -89,7 +90,14 @@ SLOW = {
         (4, "encoder.tp=2 decoder.dp=2 decoder.sharding=zero3 decoder.micro_batch=2 bf16"),
         (6, "encoder.pp=2 decoder.tp=2 decoder.pp=2 bf16"),
     ],
+    "qwen3_moe": [
+        (4, "tp=2 dp=2 sharding=zero3 recompute=full micro_batch=2"),
+        (4, "tp=2 pp=2 micro_batch=3 recompute=selective"),
+        (4, "tp=2 dp=2 sharding=zero2 bf16"),
+    ],
+    "gpt_oss": [(4, "tp=2 dp=2 sharding=zero1"), (4, "tp=2 dp=2 sharding=zero3 recompute=full micro_batch=1")],
 }
+EXPERTS = ("qwen3_moe", "gpt_oss")  # which tp cuts by their inner width
 
 
 @pytest.fixture(scope="module")
@@ -116,4 +124,6 @@ def test_a_plan_trains_as_plain_pytorch(captured: Callable[[str], Captured], nam
             assert getattr(held[section].mesh, key) == int(value)
         elif key in ("sharding", "recompute"):
             assert getattr(held[section], key) == value
+    cut = any(style.kind == "experts" for s in made.plan.sections for style in s.styles)
+    assert cut == (name in EXPERTS and any(s.mesh.tp > 1 for s in made.plan.sections))
     assert model.differences(made, tmp_path) == []

@@ -18,9 +18,9 @@ from secc.frontend.cuts.known import columns
 from secc.frontend.cuts.threads import ThreadGroup, run_ranks
 from secc.frontend.cuts.verify import Verdict, verify
 from secc.runtime.plan import Style
-from secc.runtime.recompute import units
 from secc.runtime.tensor_parallel.shards import Cut, cut_parameters
 from secc.runtime.tensor_parallel.styles import apply
+from tests.tensor_parallel.layers import layer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 WIDTH = 32
@@ -32,17 +32,6 @@ def shown(module: nn.Module, *args: Any, count: int = 2, **kwargs: Any) -> tuple
     found = find(module, call, count)
     plain, shapes = (verify(module, call, count, found.styles(with_shapes), shards(module, found)) for with_shapes in (False, True))
     return found, plain, shapes
-
-
-def layer(config: Any) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """The first layer of a model, and what it is called with."""
-    torch.manual_seed(0)
-    model = T.AutoModelForCausalLM.from_config(config).train()
-    first, calls = units(model)[0], list[tuple[Any, Any]]()
-    first.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
-    model(input_ids=torch.randint(0, 60, (2, 6)), use_cache=False)
-    first._forward_pre_hooks.clear()
-    return first, *calls[0]
 
 
 SMALL = {"hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}

@@ -10,6 +10,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 
 import torch
 from torch import nn
@@ -17,7 +18,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from xdsl.dialects.builtin import ModuleOp
 
 from secc.cost.examples import Samples
-from secc.frontend.cuts.find import Call, Found, find, shards
+from secc.frontend.cuts.experts import ALIGNED, divides, find_experts, sizes_of
+from secc.frontend.cuts.find import Call, Found, Way, find, shards
 from secc.frontend.cuts.known import columns
 from secc.frontend.cuts.observe import Observer, made_up, with_values
 from secc.frontend.cuts.small import SmallModel
@@ -122,12 +124,15 @@ class _Seeker:
         like = self.small.like(module) if size > LARGE and path in self.observer.calls else None
         if path not in self.observer.calls or (size > LARGEST and like is None):
             why = "it was not called here" if size <= LARGEST else "it is too large to be shown exact here: define small_model()"
-            return Cutting(whole={p: why for p, m in module.named_modules() if linear(m) is not None})
+            return Cutting(whole={p: why for p, m in module.named_modules() if linear(m) is not None or sizes_of(m)})
         call = self.observer.calls[path]
         layer, cutting = bared(module, call), Cutting()
-        for names in filter(None, (columns(self.meta, path), ANY)):
+        experts, why = self._experts(module, *(like or (module, call)), count)
+        for names, cut in product(filter(None, (columns(self.meta, path), ANY)), (experts, {}) if experts else ({},)):
             mapping = find(layer, call, count, None if names is ANY else names)
-            if not mapping.columns:
+            left = {p: cutting.whole[p] for p in experts if p not in cut}  # as they were tried with
+            mapping = replace(mapping, experts=cut, whole={**mapping.whole, **why, **left})
+            if not mapping.columns and not cut:
                 cutting = Cutting(whole=dict(mapping.whole))
             elif like is not None:
                 cutting = self._shown_on(like, path, module, count, mapping)
@@ -137,11 +142,22 @@ class _Seeker:
                 break
         return cutting
 
+    def _experts(self, module: nn.Module, like: nn.Module, call: Call, count: int) -> tuple[dict[str, Way], dict[str, str]]:
+        """How experts inside a layer are cut, and why others stay whole: found out by `like`, the layer or a small one like it."""
+        found = [path for path, m in module.named_modules() if sizes_of(m)]
+        if not found or self.sequence:
+            return {}, dict.fromkeys(found, "with norms=sequence experts get all positions of some ranks")
+        like, call = with_values(like), tree_map(made_up, call)
+        ways = find_experts(like, call, count) or find_experts(like, call, 2)
+        cut = {path: way for path, way in ways.items() if divides(module.get_submodule(path), way, count)}
+        uneven = f"tp={count} does not divide the inner width of its experts into parts of {ALIGNED}"
+        return cut, {path: uneven if path in ways else "no way to cut its experts was shown exact" for path in found if path not in cut}
+
     def _shown_on(self, like: tuple[nn.Module, Call], path: str, module: nn.Module, count: int, mapping: Found) -> Cutting:
         """The mapping of a large layer, if a small one like it has the same one, over as many ranks or two, and that is exact."""
         why = "the layer of small_model() that is like it is cut otherwise"
         for ranks in dict.fromkeys((count, 2)):
-            same = find(like[0], like[1], ranks, mapping.columns)
+            same = replace(find(like[0], like[1], ranks, mapping.columns), experts=mapping.experts)
             if same.columns.keys() != mapping.columns.keys() or same.rows.keys() != mapping.rows.keys():
                 continue
             shown = self._shown(path, like[0], like[1], ranks, same)
@@ -150,7 +166,7 @@ class _Seeker:
                 positions = (mapping.on_positions(shapes), shown.positions[1]) if shown.positions[0] else ([], ())
                 return Cutting(mapping.styles(shapes), shards(module, mapping), shown.partial, dict(mapping.whole), positions)
             why = next((w for p, w in shown.whole.items() if p in same.columns), why)
-        return Cutting(whole=dict(mapping.whole) | dict.fromkeys([*mapping.columns, *mapping.rows], why))
+        return Cutting(whole=dict(mapping.whole) | dict.fromkeys(mapping.cut, why))
 
     def _fuse(self, path: str, module: nn.Module) -> None:
         """Put fused operators into a copy of the module at `path`."""
@@ -176,7 +192,7 @@ class _Seeker:
             if not verdict.reason:
                 positions = self._positions(path, module, call, count, mapping, shapes)
                 return Cutting(styles, cut, verdict.partial, dict(mapping.whole), positions)
-        return Cutting(whole=dict(mapping.whole) | dict.fromkeys([*mapping.columns, *mapping.rows], verdict.reason))
+        return Cutting(whole=dict(mapping.whole) | dict.fromkeys(mapping.cut, verdict.reason))
 
 
 def _alone(model: nn.Module, block: str, ties: list[tuple[str, ...]], count: int) -> Iterator[tuple[str, Cutting]]:

@@ -25,27 +25,38 @@ from secc.runtime.tensor_parallel.linears import Linear, linear
 from secc.runtime.tensor_parallel.marks import Mark, Refused, Shapes, mark, marks_in, set_mark, sources_of
 
 Parts = tuple[int, ...]
+Way = Mapping[str, tuple[int, int]]  # of each parameter of experts that is cut: the dim, and how many parts lie side by side along it
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # what a module is called with
 
 
 @dataclass(frozen=True)
 class Found:
-    """How a module is cut: the parts of what is cut by outputs and by inputs, and why other linear maps stay whole."""
+    """How a module is cut: the parts of what is cut by outputs and by inputs, and why other linear maps stay whole.
+
+    `experts` has for modules of several experts how those are cut (`secc.frontend.cuts.experts`).
+    """
 
     columns: Mapping[str, Parts]
     rows: Mapping[str, Parts]
     whole: Mapping[str, str]
     scopes: tuple[str, ...] = ()  # the smallest modules inside which everything that is in parts stays
     draws: bool = False  # whether its code draws random numbers for parts
+    experts: Mapping[str, Way] = field(default_factory=dict[str, Way])
+
+    @property
+    def cut(self) -> tuple[str, ...]:
+        """The modules that are cut."""
+        return (*self.columns, *self.rows, *self.experts)
 
     def styles(self, shapes: bool) -> list[Style]:
         """How the cut modules work on their parts; with `shapes`, their code sees whole sizes."""
         around = [Style(p, "shapes") for p in self.scopes if shapes]
-        return around + [Style(p, "colwise") for p in self.columns] + [Style(p, "rowwise") for p in self.rows]
+        linears = [Style(p, "colwise") for p in self.columns] + [Style(p, "rowwise") for p in self.rows]
+        return around + linears + [Style(p, "experts") for p in self.experts]
 
     def on_positions(self, shapes: bool) -> list[Style]:
-        """The same with the sequence in parts between the scopes; [] where the module itself is the scope."""
-        if not self.scopes or "" in self.scopes:
+        """The same with the sequence in parts between the scopes; [] where the module itself is the scope, or experts are cut."""
+        if not self.scopes or "" in self.scopes or self.experts:
             return []
         around = [Style(p, kind) for p in self.scopes for kind in (("shapes", "join") if shapes else ("join",))]
         inside = [Style(p, "columns") for p in self.columns] + [Style(p, "scatter") for p in self.rows]
@@ -186,7 +197,15 @@ def shards(module: nn.Module, mapping: Found, prefix: str = "") -> list[Shard]:
         known = linear(module.get_submodule(path))
         assert known is not None
         found.append(Shard(_joined(prefix, path, "weight"), 1 - known.out_dim, parts))
+    for path, way in mapping.experts.items():
+        found += expert_shards(module.get_submodule(path), way, _joined(prefix, path))
     return found
+
+
+def expert_shards(module: nn.Module, way: Way, prefix: str = "") -> list[Shard]:
+    """The parameters of a module of experts that a way cuts."""
+    sizes = {name: module.get_parameter(name).shape[dim] for name, (dim, _) in way.items()}
+    return [Shard(_joined(prefix, name), dim, (sizes[name] // parts,) * parts) for name, (dim, parts) in way.items()]
 
 
 def _joined(*names: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,10 +53,9 @@ def verify(
     fuse: Callable[[nn.Module], None] = lambda module: None,
 ) -> Verdict:
     """Compare `module` cut over `count` ranks with the whole module, for one call. `fuse` puts fused operators into a rank's module."""
-    whole = _wide(module)
     state = torch.random.get_rng_state()
     try:
-        expected = _run(whole, call)
+        whole, expected = _whole(module, call)
         ranks = run_ranks(count, lambda group: _rank(whole, call, group, styles, shards, fuse))
     except Exception as error:
         return Verdict(f"its code fails on parts: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
@@ -64,10 +64,18 @@ def verify(
     return _compare(expected, ranks, _cuts(whole, shards, count))
 
 
-def _wide(module: nn.Module) -> nn.Module:
-    """A copy whose parameters all train, in float64 unless it is large."""
-    wide = copy.deepcopy(module)
-    wide = wide.double() if sum(p.numel() for p in module.parameters()) < LARGE else wide.float()
+def _whole(module: nn.Module, call: Call) -> tuple[nn.Module, _Result]:
+    """A copy of the module with what it computes: in float64 unless it is large, or its code knows none (grouped products of experts)."""
+    if sum(p.numel() for p in module.parameters()) < LARGE:
+        with contextlib.suppress(Exception):
+            wide = _trained(copy.deepcopy(module).double())
+            return wide, _run(wide, call)
+    wide = _trained(copy.deepcopy(module).float())
+    return wide, _run(wide, call)
+
+
+def _trained(wide: nn.Module) -> nn.Module:
+    """The module, of which all parameters train."""
     for p in wide.parameters():
         p.requires_grad_(p.is_floating_point())
     return wide

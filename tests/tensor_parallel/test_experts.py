@@ -1,0 +1,85 @@
+"""Experts side by side in parameters of three dims are cut by their inner width, whatever their code and the order of their dims."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers as T
+from torch import nn
+
+from secc.frontend.cuts.experts import find_experts
+from secc.frontend.cuts.find import expert_shards
+from secc.frontend.cuts.verify import verify
+from secc.runtime.plan import Style
+from tests.tensor_parallel.layers import layer
+
+WIDTH, INNER, EXPERTS = 32, 64, 4
+SMALL = {"hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64}
+SOME = {"num_experts": EXPERTS, "num_experts_per_tok": 2}
+MIXTRAL = T.MixtralConfig(**SMALL, intermediate_size=INNER, num_local_experts=EXPERTS, num_experts_per_tok=2)
+QWEN3 = T.Qwen3MoeConfig(**SMALL, **SOME, intermediate_size=48, moe_intermediate_size=INNER)
+SQUARE = T.Qwen3MoeConfig(**SMALL, **SOME, intermediate_size=48, moe_intermediate_size=WIDTH)
+GPT_OSS = T.GptOssConfig(**SMALL, intermediate_size=INNER, num_local_experts=EXPERTS, num_experts_per_tok=2, layer_types=["full_attention"])
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize(
+    ("config", "halves"), [(MIXTRAL, (INNER, INNER)), (QWEN3, (INNER, INNER)), (SQUARE, (WIDTH, WIDTH)), (GPT_OSS, (2 * INNER,))]
+)
+def test_experts_of_models_are_cut(config: Any, halves: tuple[int, ...], count: int) -> None:
+    """Gate and up side by side or entry by entry, `[experts, out, in]` and `[experts, in, out]`, square matrices, biases."""
+    module, args, kwargs = layer(config)
+    ((path, way),) = find_experts(module, (args, kwargs), count).items()
+    cut = expert_shards(module.get_submodule(path), way, path)
+    parts = {s.name.rpartition(".")[2]: s.parts for s in cut}
+    assert parts["gate_up_proj"] == halves and sum(parts["down_proj"]) * 2 == sum(halves)
+    verdict = verify(module, (args, kwargs), count, [Style(path, "experts")], cut)
+    assert verdict.reason == ""
+    assert verdict.partial == ((f"{path}.down_proj_bias",) if config is GPT_OSS else ())
+
+
+class Experts(nn.Module):
+    """Three products of all experts at once, in plain PyTorch; `mixed` has what sums over the inner width before the last one."""
+
+    def __init__(self, mixed: bool = False) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Parameter(torch.randn(EXPERTS, WIDTH, INNER) / 8) for _ in range(2))
+        self.down = nn.Parameter(torch.randn(EXPERTS, INNER, WIDTH) / 8)
+        self.mixed = mixed
+
+    def forward(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        inner = torch.bmm(x.expand(EXPERTS, -1, -1), self.gate).relu() * torch.bmm(x.expand(EXPERTS, -1, -1), self.up)
+        inner = inner.softmax(-1) if self.mixed else inner
+        return torch.einsum("eti,eih,te->th", inner, self.down, weights)
+
+
+class Layer(nn.Module):
+    def __init__(self, mixed: bool) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, EXPERTS), Experts(mixed)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.experts(x, F.softmax(self.router(x), -1))
+
+
+def test_plain_experts_are_cut_and_routers_get_whole_gradients() -> None:
+    torch.manual_seed(0)
+    module, call = Layer(mixed=False), ((torch.randn(6, WIDTH, requires_grad=True),), {})
+    way = find_experts(module, call, 2)["experts"]
+    assert way == {"gate": (2, 1), "up": (2, 1), "down": (1, 1)}
+    verdict = verify(module, call, 2, [Style("experts", "experts")], expert_shards(module.experts, way, "experts"))
+    assert (verdict.reason, verdict.partial) == ("", ())
+
+
+def test_experts_that_mix_their_inner_width_stay_whole() -> None:
+    torch.manual_seed(0)
+    assert find_experts(Layer(mixed=True), ((torch.randn(6, WIDTH),), {}), 2) == {}
+
+
+@pytest.mark.parametrize("count", [3, 16])
+def test_an_inner_width_that_ranks_cannot_share_in_whole_rows_of_kernels_stays_whole(count: int) -> None:
+    torch.manual_seed(0)
+    assert find_experts(Layer(mixed=False), ((torch.randn(6, WIDTH),), {}), count) == {}
