@@ -81,6 +81,12 @@ def lists_of(batch: Mapping[str, Any]) -> dict[str, Sequence[torch.Tensor]]:
     return found
 
 
+def holds_lists(batch: Mapping[str, Any]) -> bool:
+    """Whether a batch as collate returns it has lists that might grow; one without tensors may be of samples that have none."""
+    inner = (value for value in batch.values() if isinstance(value, Mapping))
+    return bool(lists_of(batch)) or any(type(v) in (list, tuple) and not v for v in batch.values()) or any(map(holds_lists, inner))
+
+
 def lists_in(dims: Mapping[str, Sequence[str]]) -> dict[str, int]:
     """The lists that grow, read off the dims of a flat batch's keys."""
     each = [key.removesuffix(f"{SEPARATOR}{EACH}") for key in dims if key.endswith(f"{SEPARATOR}{EACH}")]

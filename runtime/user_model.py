@@ -25,7 +25,7 @@ from torch.utils.data import IterableDataset
 from secc.runtime import plan
 from secc.runtime.collate import DefaultCollate
 from secc.runtime.errors import UserError
-from secc.runtime.nesting import argument, flat, growing, lists_in, lists_of
+from secc.runtime.nesting import argument, flat, growing, holds_lists, lists_in
 from secc.runtime.seeding import seeded_item, survey_indices
 
 NamedParams = list[tuple[str, nn.Parameter]]
@@ -120,7 +120,7 @@ class UserModel:
             with self._blaming_samples():
                 return self._default_collate(samples)
         batch = self._collated(samples)
-        if self._lists is None and lists_of(batch):
+        if self._lists is None and holds_lists(batch):
             self._lists = self._growing()
         return flat(batch, self.place("collate"), self._lists or {})
 

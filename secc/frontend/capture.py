@@ -25,7 +25,8 @@ from secc.frontend.ways import Diagnostic, GlueError, Observed
 from secc.ir.naming import BUFFER
 from secc.runtime.plan import Draw
 from secc.runtime.recorder import BlockError, Hazard, Recorder
-from secc.runtime.recorder.loops import of_samples
+from secc.runtime.recorder.loops import loops as loops_in
+from secc.runtime.recorder.loops import of_samples, rolled
 from secc.runtime.recorder.match import digest
 from secc.runtime.recorder.places import class_place
 from secc.runtime.recorder.recording import is_read
@@ -188,7 +189,7 @@ class _Cases:
             except GlueError as error:
                 if any("log" in n.meta for o in seen for n in o.recording.graph.nodes):
                     raise
-                again = self._anew(pattern, error)
+                again = self._anew(pattern, error, seen)
                 if again is None and (pattern in self.needed or error.module):
                     raise
                 anew = Diagnostic(error.message, error.where, (), error.module)
@@ -201,11 +202,11 @@ class _Cases:
         self.frontier.notes += notes
         return cases
 
-    def _anew(self, pattern: Pattern, error: GlueError) -> Generic | None:
-        """The pattern's case with glue that is recorded anew, where a larger block would join what can train apart; else None."""
-        if not self._joins(error.module):
-            return None
-        for loops in (False, True):
+    def _anew(self, pattern: Pattern, error: GlueError, before: Sequence[Observed]) -> Generic | None:
+        """The pattern's case with glue that is recorded anew, where a larger block would join what can train apart, or hide a loop over
+        samples in the loss; else None. Those of `before` are used up."""
+        ways = [False] if self._joins(error.module) else []
+        for loops in [*ways, True] if all(loops_in(rolled(o.recording)) for o in before) else ways:
             seen = self.batches[pattern].record_with_parts()
             if _decides_loss(seen, loops):
                 continue

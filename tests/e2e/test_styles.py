@@ -57,7 +57,7 @@ def test_losses_that_a_loop_over_samples_adds_up_are_exact() -> None:
     plan = compiled("per_sample").plan
     (case,) = plan.recorded
     assert [n["kind"][1] for n in case.nodes if n["kind"][0] == "recorded" and n["kind"][1].startswith("loss:")] == ["loss:0", "loss:1"]
-    assert {"layers", "teacher"} <= {b.split(".")[0] for s in plan.sections for b in s.blocks}
+    assert {"layers", "teacher"} <= {b.split(".")[1] for s in plan.sections for b in s.blocks}
 
 
 def test_a_loop_over_samples_around_modules_is_refused_with_what_to_do() -> None:

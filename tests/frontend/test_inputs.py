@@ -199,6 +199,15 @@ def test_what_cannot_be_split_is_refused(user_of: UserOf, collate: Callable[[lis
     assert caught.value.remedy and caught.value.where.startswith(str(Path(__file__)))
 
 
+def test_a_list_that_some_samples_leave_empty_is_optional(user_of: UserOf):
+    samples = [t | {"pictures": [torch.randn(3, 2 + k, 4) for k in range(i % 3)]} for i, t in enumerate(TEXTS)]
+    collate: Callable[[list[Sample]], Sample] = lambda some: {"x": stacked(some), "pictures": [p for s in some for p in s["pictures"]]}  # noqa: E731
+    found = described(user_of(samples, collate=collate))
+    assert {i.key: i.dims for i in found.inputs if i.optional} == {
+        "pictures.*": ("n_pictures_0", "4"), "pictures.*sizes": ("n_pictures", "2"), "pictures.*most": ("0", "3", "S_pictures")
+    }  # fmt: skip
+
+
 def test_values_that_never_change_are_no_inputs(user_of: UserOf):
     found = described(user_of(TEXTS, collate=lambda samples: {"x": stacked(samples), "use_cache": False}))
     assert dims(found) == {"x": ("B", "S")}
