@@ -20,6 +20,7 @@ from secc.ir.dialect import CaseOp, GraphOp, SectionOp, graph_of, texts
 from secc.ir.groups import Group, Grouping, Links, initial_groups, pins
 from secc.ir.merging import note
 from secc.ir.naming import identifier, tail, unique
+from secc.ir.order import take_apart
 from secc.ir.placement import place
 from secc.passes.dce import DeadCodeElimination
 
@@ -45,6 +46,7 @@ class Coarsen(ModulePass):
         DeadCodeElimination().apply(ctx, op)  # dead glue would tie sections together
         graph = graph_of(op)
         _declare(graph, self._grouping(graph))
+        take_apart(graph)
         place(graph)
 
     def _grouping(self, graph: GraphOp) -> Grouping:

@@ -24,6 +24,7 @@ from secc.ir.boundary import Boundary, Prices, weight_bytes, work_of
 from secc.ir.dialect import CallOp, CaseOp, GraphOp, SectionOp, graph_of, section_of, set_section, strings, texts
 from secc.ir.edges import edges_of, label
 from secc.ir.merging import merge_sections, note
+from secc.ir.order import put_together
 from secc.ir.placement import repeat, settle_mode
 from secc.ir.spare import drop, drop_misfits, spare_cases
 from secc.ir.types import tensor
@@ -49,6 +50,7 @@ class SinkBoundaries(ModulePass):
         while problem := next(iter(edges_of(graph)[1]), None):
             crossing, reason = problem
             _merge(graph, crossing.src, crossing.dst, f"{label(crossing)} at {crossing.where} cannot cross: {reason}")
+        put_together(graph)
 
     def _improve(self, graph: GraphOp) -> bool:
         """Cut every pair of sections that exchanges values; True if two had to be merged, so that all pairs are cut again."""

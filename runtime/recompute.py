@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from secc.runtime.alternate import every_second, second
 from secc.runtime.errors import UserError
+from secc.runtime.settings import lasting
 
 MODES = ("none", "selective", "full")
 _MARK = "_secc_recomputes"
@@ -94,7 +95,7 @@ def _again(unit: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        call = functools.partial(forward, **_without_cache(unit, kwargs))
+        call = lasting(functools.partial(forward, **_without_cache(unit, kwargs)))
         return checkpoint(call, *args, use_reentrant=False)
 
     return run

@@ -20,6 +20,7 @@ from secc.runtime import plan
 from secc.runtime.errors import UserError
 from secc.runtime.functions import Applied, Function
 from secc.runtime.randomness.draws import Draws
+from secc.runtime.settings import Setting, applied
 from secc.runtime.tensor_parallel.group import ProcessGroup
 
 if TYPE_CHECKING:
@@ -113,6 +114,10 @@ class Section(nn.Module):
     def called(self, site: str) -> AbstractContextManager[None]:
         """Blocks called inside draw random numbers as called at these lines of the user's."""
         return nullcontext() if self.draws is None else self.draws.called(site)
+
+    def set(self, module: nn.Module, *settings: Setting) -> AbstractContextManager[None]:
+        """The block's modules are set inside as the user's forward had set them for this call."""
+        return applied(module, *settings)
 
     def recorded(self, batch: Batch, label: str, *sources: torch.Tensor) -> torch.Tensor:
         """A tensor that glue makes for a block, by the ops that were recorded for this micro-batch; `sources` are the plan's."""

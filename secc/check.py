@@ -1,12 +1,15 @@
 """Shows a plan exact: its own sections, schedule and engine on one rank, against the eager model, for every activation pattern.
 
 The plan's meshes are folded onto one rank and its micro-batches made small, so that a global batch of a few samples passes through
-every section in several micro-batches. What is compared is what training uses: the loss and every parameter's gradient.
+every section in several micro-batches. What is compared is what training uses: the loss and every parameter's gradient. Where the terms
+of a loss cancel (advantages that add up to 0), float32 leaves few digits of it, so what differs in float32 is compared in float64 again.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import math
 import random
 import sys
 import tempfile
@@ -17,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from secc.compiler import Compiled, compile_model
 from secc.errors import UserError
@@ -132,10 +136,11 @@ def _check_decisions(compiled: Compiled, rank: OneRank, pattern: frozenset[str])
         draws = Keyed(compiled.model, compiled.plan.draws, compiled.plan.symbols).of(compiled.user, samples)
         reference = _reference(compiled, compiled.user.collate(samples), draws)
         try:
-            parts = rank.step(samples, 1)
+            parts = _compared(compiled, rank, samples, 1, reference)
         except UserError:
             continue  # a sample that goes a way of its own is refused when it comes
-        if not compare(parts, reference, compiled.plan.dtype).exact:
+        # What is inexact in one micro-batch too is no matter of decisions.
+        if not parts.exact and _compared(compiled, rank, samples, len(samples), reference).exact:
             message = (
                 f"the loss depends on what Python reads of the whole batch: for {len(samples)} samples it is not what it is for each alone"
             )
@@ -154,15 +159,40 @@ def _check_pattern(compiled: Compiled, rank: OneRank, pattern: frozenset[str]) -
     sizes = (MICRO_BATCH, 1) if draws is not None else (MICRO_BATCH,)
     if compiled.plan.checks.get("accepted"):
         sizes = (len(samples),)  # what was accepted is exact where there is one micro-batch
-    found = [compare(rank.step(samples, most), reference, compiled.plan.dtype) for most in sizes]
+    found = [_compared(compiled, rank, samples, most, reference) for most in sizes]
     return PatternCheck(tuple(sorted(pattern)), len(samples), max(found, key=lambda d: max(d.loss, d.gradient)))
+
+
+def _compared(compiled: Compiled, rank: OneRank, samples: Sequence[Mapping[str, Any]], most: int, reference: Result) -> Difference:
+    """The difference of a step, in micro-batches of at most `most` samples; where it is more than allowed, the same in float64."""
+    found = compare(rank.step(samples, most), reference, compiled.plan.dtype)
+    if found.exact or compiled.plan.dtype:
+        return found
+    double = rank.doubled()
+    try:
+        draws = Keyed(double.model, compiled.plan.draws, compiled.plan.symbols).of(compiled.user, samples)
+        exact = eager(double.model, _in_double(compiled.user.collate(samples)), draws)
+        again = compare(double.step(samples, most), exact)
+    except Exception:  # the model cannot compute in float64: a dtype is spelt out
+        return found
+    return again if again.exact else found
+
+
+def _in_double(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """A batch with floats in float64."""
+    return tree_map(lambda v: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v, dict(batch))
 
 
 def _reference(compiled: Compiled, batch: Mapping[str, Any], draws: Draws | None) -> Result:
     """What plain PyTorch computes. Raises UserError where it fails."""
     assert compiled.model is not None
     try:
-        return eager(compiled.model, batch, draws)
+        found = eager(compiled.model, batch, draws)
+        if math.isfinite(found.loss):
+            return found
+        message = f"plain PyTorch's own loss of a batch is {found.loss}, so that no plan can be compared with it"
+        remedy = "a mean over no labels is nan: divide a sum by max(count, 1)"
+        raise UserError(message, compiled.user.forward_place or str(compiled.user.path), remedy)
     except UserError:
         raise
     except Exception as error:  # whatever the user's code raises
@@ -201,18 +231,24 @@ def _numpy_state() -> tuple[object, ...]:
 class OneRank:
     """A plan folded onto one rank, in this process."""
 
-    def __init__(self, plan: Plan, directory: Path, user: UserModel, model: nn.Module) -> None:
+    def __init__(self, plan: Plan, directory: Path, user: UserModel, model: nn.Module, double: bool = False) -> None:
+        self._given, self._double = (plan, directory, user), double
         mesh = Mesh((0,))
         folded = tuple(dataclasses.replace(s, mesh=mesh) for s in plan.sections)
-        self.plan = dataclasses.replace(plan, world_size=1, sections=folded)
+        edges = tuple(dataclasses.replace(e, dtype="float64" if double and e.dtype == "float32" else e.dtype) for e in plan.edges)
+        self.plan = dataclasses.replace(plan, world_size=1, sections=folded, edges=edges)
         self.user, self.model, self._fused = user, model, read(directory)
         self.sections: dict[str, Section] = {s.name: load_section(directory, s, model) for s in plan.sections}
         self.terms: Any = load_module(directory / "sections" / "terms.py")
         self.rerecorder = Rerecorder(plan, lambda: model, lambda _: list(self.sections.values()))
 
+    def doubled(self) -> OneRank:
+        """The same in float64."""
+        return OneRank(*self._given, copy.deepcopy(self.model).double(), double=True)
+
     def step(self, samples: Sequence[Mapping[str, Any]], most: int = MICRO_BATCH) -> Result:
         """Loss and gradients of one global batch, in micro-batches of at most `most` samples."""
-        plan = dataclasses.replace(self.plan, sections=tuple(_with_micro_batch(s, most) for s in self.plan.sections))
+        plan = dataclasses.replace(self.plan, sections=_uneven(self.plan.sections, most))
         singles = [self.rerecorder.with_rows(self.user.collate([s])) for s in samples]
         optional = {i.key for i in self.plan.inputs if i.optional}
         metas = [SampleMeta(i, frozenset(optional & b.keys()), sizes_of(b, self.plan.symbols)) for i, b in enumerate(singles)]
@@ -224,7 +260,8 @@ class OneRank:
 
         def batch_of(micro: MicroBatch) -> dict[str, Any]:
             batch = pad_batch(self.user.collate([samples[i] for i in micro.samples]), self.plan.inputs, widths)
-            return self.rerecorder.with_glue(batch, len(micro.samples), micro.section)
+            batch = self.rerecorder.with_glue(batch, len(micro.samples), micro.section)
+            return _in_double(batch) if self._double else batch
 
         self.model.zero_grad(set_to_none=True)
         engine = Engine(plan, self.sections, Transport(plan, 0, CPU), lambda _: None, Trace(None, 0, CPU))
@@ -239,5 +276,11 @@ class OneRank:
         return dict(zip(self.terms.LEAVES, map(sum, columns), strict=False))
 
 
-def _with_micro_batch(section: plan_schema.Section, most: int) -> plan_schema.Section:
-    return dataclasses.replace(section, micro_batch=min(section.micro_batch, most) if most <= MICRO_BATCH else most)
+def _uneven(sections: Sequence[plan_schema.Section], most: int) -> tuple[plan_schema.Section, ...]:
+    """The sections with micro-batches of at most `most` samples, every second one with one more: edges deal rows out anew.
+
+    Stages of one pipeline have the same, and what is to be one micro-batch is.
+    """
+    places = {name: i for i, name in enumerate(dict.fromkeys(s.pipeline or s.name for s in sections))}
+    own = [(s, min(s.micro_batch, most) + places[s.pipeline or s.name] % 2 if most <= MICRO_BATCH else most) for s in sections]
+    return tuple(dataclasses.replace(s, micro_batch=n) for s, n in own)

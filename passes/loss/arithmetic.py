@@ -230,5 +230,8 @@ def _divide_entries(ctx: Context, op: Computation, parts: tuple[Part, ...], abov
 def _bad_divisor(ctx: Context, op: Computation, below: SSAValue) -> State:
     if ctx.input_only(below):
         return ctx.bad(op, "divides by a value that depends on all samples and is no sum over them")
+    if ctx.drawn(below):
+        remedy = "divide by a number that sizes give, or draw the mask in dataset() and pass it"
+        return ctx.bad(op, "divides by a sum over samples of random numbers that forward draws", remedy)
     remedy = "divide by something that inputs alone decide, such as the number of labels or the sum of a mask"
     return balance(ctx, op, "divides by a sum over samples that depends on a block's result", remedy)

@@ -10,8 +10,8 @@ from xdsl.dialects.builtin import StringAttr
 from xdsl.ir import Operation, SSAValue
 
 from secc.errors import UserError
-from secc.ir.analysis import is_random
-from secc.ir.dialect import CaseOp, Computation, ConstOp, GlueOp, GraphOp, InputOp, ParamOp
+from secc.ir.analysis import is_random, producer
+from secc.ir.dialect import CallOp, CaseOp, Computation, ConstOp, GlueOp, GraphOp, InputOp, ParamOp
 from secc.ir.expr import Expr
 from secc.ir.types import TensorType, tensor
 from secc.ir.verify import where
@@ -49,6 +49,17 @@ class Context:
             self.inputs_alone.update(op.results)
             if not isinstance(op, InputOp | ParamOp) and all(o in self.given for o in op.operands):
                 self.given.update(op.results)
+
+    def drawn(self, value: SSAValue) -> bool:
+        """Whether a value comes from inputs and random numbers alone."""
+        queue, seen = [value], set[SSAValue]()
+        while queue:
+            op = producer(queue.pop())
+            if isinstance(op, CallOp | ParamOp):
+                return False
+            queue += [o for o in op.operands if o not in seen]
+            seen.update(op.operands)
+        return not self.input_only(value)
 
     def input_only(self, value: SSAValue) -> bool:
         """Whether a value depends on inputs and constants alone."""

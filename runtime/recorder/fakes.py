@@ -24,6 +24,7 @@ from secc.runtime.errors import UserError
 from secc.runtime.recorder import structure
 from secc.runtime.recorder.places import class_place
 from secc.runtime.recorder.recording import Drawn, Hazard
+from secc.runtime.settings import Setting
 
 Extents = Mapping[str, tuple[int, ...]]  # shapes of tensors by their access paths
 LARGE = 1 << 20  # entries of floating-point inputs (pictures, sounds) whose values hardly any forward reads and that cost time and memory
@@ -193,20 +194,26 @@ class Shapes:
         self._signatures: dict[str, Any] = {}
         self._digests: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of real tensors, with the version that they are of
 
-    def result(self, path: str, module: nn.Module, arguments: Any, run: Callable[[], Run], rule: Extents | None = None) -> Result:
-        """The result of `module(*arguments)`; `run` calls it. `rule` has the shapes of tensors in it."""
-        if rule is not None and (alike := self._alike.get(self._kind(path, module, arguments))) is not None:
+    def result(
+        self,
+        path: str,
+        module: nn.Module,
+        arguments: Any,
+        run: Callable[[], Run],
+        rule: Extents | None = None,
+        settings: tuple[Setting, ...] = (),
+    ) -> Result:
+        """The result of `module(*arguments)` under `settings`; `run` calls it. `rule` has the shapes of tensors in it."""
+        now = self._signature(path, module), _moment(), repr(settings)
+        if rule is not None and (alike := self._alike.get((*now, _shape_key(arguments, sizes=False)))) is not None:
             found = alike.sized(rule)
             if found is not None:
                 return found
-        return self._learnt(path, module, arguments, run)
+        return self._learnt(path, now, arguments, run)
 
-    def _kind(self, path: str, module: nn.Module, arguments: Any) -> Any:
-        return self._signature(path, module), _moment(), _shape_key(arguments, sizes=False)
-
-    def _learnt(self, path: str, module: nn.Module, arguments: Any, run: Callable[[], Run]) -> Result:
+    def _learnt(self, path: str, now: tuple[Any, ...], arguments: Any, run: Callable[[], Run]) -> Result:
         inputs = [t for _, t in structure.tensors(arguments)]
-        key = (self._signature(path, module), _moment(), _shape_key(arguments))
+        key = (*now, _shape_key(arguments))
         known = (key, self._values(inputs)) if key in self._reading else key
         if known in self._results:
             return self._results[known]
@@ -216,7 +223,7 @@ class Shapes:
         if reads:
             self._reading.add(key)
         self._results[(key, self._values(inputs)) if reads else key] = found
-        self._alike[self._kind(path, module, arguments)] = found
+        self._alike[(*now, _shape_key(arguments, sizes=False))] = found
         return found
 
     def _values(self, inputs: list[torch.Tensor]) -> tuple[bytes, ...]:

@@ -39,8 +39,10 @@ def needed(node: fx.Node) -> bool:
 
 
 def _drop_aliases(graph: fx.Graph) -> None:
+    """Copies that only lay a tensor out anew go, too: whether a reshape needs one depends on sizes."""
     for node in list(graph.nodes):
-        if node.target in (aten.alias.default, aten.lift_fresh.default, aten.lift_fresh_copy.default):
+        laid_out = node.target is aten.clone.default and node.kwargs.get("memory_format") is torch.contiguous_format
+        if laid_out or node.target in (aten.alias.default, aten.lift_fresh.default, aten.lift_fresh_copy.default):
             node.replace_all_uses_with(node.args[0])
 
 

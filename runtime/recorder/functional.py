@@ -85,7 +85,9 @@ class _Functional:
         try:
             with torch.no_grad(), Ops(self):  # type: ignore[arg-type]
                 for node in self._graph.nodes:
-                    self._meta = {k: node.meta.get(k) for k in (*MOMENT, "draw", "reads", "site") if k in MOMENT or k in node.meta}
+                    self._meta = {
+                        k: node.meta.get(k) for k in (*MOMENT, "draw", "reads", "settings", "site") if k in MOMENT or k in node.meta
+                    }
                     self._env[node] = self._node(node)
                     if self._carries(node):
                         self._carrying.add(node)

@@ -35,6 +35,7 @@ from secc.runtime.recorder.modes import Calls, Ops, autograd_functions, idle_aut
 from secc.runtime.recorder.origins import Origins
 from secc.runtime.recorder.places import class_place, drawer, is_internal, paths_of, place, short_place
 from secc.runtime.recorder.recording import BlockError, Drawn, Hazard, Recording
+from secc.runtime.recorder.settings import Settings, watched
 from secc.runtime.recorder.tape import Tape, here
 from secc.runtime.recorder.touched import Touched
 from secc.runtime.user_model import loss_of, scalars_of
@@ -74,6 +75,7 @@ class Recorder:
         self._tensors = {n: t for n, t in (*self._model.named_parameters(), *self._model.named_buffers())}
         self._state = {id(t): n for n, t in self._tensors.items()}
         self._paths, self._origins = paths_of(self._model), Origins(self._state)
+        self._settings = Settings(self._modules)
         self._shapes, self._layers, self.attend = Shapes(), _layers(self._model), Attention(self._mode)
         self._valueless = True  # large inputs have no values, until forward has asked for one
         self._observer = Observer()
@@ -131,8 +133,11 @@ class Recorder:
         inputs = self._copies(batch)
         for name, tensor in _named(inputs):
             self._tape.bind(tensor, self._tape.head("placeholder", name, tensor))
-        with Calls(self), Ops(self), autograd_functions(self), idle_autocast(self):
-            found = self._forward(inputs)
+        try:
+            with Calls(self), Ops(self), autograd_functions(self), idle_autocast(self), watched(self._set):
+                found = self._forward(inputs)
+        finally:
+            self._settings.reset()
         self._tape.graph.output(() if found is None else self._tape.node(found[0]))
         for name, tensor in found[1].items() if found is not None and self.logs else ():
             meta = self._tape.node(tensor).meta
@@ -281,6 +286,11 @@ class Recorder:
         """Forward asks for autocast on a device that is not here."""
         self._hazards[Hazard("", "autocast", "cuda", place())] = None
 
+    def _set(self, module: nn.Module, name: str, value: Any) -> None:
+        """An attribute of a module is set."""
+        if not self.paused:
+            self._settings.note(module, name, value)
+
     def function(self, cls: Any, args: Any, run: Callable[..., Any]) -> Any:
         """The user applies a `torch.autograd.Function`."""
 
@@ -340,10 +350,11 @@ class Recorder:
             call, rule = self._node(path, args, kwargs), self._rule(path, args, kwargs)
             unknown = structure.replace((args, kwargs), lambda _, leaf: self._executor.fake(leaf))
             self._running = path, {id(t) for _, t in structure.tensors((args, kwargs, *unknown))}
-            result = self._shapes.result(path, module, unknown, lambda: self._run(path, module, *unknown), rule)
+            settings = self._settings.of(path)
+            result = self._shapes.result(path, module, unknown, lambda: self._run(path, module, *unknown), rule, settings)
             self._running = "", set()
             out, new = result.build(self._mode, [t for _, t in structure.tensors((args, kwargs))])
-            call.meta["reads"] = result.reads
+            call.meta["reads"], call.meta["settings"] = result.reads, settings
             if not result.is_plain:
                 self._touched.see((args, kwargs))
             for leaf, tensor in new:
@@ -378,7 +389,8 @@ class Recorder:
             return module._call_impl(*args, **kwargs)
         watch, site = self._watch, drawer(self._paths)[1]
         site = site[: len(site) - len(watch.outside)]
-        result = self._shapes.result(path, module, (args, kwargs), lambda: self._run(path, module, args, kwargs))
+        run = lambda: self._run(path, module, args, kwargs)  # noqa: E731
+        result = self._shapes.result(path, module, (args, kwargs), run, settings=self._settings.of(path))
         self._watch = watch.joined(result.reads, result.hazards, (d.at(path, site) for d in result.draws))
         out, new = result.build(self._mode, [t for _, t in structure.tensors((args, kwargs))])
         for leaf, tensor in new:

@@ -17,6 +17,7 @@ from xdsl.ir import Operation, SSAValue
 from secc.codegen.names import Scope, identifier
 from secc.ir import draws, expr, recorded, template, vocabulary
 from secc.ir.dialect import (
+    SETTINGS,
     CallOp,
     Computation,
     ConstOp,
@@ -138,8 +139,8 @@ class BodyPrinter:
         return self.parts[size.value.data]
 
     def _call(self, op: CallOp) -> list[Line]:
-        place, context = where(op), ", ".join(filter(None, (_context(op), self._site(op))))
         attribute = self.attributes[op.target.data]
+        place, context = where(op), ", ".join(filter(None, (_context(op), self._site(op), _settings(op, attribute))))
         called = f"self.{attribute}({self._arguments(op)})"
         outs = strings(op.outs)
         if outs == ("",):
@@ -192,6 +193,12 @@ def _context(op: Computation) -> str:
     if isinstance(autocast, StringAttr):
         parts.append(f"torch.autocast({autocast.data})")
     return ", ".join(parts)
+
+
+def _settings(op: CallOp, attribute: str) -> str:
+    """The context in which a block's modules are set as the user's forward had set them."""
+    found = op.attributes.get(SETTINGS)
+    return f"self.set(self.{attribute}, {found.data})" if isinstance(found, StringAttr) else ""
 
 
 def _layout(code: Sequence[Line]) -> list[str]:

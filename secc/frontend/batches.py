@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from secc.runtime.sizes import pad_batch, sizes_of
 from secc.runtime.user_model import UserModel
 
 _TURNS = 3  # choices of samples that are tried for micro-batches whose sizes move independently
+_BEYOND = (2, 5, 3, 7, 4)  # by how much one width is padded beyond another
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Batches:
         turns = ((turn, [collated(s) for s in survey.batches(pattern, turn=turn)]) for turn in range(_TURNS))
         self._turn, self.ragged = _most_independent(turns)
         self.even = [collated(s) for s in survey.batches(pattern, even=True, turn=self._turn)]
+        self.crossed = list(self._crossed())
 
     def record(self) -> list[Observed]:
         """Ragged and even micro-batches recorded; of the even ones only the first if ragged ones enough take the same way.
@@ -53,7 +56,7 @@ class Batches:
         Conditions on the inputs that were the same in all of them are looked for in single samples. Micro-batches of one for which they
         are others (a clip without padding) are recorded as well.
         """
-        found = self._recorded(self.ragged, self.even)
+        found = self._recorded(self.ragged, self.even) + [o for b in self.crossed if (o := self._tried(b)) is not None]
         for sample in self._others(found):
             ragged, even = ([self._collated(s) for s in self._survey.batches(self._pattern, even, of=sample)] for even in (False, True))
             found += self._recorded(ragged, even)
@@ -90,7 +93,9 @@ class Batches:
                 known[id(sample)] = shapes_alone(self._recorder, self._user, sample)
             return known[id(sample)]
 
-        return [replace(self._observe(b), parts=tuple(map(alone, b.samples))) for b in (*self.ragged, *self.even)]
+        seen = [(b, self._observe(b)) for b in (*self.ragged, *self.even)]
+        seen += [(b, o) for b in self.crossed if (o := self._tried(b)) is not None]
+        return [replace(o, parts=tuple(map(alone, b.samples))) for b, o in seen]
 
     def _observe(self, b: Batch) -> Observed:
         return Observed(fold(self._recorder.record(b.batch)), b.sizes)
@@ -98,12 +103,28 @@ class Batches:
     def __call__(self, name: str, size: int) -> Observed | None:
         """A probe: the ragged micro-batch that is narrowest along the width symbol `name`, padded to `size`."""
         b = min(self.ragged, key=lambda b: b.sizes[name])
+        found = self._tried(self._padded(b, name, size))
+        return None if found is None else replace(found, parts=tuple(shapes_alone(self._recorder, self._user, s) for s in b.samples))
+
+    def _crossed(self) -> Iterator[Batch]:
+        """The ragged micro-batches with one width padded beyond another, for each two that samples have in an order which these never have.
+
+        What depends on the wider one of both (chosen and rejected answers that are padded alike) would look like a function of either.
+        """
+        for wide, narrow in permutations(sorted(self.free), 2):
+            met = any(b.sizes[wide] > b.sizes[narrow] for b in self.ragged)
+            if not met and any(sizes[wide] > sizes[narrow] for sizes in self._inputs.sizes):
+                yield from (self._padded(b, wide, b.sizes[narrow] + more) for b, more in zip(self.ragged, _BEYOND, strict=False))
+
+    def _padded(self, b: Batch, name: str, size: int) -> Batch:
+        return Batch(pad_batch(b.batch, self._inputs.inputs, {name: size}), {**b.sizes, name: size}, b.samples)
+
+    def _tried(self, b: Batch) -> Observed | None:
+        """A padded micro-batch recorded; None where the model refuses its width."""
         try:
-            padded = pad_batch(b.batch, self._inputs.inputs, {name: size})
-            found = self._observe(Batch(padded, {**b.sizes, name: size}, b.samples))
-            return replace(found, parts=tuple(shapes_alone(self._recorder, self._user, s) for s in b.samples))
+            return self._observe(b)
         except (UserError, ValueError):
-            return None  # the model or collate refuses this width
+            return None
 
     def held_out(self) -> Iterator[Observed]:
         """Ragged micro-batches of a turn that was not captured: in the place of each, other samples."""

@@ -115,9 +115,21 @@ class Fitter:
         yield from _fits(values, itertools.combinations(every, 2))
         yield from _fits(values, ((*pair, one) for pair in itertools.combinations(small, 2)))
         yield from _fits(values, itertools.combinations(small, 3))
+        yield from self._wider(values, [one, *small])
         if found := strides(self.rows, values, self.moving, self._free):
             self.doubt, self.divided = self.doubt or telling(found, self.rows, self._free), True
             yield found[0].expr()
+
+    def _wider(self, values: Column, others: Sequence[Base]) -> Iterator[Expr]:
+        """Expressions in the wider one of two widths that were met in both orders: what pads one like the other takes it."""
+        widths = [n for n in self.moving if n in self._free]
+        for a, b in itertools.combinations(widths, 2):
+            if {row[a] > row[b] for row in self.rows} == {True, False}:
+                wider = sympy.Max(symbol(a), symbol(b))
+                most = tuple(max(row[a], row[b]) for row in self.rows)
+                times: list[Base] = [(partial(sympy.Mul, make(), wider), _times(column, most)) for make, column in others]
+                yield from _fits(values, ((base,) for base in times))
+                yield from _fits(values, itertools.product(times, others))
 
     def _factors(self) -> Iterator[tuple[Expr, Column]]:
         """What a moved real number may be a multiple of: monomials, and those with one symbol less a few (B*(S - 1))."""
@@ -127,6 +139,10 @@ class Fitter:
             column = tuple(v * (row[name] + shift) for v, row in zip(c, self.rows, strict=True))
             if 0 not in column:
                 yield e * (symbol(name) + shift), column
+
+
+def _times(a: Column, b: Column) -> Column:
+    return tuple(x * y for x, y in zip(a, b, strict=True))
 
 
 def _monomial(names: Sequence[str]) -> Expr:

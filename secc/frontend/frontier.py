@@ -2,8 +2,8 @@
 
 A component with one stack of alike layers is one block, as far up as nothing else is in it: the climb ends below a module that adds a head
 (its output is much wider than its input), that computes the loss or takes labels, because the loss has to be seen, and heads want to be
-placed on their own. A module with several stacks is opened; one without a stack is a block if it has weights. A component that is to be
-cut into stages is opened too, and its layers are the blocks.
+placed on their own. A module with several stacks is opened; one without a stack is a block if it has weights, unless it gives a loss beside
+its results (a codebook's). A component that is to be cut into stages is opened too, and its layers are the blocks.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class Seen:
     last: int = 0
     labels: bool = False
     loss: bool = False
+    losses: bool = False  # whether it returned one beside other results
     widths: tuple[int, int] = (0, 0)
 
 
@@ -154,7 +155,7 @@ class _Tree:
     def _opened(self, path: str, seen: Mapping[str, Seen]) -> bool:
         """Whether a called module has to be seen into."""
         stacks = self.stacks(path)
-        if seen[path].loss or seen[path].labels or len(stacks) > 1:
+        if seen[path].loss or seen[path].labels or len(stacks) > 1 or (seen[path].losses and not stacks):
             return True
         if not stacks or not self._whole(path, stacks[0], seen):
             return False
@@ -215,6 +216,7 @@ class _Observer(Observer):
         found.widths = (self._widths.pop(), _features(result))
         loss = result if isinstance(result, torch.Tensor) else getattr(result, "loss", None)
         found.loss |= isinstance(loss, torch.Tensor) and loss.ndim == 0 and loss.is_floating_point()
+        found.losses |= any(t.ndim == 0 and t.requires_grad for _, t in tensors(result))
 
 
 def _features(value: Any) -> int:

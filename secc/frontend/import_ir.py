@@ -21,6 +21,7 @@ from secc.frontend.statistics import means
 from secc.ir import draws, expr, recorded, samples, template
 from secc.ir.attributes import number
 from secc.ir.dialect import (
+    SETTINGS,
     BlockOp,
     CallOp,
     CaseOp,
@@ -224,6 +225,8 @@ class _Case:
             op.attributes[draws.SITE] = StringAttr(node.meta["site"])
         if any(o.meta["alone"] for o in outs):
             op.attributes[ALONE] = texts(str(o.args[1]) for o in outs if o.meta["alone"])
+        if settings := node.meta.get("settings"):
+            op.attributes[SETTINGS] = StringAttr(template.format(template.Arguments(list(settings), {})))
         self._add(op, *outs)
 
     def _glue(self, node: fx.Node) -> None:

@@ -67,6 +67,7 @@ def signature(graph: fx.Graph) -> Any:
             n.meta.get("grad"),
             n.meta.get("autocast"),
             n.meta.get("site"),
+            repr(n.meta.get("settings") or ()),
             n.meta["read"][0] if is_read(n) else None,
             len(n.meta.get("shape") or ()),
             n.meta.get("dtype"),

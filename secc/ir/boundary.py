@@ -20,6 +20,7 @@ from secc.ir.dialect import BlockOp, CallOp, CaseOp, GlueOp, GraphOp, ParamOp, s
 from secc.ir.digraph import Cut
 from secc.ir.edges import places
 from secc.ir.expr import Expr
+from secc.ir.order import Order
 from secc.ir.recorded import SPARE, label
 from secc.ir.types import TensorType, tensor
 
@@ -43,15 +44,16 @@ class Boundary:
         self.graph, self.src, self.dst = graph, src, dst
         self.statistics, self.cut = Statistics(graph), Cut()
         self.sections = {s.sym.data: s for s in graph.sections}
-        self.prices, self._sendable, self.blocks = prices, dict[tuple[TensorType, str], bool](), graph.blocks
+        self.prices, self._sendable, self.blocks = prices, dict[tuple[TensorType, str, bool], bool](), graph.blocks
         own = sum(weight_bytes(self.blocks[b]) for b in strings(self.sections[dst].blocks))
         self.room = prices.growth * own if prices.room is None else prices.room
 
-    def can_send(self, kind: TensorType, src: str) -> bool:
-        """Whether a tensor of a type can be sent from a section to `dst`."""
-        if (kind, src) not in self._sendable:
-            self._sendable[kind, src] = can_send(self.graph, kind, self.sections[src], self.sections[self.dst])
-        return self._sendable[kind, src]
+    def can_send(self, kind: TensorType, src: str, mixed: bool) -> bool:
+        """Whether a tensor of a type, its rows out of order or not, can be sent from a section to `dst`."""
+        key = kind, src, mixed
+        if key not in self._sendable:
+            self._sendable[key] = can_send(self.graph, kind, self.sections[src], self.sections[self.dst], mixed)
+        return self._sendable[key]
 
     def computed_by_dst(self) -> set[Operation] | None:
         """The ops of the two sections that `dst` is to compute, in all cases; None if there is no possible boundary."""
@@ -70,7 +72,7 @@ class _Network:
     def __init__(self, boundary: Boundary, case: CaseOp) -> None:
         self.b, self.case, self.cut = boundary, case, boundary.cut
         self.at, self.origin, self.wanted = places(case), origins(case), with_gradient(case)
-        self.first = _first_calls(case, boundary.src)
+        self.first, self.mixed = _first_calls(case, boundary.src), Order(boundary.graph, case).mixed
         self.movable = {op for op in case.ops if section_of(op) == boundary.src and self._may_move_down(op)}
         self.blocks_move = any(isinstance(op, CallOp) for op in self.movable)
 
@@ -131,7 +133,7 @@ class _Network:
             elsewhere = section not in {self.b.src, self.b.dst}
             if elsewhere and any(section_of(u.operation) == self.b.dst for u in result.uses):
                 price = 0.0
-            elif self.b.can_send(tensor(result), section if elsewhere else self.b.src):
+            elif self.b.can_send(tensor(result), section if elsewhere else self.b.src, result in self.mixed):
                 price = self._bytes(result)
             else:
                 price = None

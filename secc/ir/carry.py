@@ -44,19 +44,22 @@ def pipeline_of(section: SectionOp) -> str:
     return found.data if isinstance(found, StringAttr) else ""
 
 
-def carry_between(graph: GraphOp, kind: TensorType, src: SectionOp, dst: SectionOp) -> Carry:
-    """How an edge carries a tensor of this type from one section to another. Raises NotCarriable."""
+def carry_between(graph: GraphOp, kind: TensorType, src: SectionOp, dst: SectionOp, mixed: bool = False) -> Carry:
+    """How an edge carries a tensor of this type from one section to another. `mixed`: its rows are out of order (`secc.ir.order`).
+    Raises NotCarriable."""
     if pipeline_of(src) and pipeline_of(src) == pipeline_of(dst):
         return carry_whole(graph, kind)
+    if mixed:
+        raise NotCarriable(f"the rows of {_shape(kind)} do not stand sample after sample")
     how = carry(graph, kind)
     check_reach(graph, how, strings(src.when), strings(dst.when))
     return how
 
 
-def can_send(graph: GraphOp, kind: TensorType, src: SectionOp, dst: SectionOp) -> bool:
+def can_send(graph: GraphOp, kind: TensorType, src: SectionOp, dst: SectionOp, mixed: bool = False) -> bool:
     """Whether an edge can carry a tensor of this type from one section to another."""
     try:
-        carry_between(graph, kind, src, dst)
+        carry_between(graph, kind, src, dst, mixed)
     except NotCarriable:
         return False
     return True
@@ -74,7 +77,7 @@ def carry(graph: GraphOp, kind: TensorType) -> Carry:
     """How an edge carries a tensor of this type by rows.
 
     One dim adds up over samples (`B`, `576*n_pixel_values`); the others are constant or, where micro-batches have their own widths
-    (`widths "own"`), plain width symbols that can be cut. Raises NotCarriable.
+    (`widths "own"`), plain width symbols that can be cut, or the widest of several. Raises NotCarriable.
     """
     rows = {name for name, s in graph.symbols.items() if s.kind.data == "rows"}
     shape = kind.shape
@@ -135,9 +138,11 @@ def _exact(quotient: Expr) -> Expr:
 
 
 def _extent(graph: GraphOp, dim: int, size: Expr) -> str:
-    if not isinstance(size, sympy.Symbol):
+    widths = size.args if isinstance(size, sympy.Max) else (size,)  # the wider of two: what was padded alike
+    sides = {_side(graph, graph.symbols[w.name]) for w in widths if isinstance(w, sympy.Symbol)}
+    if not all(isinstance(w, sympy.Symbol) for w in widths) or len(sides) != 1:
         raise NotCarriable(f"dim {dim}, {expr.text(size)}, cannot be cut to a sample's own width")
-    return f"{dim} {size.name} {_side(graph, graph.symbols[size.name])}"
+    return f"{dim} {expr.text(size)} {sides.pop()}"
 
 
 def _side(graph: GraphOp, symbol: SymbolOp) -> str:

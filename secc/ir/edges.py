@@ -16,6 +16,7 @@ from secc.ir.carry import WHOLE, Carry, NotCarriable, carry_between, vanishes
 from secc.ir.dialect import CallOp, CaseOp, Computation, GraphOp, ParamOp, section_of, strings
 from secc.ir.draws import site
 from secc.ir.naming import identifier, tail, unique
+from secc.ir.order import Order
 from secc.ir.types import TensorType, tensor
 from secc.ir.verify import where
 
@@ -34,6 +35,7 @@ class Crossing:
     made: Place
     used: frozenset[Place]
     grad: bool  # whether a gradient of the loss comes back
+    mixed: bool  # whether its rows are out of order
 
     @property
     def producer(self) -> Operation:
@@ -63,9 +65,9 @@ class Edge:
         return ends and alike and all(c.case is not crossing.case for c in self.crossings)
 
 
-def crossings(case: CaseOp) -> list[Crossing]:
+def crossings(graph: GraphOp, case: CaseOp) -> list[Crossing]:
     """The values that cross sections in a case, each once for each section that uses it, in the order of the case."""
-    at, wanted = places(case), with_gradient(case)
+    at, wanted, mixed = places(case), with_gradient(case), Order(graph, case).mixed
     found: list[Crossing] = []
     for op in case.ops:
         src = section_of(op)
@@ -74,7 +76,7 @@ def crossings(case: CaseOp) -> list[Crossing]:
             ends = dict.fromkeys(end for u in uses if (end := section_of(u.operation)) not in {None, src})
             for dst in ends:
                 used = frozenset((*at[u.operation], u.index) for u in uses if section_of(u.operation) == dst)
-                found.append(Crossing(case, result, str(src), str(dst), (*at[op], result.index), used, result in wanted))
+                found.append(Crossing(case, result, str(src), str(dst), (*at[op], result.index), used, result in wanted, result in mixed))
     return found
 
 
@@ -94,7 +96,7 @@ def edges_of(graph: GraphOp) -> tuple[list[Edge], list[Problem]]:
     """The edges of all cases, and the crossings that cannot be edges, each with the reason."""
     builder = _Builder(graph)
     for case in graph.cases:
-        builder.add(crossings(case))
+        builder.add(crossings(graph, case))
     builder.problems += [p for edge in builder.edges if (p := _missing_somewhere(graph, edge))]
     return builder.edges, builder.problems
 
@@ -138,7 +140,7 @@ class _Builder:
     def _open(self, crossing: Crossing) -> None:
         kind = tensor(crossing.value)
         try:
-            how = carry_between(self.graph, kind, self.sections[crossing.src], self.sections[crossing.dst])
+            how = carry_between(self.graph, kind, self.sections[crossing.src], self.sections[crossing.dst], crossing.mixed)
         except NotCarriable as reason:
             self.problems.append((crossing, str(reason)))
         else:

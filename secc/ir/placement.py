@@ -13,6 +13,7 @@ from xdsl.ir import Operation, SSAValue
 from secc.ir.analysis import Origin, active, mode_of, origins, producer, strongest, users, with_gradient
 from secc.ir.carry import can_send
 from secc.ir.dialect import CallOp, CaseOp, GlueOp, GraphOp, ParamOp, SectionOp, TermOp, section_of, set_section, strings
+from secc.ir.order import Order
 from secc.ir.recorded import SPARE, label
 from secc.ir.types import tensor
 
@@ -33,7 +34,7 @@ class _Placement:
         self.sections = {s.sym.data: s for s in graph.sections}
         self.rank = {name: i for i, name in enumerate(self.sections)}
         self.home = {path: s.sym.data for s in graph.sections for path in strings(s.blocks)}
-        self.origin = origins(case)
+        self.origin, self.mixed = origins(case), Order(graph, case).mixed
 
     def run(self) -> None:
         for op in self.case.ops:
@@ -77,7 +78,8 @@ class _Placement:
 
     def _can_send(self, op: GlueOp, src: str | None, dst: str) -> bool:
         used = [r for r in op.results if any(section_of(u.operation) == dst for u in r.uses)]
-        return src is not None and all(can_send(self.graph, tensor(r), self.sections[src], self.sections[dst]) for r in used)
+        ends = self.sections[src or dst], self.sections[dst]
+        return src is not None and all(can_send(self.graph, tensor(r), *ends, r in self.mixed) for r in used)
 
 
 def repeat(op: Operation, section: str) -> None:

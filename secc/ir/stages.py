@@ -133,7 +133,7 @@ class Units:
             stuck = self._stuck(value)
             for cut in range(first, last):
                 if stuck:
-                    crossing = Crossing(case, value, "", "", (*at[value.owner], value.index), frozenset(), False)
+                    crossing = Crossing(case, value, "", "", (*at[value.owner], value.index), frozenset(), False, False)
                     self._forbid(cut, f"{label(crossing)} cannot cross: {stuck}", crossing.where)
                 elif cut in self.cuts and not again:
                     self.cuts[cut] += statistics.mean_in(case, nbytes(value)) * (2 if value in wanted else 1)

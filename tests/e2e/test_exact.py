@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from secc.check import checked
+from secc.compiler import Options, compile_model
 from secc.runtime.user_model import load
 from tests.e2e.harness import compile_to, differences, distributed, plain, recording_model
 
@@ -58,3 +60,38 @@ def test_distillation_trains_as_plain_pytorch(taught: Path, ranks: int, tmp_path
     reference = plain(taught, GLOBAL_BATCH, STEPS, tmp_path / "plain")
     compile_to(taught, tmp_path / "plan", cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, strategy="apart", fuse=True)
     assert list(differences(distributed(tmp_path / "plan", ranks, STEPS, tmp_path / "run"), reference)) == []
+
+
+CANCELS = """
+import torch
+from torch import nn
+
+
+class Policy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 6))
+
+    def forward(self, x, gain):
+        found = self.net(x).log_softmax(-1)
+        ratio = torch.exp(found - found.detach())
+        return (ratio * gain[..., None]).mean()
+
+
+def model():
+    return Policy()
+
+
+def dataset():
+    made = []
+    for i in range(40):
+        gain = torch.randn(4, generator=torch.Generator().manual_seed(i))
+        made.append({"x": torch.randn(4, 8, generator=torch.Generator().manual_seed(i)), "gain": gain - gain.mean()})
+    return made
+"""
+
+
+def test_a_loss_whose_terms_cancel_is_compared_in_float64(tmp_path: Path) -> None:
+    """Advantages of a group add up to 0, and so does the loss, but for rounding."""
+    (tmp_path / "model.py").write_text(CANCELS)
+    assert checked(compile_model(tmp_path / "model.py", Options(cluster="local:2", global_batch=12)), required=True)

@@ -20,6 +20,7 @@ ADAPTED = {
     "lora_tower": {"vision_tower": "train", "language_model": "dgrad"},
     "lora_t5": {"encoder": "train", "decoder": "train"},
     "lora_student": {"teacher": "forward", "student": "train"},
+    "dpo_lora": {"model": "train"},
 }
 
 

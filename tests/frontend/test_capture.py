@@ -186,3 +186,43 @@ def test_a_width_that_all_captures_of_a_way_share_is_no_constant(tmp_path: Path)
     user = load(tmp_path / "model.py")
     found = captured(user)
     assert_exact(user, found, [user.sample(i) for i in range(12, 17)], real_model(user))
+
+
+JOINED = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(30, 8, padding_idx=0), nn.Linear(8, 8)
+
+    def forward(self, a, b):
+        width = max(a.shape[1], b.shape[1])
+        both = torch.cat([F.pad(a, (0, width - a.shape[1])), F.pad(b, (0, width - b.shape[1]))])
+        return (self.head(self.embed(both)).square().sum(-1) * (both != 0)).sum() / (both != 0).sum()
+
+
+def model():
+    return Model()
+
+
+def dataset():
+    made = []
+    for i in range(64):
+        g = torch.Generator().manual_seed(i)
+        made.append({"a": torch.randint(1, 30, (30 - i % 12,), generator=g), "b": torch.randint(1, 30, (4 + 7 * i % 20,), generator=g)})
+    return made
+"""
+
+
+def test_widths_are_captured_in_both_orders_that_samples_have(tmp_path: Path) -> None:
+    """Every micro-batch of several samples has the one wider; there are samples that have the other."""
+    (tmp_path / "model.py").write_text(JOINED)
+    user = load(tmp_path / "model.py")
+    found, samples = captured(user), [user.sample(i) for i in range(64)]
+    other = [s for s in samples if len(s["a"]) <= len(s["b"])]
+    for some in (samples[:5], other[:1], other[1:3]):
+        assert_exact(user, found, some, real_model(user))

@@ -55,6 +55,14 @@ def test_an_explanation_fits_every_observation(values: list[int]) -> None:
     assert found is None or [evaluate(found, row) for row in ROWS] == values
 
 
+@pytest.mark.parametrize("source", ["max(S, T)", "max(S, T) - S", "2*B*max(S, T)", "B*max(S, T) - B"])
+def test_the_wider_of_two_widths_is_found_where_both_orders_were_met(source: str) -> None:
+    rows = [{**row, "T": t} for row, t in zip(ROWS, (14, 12, 19, 21, 23), strict=True)]
+    wanted = parse(source)
+    found = Fitter(rows, free={"S", "T"}).integer([int(evaluate(wanted, row)) for row in rows])
+    assert found is not None and text(found) == text(wanted)
+
+
 def test_numbers_without_a_reason_stay_unexplained() -> None:
     assert Fitter(ROWS).integer([914, 13, 577, 2, 86]) is None
     assert Fitter(ROWS).real([0.5, 0.1, 0.77, 0.3, 0.9]) is None

@@ -295,6 +295,34 @@ def test_a_part_called_from_outside_of_its_block_is_a_block_of_its_own() -> None
     assert_replays(found, model)
 
 
+def test_what_forward_sets_on_modules_is_noted_with_the_calls_that_found_it() -> None:
+    class Switched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop, self.off, self.names = nn.Dropout(0.5), False, ["a"]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.drop(x)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(5, 5), Switched(), Switched())
+
+        def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+            first = self.inner(x)
+            self.inner[1].off, self.inner[1].known = True, 3
+            self.inner.eval()
+            second = self.inner(x)
+            self.inner[1].off, self.inner[2].names = False, ["b"]
+            return (first + second + self.inner.train()(x)).mean()
+
+    recorder = Recorder(Outer(), ["inner"])
+    for _ in range(2):  # the second recording starts from the model as it was made
+        settings = [call.meta["settings"] for call in recorder.record(BATCH).calls]
+        assert settings == [(), (("off", True, "1"), ("training", False)), (("names", ["b"], "2"),)]
+
+
 def test_autocast_is_noted_and_replayed() -> None:
     def glue(m: Model, h: torch.Tensor, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -14,6 +14,7 @@ from secc.runtime import recompute
 from secc.runtime.alternate import every_second
 from secc.runtime.errors import UserError
 from secc.runtime.plan import to_json
+from secc.runtime.settings import applied
 from tests.runtime.captioner import TOGETHER, reference, write_plan
 from tests.runtime.training import metrics, train
 
@@ -150,3 +151,27 @@ def test_a_plan_that_recomputes_trains_as_plain_pytorch(tmp_path: Path) -> None:
     for rank in ranks:
         for name, value in rank["state"].items():
             torch.testing.assert_close(value, plain.state[name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_layer_runs_again_as_it_was_set_in_its_forward() -> None:
+    class Switch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.times = nn.Linear(WIDTH, WIDTH), 1.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.inner(x) * self.times).tanh()
+
+    torch.manual_seed(0)
+    tower = nn.Sequential(nn.Sequential(Switch(), Switch()))
+    x = torch.randn(3, WIDTH)
+
+    def gradients() -> list[torch.Tensor]:
+        with applied(tower[0], ("times", 2.0, "1")):
+            y = tower(x)
+        assert [layer.times for layer in tower[0]] == [1.0, 1.0]
+        return list(torch.autograd.grad(y.sum() + tower(x).square().sum(), list(tower.parameters())))
+
+    wanted = gradients()
+    recompute.install(tower, ["0"], "full")
+    torch.testing.assert_close(gradients(), wanted, rtol=0, atol=0)

@@ -10,6 +10,7 @@ from tools.zoo_models import (
     experts,
     grids,
     hybrids,
+    objectives,
     structures,
     tiles,
     unified,
@@ -18,7 +19,7 @@ from tools.zoo_models import (
 )
 from tools.zoo_models.entry import Entry
 
-_FAMILIES = (vision, tiles, grids, video, audio, documents, encoder_decoder, experts, hybrids, unified, structures, adapters)
+_FAMILIES = (vision, tiles, grids, video, audio, documents, encoder_decoder, experts, hybrids, unified, structures, adapters, objectives)
 
 
 def entries() -> list[Entry]:

@@ -27,7 +27,7 @@ from secc.frontend.cuts.verify import Verdict, verify
 from secc.frontend.survey import Survey
 from secc.ir.analysis import number_of, text_of
 from secc.ir.cuts import cut_op
-from secc.ir.dialect import GraphOp, TieOp, graph_of, strings, texts
+from secc.ir.dialect import SETTINGS, CallOp, GraphOp, TieOp, graph_of, strings, texts
 from secc.ir.vocabulary import wide
 from secc.runtime.fusion.install import install
 from secc.runtime.plan import Rewrite, Shard, Style
@@ -65,7 +65,10 @@ def annotate(
     put into it, and their code.
     """
     graph = graph_of(module)
-    wanted = [(block, tp) for s in graph.sections if (tp := int(number_of(s, "tp") or 1)) > 1 for block in strings(s.blocks)]
+    whole = changed(graph)
+    wanted = [
+        (block, tp) for s in graph.sections if (tp := int(number_of(s, "tp") or 1)) > 1 for block in strings(s.blocks) if block not in whole
+    ]
     if not wanted:
         return False
     layers = {path: m for block, _ in wanted for path, m in layers_of(meta, block)}
@@ -82,6 +85,12 @@ def annotate(
         for path, cutting in _alone(meta, block, ties, count):
             _add(graph, block, path, count, cutting)
     return True
+
+
+def changed(graph: GraphOp) -> set[str]:
+    """The blocks that forward sets otherwise for some call (an adapter switched off), for which nothing is shown."""
+    calls = (op for case in graph.cases for op in case.ops if isinstance(op, CallOp))
+    return {call.target.data for call in calls if SETTINGS in call.attributes}
 
 
 def layers_of(model: nn.Module, block: str) -> Iterator[tuple[str, nn.Module]]:

@@ -11,7 +11,7 @@ from xdsl.dialects.builtin import ModuleOp
 
 from secc.cluster import Cluster
 from secc.cost.examples import Samples
-from secc.frontend.cuts.annotate import bared, layer_key, layers_of
+from secc.frontend.cuts.annotate import bared, changed, layer_key, layers_of
 from secc.frontend.cuts.find import find
 from secc.frontend.cuts.known import columns
 from secc.frontend.cuts.observe import Observer
@@ -34,7 +34,10 @@ def note_limits(
     if cluster.device.backend == "cpu":
         return
     graph, counts = graph_of(module), [1 << i for i in range(1, cluster.per_node.bit_length()) if 1 << i <= cluster.per_node]
-    source, stacks = meta if model is None else model, [b for b, op in graph.blocks.items() if op.layers is not None and op.layers.data]
+    source, stacks = (
+        meta if model is None else model,
+        [b for b, op in graph.blocks.items() if op.layers is not None and op.layers.data and b not in changed(graph)],
+    )
     wanted = {block: dict(layers_of(source, block)) for block in stacks}
     layers = {path: m for block in wanted.values() for path, m in block.items()}
     firsts = {layer_key(m): path for path, m in reversed(layers.items())}

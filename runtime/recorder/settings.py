@@ -1,0 +1,76 @@
+"""What the user's forward sets on modules while it is recorded, as far as it is plain data; see `secc.runtime.settings`.
+
+Only what is set between blocks counts: what a block sets when it runs, it sets on a rank too. Nor do attributes count that were not there
+before: what is known from the first call on is a module's own memory. After each recording the modules are as `model()` left them, which is
+how a rank has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from secc.runtime.settings import Setting, restore
+
+_PLAIN = (bool, int, float, str, type(None))
+_MOST = 16  # entries of a list that is still a setting
+
+
+class Settings:
+    """The attributes that differ now from what they were when the model was made."""
+
+    def __init__(self, modules: dict[str, nn.Module]) -> None:
+        self._modules, self._paths = modules, {id(m): path for path, m in modules.items()}
+        self._first: dict[tuple[str, str], Any] = {}
+        self._now: dict[tuple[str, str], Any] = {}
+
+    def note(self, module: nn.Module, name: str, value: Any) -> None:
+        """`module.name` is about to become `value`."""
+        key = self._paths.get(id(module), ""), name
+        if key[0] and _is_plain(value) and name in vars(module) and _is_plain(before := vars(module)[name]):
+            self._first.setdefault(key, before)
+            self._now[key] = value
+
+    def of(self, path: str) -> tuple[Setting, ...]:
+        """The settings of the block at `path`."""
+        found: dict[tuple[str, str], tuple[Any, list[str]]] = {}
+        for (module, name), value in self._now.items():
+            inside = module == path or module.startswith(f"{path}.")
+            if inside and (type(value), value) != (type(self._first[module, name]), self._first[module, name]):
+                found.setdefault((name, repr(value)), (value, []))[1].append(module[len(path) + 1 :])
+        return tuple((name, value, *self._shared(path, name, paths)) for (name, _), (value, paths) in found.items())
+
+    def _shared(self, path: str, name: str, paths: list[str]) -> list[str]:
+        """The paths; none where they are all in the block that have the attribute."""
+        having = sum(name in vars(m) for m in self._modules[path].modules())
+        return [] if having == len(paths) else paths
+
+    def reset(self) -> None:
+        """Give all modules what they had first."""
+        restore([(self._modules[path], name, value) for (path, name), value in self._first.items() if (path, name) in self._now])
+        self._now.clear()
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return len(value) <= _MOST and type(value) in (list, tuple) and all(map(_is_plain, value))
+    return type(value) in _PLAIN
+
+
+@contextmanager
+def watched(note: Any) -> Iterator[None]:
+    """Tell `note(module, name, value)` of every attribute that is set on a module."""
+    original = nn.Module.__setattr__
+
+    def set_attribute(self: nn.Module, name: str, value: Any) -> None:
+        note(self, name, value)
+        original(self, name, value)
+
+    nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.__setattr__ = original  # type: ignore[method-assign]
