@@ -279,8 +279,13 @@ class OneRank:
 def _uneven(sections: Sequence[plan_schema.Section], most: int) -> tuple[plan_schema.Section, ...]:
     """The sections with micro-batches of at most `most` samples, every second one with one more: edges deal rows out anew.
 
-    Stages of one pipeline have the same, and what is to be one micro-batch is.
+    Stages of one pipeline have the same; samples that are to be alone, or all together, are.
     """
     places = {name: i for i, name in enumerate(dict.fromkeys(s.pipeline or s.name for s in sections))}
-    own = [(s, min(s.micro_batch, most) + places[s.pipeline or s.name] % 2 if most <= MICRO_BATCH else most) for s in sections]
-    return tuple(dataclasses.replace(s, micro_batch=n) for s, n in own)
+
+    def count(s: plan_schema.Section) -> int:
+        if most > MICRO_BATCH:
+            return most
+        return min(s.micro_batch, most) + (places[s.pipeline or s.name] % 2 if most == MICRO_BATCH else 0)
+
+    return tuple(dataclasses.replace(s, micro_batch=count(s)) for s in sections)

@@ -17,7 +17,6 @@ from xdsl.ir import Operation, SSAValue
 from secc.codegen.names import Scope, identifier
 from secc.ir import draws, expr, recorded, template, vocabulary
 from secc.ir.dialect import (
-    SETTINGS,
     CallOp,
     Computation,
     ConstOp,
@@ -33,7 +32,7 @@ from secc.ir.dialect import (
     TermOp,
     strings,
 )
-from secc.ir.naming import unwrapped
+from secc.ir.naming import SETTINGS, unwrapped
 from secc.ir.template import Ref
 from secc.ir.verify import where
 from secc.runtime import functions

@@ -21,7 +21,6 @@ from secc.frontend.statistics import means
 from secc.ir import draws, expr, recorded, samples, template
 from secc.ir.attributes import number
 from secc.ir.dialect import (
-    SETTINGS,
     BlockOp,
     CallOp,
     CaseOp,
@@ -40,7 +39,7 @@ from secc.ir.dialect import (
     texts,
 )
 from secc.ir.expr import Expr
-from secc.ir.naming import ALONE, KNOWN_BUFFER
+from secc.ir.naming import ALONE, KNOWN_BUFFER, SETTINGS
 from secc.ir.types import TensorType
 from secc.runtime import plan
 from secc.runtime.functions import Applied

@@ -335,14 +335,10 @@ class Computation(LineOp):
         return cls.create(operands=list(operands), result_types=list(types), properties=known)
 
 
-SETTINGS = "settings"  # attribute of a call
-
-
 @irdl_op_definition
 class CallOp(Computation):
     """A call of a block. `outs` has an access path for each result: "" (the value itself), `[0]`, `.last_hidden_state`, `["logits"]`.
 
-    `SETTINGS` has, as a Python argument list, the attributes that forward had set on the block's modules (`secc.runtime.settings`).
     Attributes put in by `secc.cost.measure`, texts of expressions over symbols: `flops` (forward), `saved` (bytes kept for backward).
     """
 

@@ -14,6 +14,7 @@ ACCEPTED = "accepted"  # the attribute of a graph that says which approximations
 LOGGED = "logged"  # the attribute of a graph that says of what is logged what is no exact sum
 OUT_OF_TURN = "out_of_turn"  # the attribute of a call whose layers were seen to run twice, or not in the order in which they stand
 ALONE = "alone"  # the attribute of a call that lists, of `outs`, what holds the same whatever the block is called with
+SETTINGS = "settings"  # the attribute of a call with what forward had set on its modules: arguments of `secc.runtime.settings.applied`
 BUFFER = "buffer:"  # and its name: a constant of a plan that holds the values of a buffer
 DATA = "rows_"  # and a number: a size that inputs' values decide, counted within a case
 

@@ -15,6 +15,7 @@ from secc.ir import expr
 from secc.ir.dialect import CallOp, CaseOp, GlueOp, GraphOp, section_of
 from secc.ir.types import TensorType, tensor
 
+_JOINING = frozenset({"cat", "repeat"})
 _RESHAPING = frozenset({"view", "reshape", "_unsafe_view", "flatten"})
 _APART = "apart"  # attribute of the reshapes that `take_apart` puts in
 
@@ -27,7 +28,7 @@ class Order:
         self.mixed: set[SSAValue] = set()
         for op in case.ops:
             inherits = any(o in self.mixed for o in op.operands)
-            for result in op.results if inherits or isinstance(op, GlueOp) else ():
+            for result in op.results if inherits or (isinstance(op, GlueOp) and op.base in _JOINING | _RESHAPING) else ():
                 if self._several(tensor(result)) is not None and (inherits or self._mixes(op, tensor(result))):
                     self.mixed.add(result)
 

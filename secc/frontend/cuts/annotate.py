@@ -27,7 +27,8 @@ from secc.frontend.cuts.verify import Verdict, verify
 from secc.frontend.survey import Survey
 from secc.ir.analysis import number_of, text_of
 from secc.ir.cuts import cut_op
-from secc.ir.dialect import SETTINGS, CallOp, GraphOp, TieOp, graph_of, strings, texts
+from secc.ir.dialect import CallOp, GraphOp, TieOp, graph_of, strings, texts
+from secc.ir.naming import SETTINGS
 from secc.ir.vocabulary import wide
 from secc.runtime.fusion.install import install
 from secc.runtime.plan import Rewrite, Shard, Style
