@@ -6,134 +6,162 @@ and what was sent before that on the same channel. Those were sent even earlier,
 programs of all ranks of its replica; each of them sends and receives its own parts of the messages. Gradients are
 reduced after the last backward of the rank, sections in one order on all ranks: a rank that waits in a reduction then owes nobody
 anything.
+
+All instructions of a step are *entries*, columns of numbers that say on which rank and where each stands; one sort of them makes the
+programs. There are tens of thousands, and a loop over them would take as long as the order itself.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import repeat
-from typing import cast
+from itertools import chain, islice, repeat
+from typing import NamedTuple, cast
 
-from secc.runtime.compose import Table
+import torch
+from torch import Tensor
+
+from secc.runtime.compose import Column, Table
 from secc.runtime.graph import Graph
 from secc.runtime.jobs import Messages, Numbers, Step
 from secc.runtime.plan import Plan
 from secc.runtime.program import COMPUTE, Instruction, Schedule, returns_gradient
-from secc.runtime.routes import Ranks, replicas, routes
+from secc.runtime.routes import replicas, routes
 
 _made = cast("Callable[[tuple[object, ...]], Instruction]", partial(tuple.__new__, Instruction))  # a third of `_make`'s time
 
-Channel = tuple[str, str, int, int, int, int]  # edge, direction, sender, receiver; which part of a message passes here, and of how many
-Message = tuple[int, Channel, int, int]  # the place in the order before which it is received, micro-batches of the edge's ends
+RECEIVE, FIRST, SECOND, SEND = range(4)  # what stands around a job, in this order; a job is one computation or two
+TURNS = 4
+
+
+class Entries(NamedTuple):
+    """Instructions, the ranks in whose programs they stand, and where: at which place in the order, `place * TURNS + turn`."""
+
+    instructions: list[Instruction]
+    rank: Tensor
+    where: Tensor
 
 
 def emit(plan: Plan, graph: Graph, tables: dict[str, Table], messages: Messages, step: Step, order: Sequence[int]) -> Schedule:
     """The schedule whose ranks run their jobs in this order."""
-    where, work, sends = _where(step), _work(tables, step), _sends(plan, step, messages, order)
-    programs: list[list[Instruction]] = [[] for _ in range(plan.world_size)]
-    receives: list[list[tuple[int, Instruction]] | None] = [None] * len(order)  # with their ranks, by the place before which they stand
-    for place, job in enumerate(order):
-        for rank, received in receives[place] or ():
-            programs[rank].append(received)
-        for rank in where[job]:
-            programs[rank] += work[job]
-        for due, (edge, direction, a, b, part, parts), m, n in sends[job] or ():
-            programs[a].append(_made(("SEND", "", 0, 0, -1, edge, direction, b, m, n, part, parts)))
-            entry = b, _made(("RECV", "", 0, 0, -1, edge, direction, a, m, n, part, parts))
-            if (known := receives[due]) is None:
-                receives[due] = [entry]
-            else:
-                known.append(entry)
+    place = torch.empty(len(order), dtype=torch.int64)
+    place[_numbers(order)] = torch.arange(len(order))
+    entries = [*_computations(tables, step, place), *_messages(plan, tables, messages, step, place)]
+    rank, where = (torch.cat(columns) for columns in zip(*((e.rank, e.where) for e in entries), strict=True))
+    instructions = list(chain.from_iterable(e.instructions for e in entries))
+    arranged = map(instructions.__getitem__, torch.argsort(rank * (TURNS * len(order)) + where, stable=True).tolist())
     members = [(s.name, {rank: r for r, ranks in enumerate(replicas(s)) for rank in ranks}) for s in reversed(graph.order)]
-    ended = ((*program, *_closing(members, rank)) for rank, program in enumerate(programs))
-    return Schedule({name: t.micro_batches for name, t in tables.items()}, tuple(ended))
+    counts = torch.bincount(rank, minlength=plan.world_size).tolist()
+    programs = tuple((*islice(arranged, count), *_closing(members, r)) for r, count in enumerate(counts))
+    return Schedule({name: t.micro_batches for name, t in tables.items()}, programs)
+
+
+def _numbers(some: Sequence[int]) -> Tensor:
+    """A column; `torch.tensor` takes ten times as long for a list."""
+    return torch.frombuffer(array("q", some), dtype=torch.int64) if some else torch.empty(0, dtype=torch.int64)
 
 
 # -- messages ---------------------------------------------------------------------------------------------------------------------
 
 
-def _sends(plan: Plan, step: Step, messages: Messages, order: Sequence[int]) -> list[list[Message] | None]:
-    """What ranks send to others after each job, in its order."""
-    place = [0] * len(order)
-    for index, job in enumerate(order):
-        place[job] = index
-    found: list[list[Message] | None] = [None] * len(order)
-    sections = {s.name: s for s in plan.sections}
-    for edge in plan.edges:
-        src, dst = step.numbers[edge.src], step.numbers[edge.dst]
-        _add(found, step, place, (edge.name, "fwd"), (src, dst), [(src.forward + m, dst.forward + n, m, n) for m, n in messages[edge.name]])
-        if returns_gradient(edge, sections):
-            back = [(dst.backward + n, src.backward + m, m, n) for m, n in messages[edge.name]]
-            _add(found, step, place, (edge.name, "bwd"), (dst, src), back)
-    _set_dues(found, order)
+class _Way(NamedTuple):
+    """The messages of an edge in one direction, in parts: the ranks and the places of the jobs at both ends, and what else they say."""
+
+    name: tuple[str, str]  # edge, direction
+    sender: Column
+    receiver: Column
+    made: Tensor
+    used: Tensor
+    micros: tuple[Sequence[int], Sequence[int]]
+    parts: tuple[Sequence[int], Sequence[int]]  # index, and of how many
+
+    def instructions(self, kind: str, peer: Sequence[int]) -> Iterator[Instruction]:
+        """One for each message, made column by column."""
+        edge, direction = map(repeat, self.name)
+        return map(_made, zip(repeat(kind), repeat(""), repeat(0), repeat(0), repeat(-1), edge, direction, peer, *self.micros, *self.parts))
+
+
+def _messages(plan: Plan, tables: dict[str, Table], messages: Messages, step: Step, place: Tensor) -> Iterator[Entries]:
+    """What ranks send after each job, and receive before the first job that needs it or a later message of its channel."""
+    ways = list(_ways(plan, tables, messages, step, place))
+    if not ways:
+        return
+    made, used = (torch.cat(columns) for columns in zip(*((w.made, w.used) for w in ways), strict=True))
+    sender, receiver, part = (
+        _numbers([*chain.from_iterable(x)]) for x in ((w.sender for w in ways), (w.receiver for w in ways), (w.parts[0] for w in ways))
+    )
+    sent = torch.argsort(made * len(place) + used, stable=True)  # the order in which all messages are sent
+    way = torch.arange(len(ways)).repeat_interleave(_numbers([len(w.sender) for w in ways]))
+    channel = ((way * plan.world_size + sender) * plan.world_size + receiver) * plan.world_size + part
+    due = _dues(channel[sent], used[sent], len(place))
+    sends = list(chain.from_iterable(w.instructions("SEND", w.receiver) for w in ways))
+    receives = list(chain.from_iterable(w.instructions("RECV", w.sender) for w in ways))
+    at = sent.tolist()
+    yield Entries(list(map(receives.__getitem__, at)), receiver[sent], due * TURNS + RECEIVE)
+    yield Entries(list(map(sends.__getitem__, at)), sender[sent], made[sent] * TURNS + SEND)
+
+
+def _dues(channel: Tensor, used: Tensor, places: int) -> Tensor:
+    """Where each message is received: the least place of the jobs that use it or a later one of its channel."""
+    by_channel = torch.argsort(channel, stable=True)
+    ordered = channel[by_channel]
+    step = torch.cat([ordered[:1] * 0, (ordered[1:] != ordered[:-1]).long()]).cumsum(0) * places  # keeps channels apart
+    found = torch.empty_like(used)
+    found[by_channel] = torch.cummin((used[by_channel] + step).flip(0), 0).values.flip(0) - step
     return found
 
 
-def _add(
-    found: list[list[Message] | None],
-    step: Step,
-    place: Sequence[int],
-    way: tuple[str, str],
-    ends: tuple[Numbers, Numbers],
-    pairs: Sequence[tuple[int, int, int, int]],
-) -> None:
-    """Add the messages of an edge in one direction, from the first job of each pair to the second; for now received right before that."""
-    rank, world, known = step.jobs.rank, step.jobs.ranks, dict[int, list[Channel]]()
-    made, used = ({ranks[0]: ranks for ranks in replicas(n.section)} for n in ends)
-    for first, then, m, n in pairs:
-        key = rank[first] * world + rank[then]
-        if (channels := known.get(key)) is None:
-            channels = known[key] = [(*way, p.sender, p.receiver, p.index, p.count) for p in routes(made[rank[first]], used[rank[then]])]
-        for channel in channels:
-            message = place[then], channel, m, n
-            if (others := found[first]) is None:
-                found[first] = [message]
-            else:
-                others.append(message)
-
-
-def _set_dues(sends: list[list[Message] | None], order: Sequence[int]) -> None:
-    """A message is received before the first job that needs it, or a later message of its channel."""
-    first: dict[Channel, int] = {}
-    for job in reversed(order):
-        if (some := sends[job]) is None:
+def _ways(plan: Plan, tables: dict[str, Table], messages: Messages, step: Step, place: Tensor) -> Iterator[_Way]:
+    sections = {s.name: s for s in plan.sections}
+    replica = {name: _numbers([m.replica for m in table.micro_batches]) for name, table in tables.items()}
+    for edge in sorted(plan.edges, key=lambda e: e.name):
+        src, dst = step.numbers[edge.src], step.numbers[edge.dst]
+        if not (pairs := messages[edge.name]):
             continue
-        if len(some) > 1:
-            some.sort()
-        for k in range(len(some) - 1, -1, -1):
-            due, channel, m, n = some[k]
-            if (before := first.get(channel, due)) < due:
-                some[k] = before, channel, m, n
-            else:
-                first[channel] = due
+        m, n = map(_numbers, zip(*pairs, strict=True))
+        a, b = replica[edge.src][m], replica[edge.dst][n]
+        if returns_gradient(edge, sections):
+            yield _way((edge.name, "bwd"), (dst, src), (b, a), (place[dst.backward + n], place[src.backward + m]), (m, n))
+        yield _way((edge.name, "fwd"), (src, dst), (a, b), (place[src.forward + m], place[dst.forward + n]), (m, n))
+
+
+Two = tuple[Tensor, Tensor]
+
+
+def _way(name: tuple[str, str], ends: tuple[Numbers, Numbers], replica: Two, places: Two, micros: Two) -> _Way:
+    """Messages between these replicas, without those for which nothing travels."""
+    sources, targets = (replicas(n.section) for n in ends)
+    if all(n.section.mesh.tp == 1 for n in ends):  # by far the most: as `routes` has it, column by column
+        sender, receiver = (_numbers([rank for (rank,) in ranks])[r] for ranks, r in zip((sources, targets), replica, strict=True))
+        at = (sender != receiver).nonzero()[:, 0]
+        columns = sender[at].tolist(), receiver[at].tolist(), [0] * len(at), [1] * len(at)
+    else:
+        pairs = zip(*(r.tolist() for r in replica), strict=True)
+        found = [(i, *part) for i, (a, b) in enumerate(pairs) for part in routes(sources[a], targets[b])]
+        index, *columns = map(list, zip(*found, strict=True)) if found else ([] for _ in range(5))
+        at = _numbers(index)
+    sender, receiver, part, parts = columns
+    made, used = (p[at] for p in places)
+    return _Way(name, sender, receiver, made, used, (micros[0][at].tolist(), micros[1][at].tolist()), (part, parts))
 
 
 # -- computations -----------------------------------------------------------------------------------------------------------------
 
 
-def _where(step: Step) -> list[Ranks]:
-    """The ranks that execute each job: those of the replica whose first rank is the job's."""
-    found: list[Ranks] = [()] * len(step.jobs.rank)
-    for n in step.numbers.values():
-        together = {ranks[0]: ranks for ranks in replicas(n.section)}
-        for start in {n.forward, n.backward, n.weight} - {-1}:
-            found[start : start + n.count] = [together[r] for r in step.jobs.rank[start : start + n.count]]
-    return found
-
-
-def _work(tables: dict[str, Table], step: Step) -> list[tuple[Instruction, ...]]:
-    """The instructions of each job: one, or two where it is a forward and a backward."""
-    found: list[tuple[Instruction, ...]] = [()] * len(step.jobs.rank)
+def _computations(tables: dict[str, Table], step: Step, place: Tensor) -> Iterator[Entries]:
+    """The instructions of all jobs: one for each, or two where it is a forward and a backward; on all ranks of a replica."""
     for name, n in step.numbers.items():
         replica = [m.replica for m in tables[name].micro_batches]
-        columns: dict[int, list[Iterator[Instruction]]] = {}
+        each = zip(*replicas(n.section), strict=True)  # the first rank of each replica, then the second, and so on
+        ranks = [_numbers(some)[_numbers(replica)] for some in each]
         for kind, start in zip(COMPUTE, (n.forward, n.backward, n.weight), strict=True):
-            columns.setdefault(start, []).append(_instructions(kind, n, replica))
-        for start, some in columns.items():
             if start >= 0:
-                found[start : start + n.count] = zip(*some, strict=True)
-    return found
+                turn = SECOND if kind == "B" and start == n.forward else FIRST
+                where = place[start : start + n.count] * TURNS + turn
+                made = list(_instructions(kind, n, replica))
+                for rank in ranks:
+                    yield Entries(made, rank, where)
 
 
 def _instructions(kind: str, n: Numbers, replica: Sequence[int]) -> Iterator[Instruction]:

@@ -14,7 +14,7 @@ of the rank's memory, too, of which large micro-batches take more.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from operator import itemgetter
@@ -65,15 +65,14 @@ class Step:
     numbers: dict[str, Numbers]
 
 
-def make(plan: Plan, graph: Graph, tables: dict[str, Table], messages: Messages, in_turn: bool) -> Step:
-    """The jobs of these micro-batches, with priorities. `in_turn` makes each replica run its forwards in the order of the samples."""
+def make(plan: Plan, graph: Graph, tables: dict[str, Table], messages: Messages, in_turn: Container[str]) -> Step:
+    """The jobs of these micro-batches, with priorities. Replicas of sections `in_turn` run their forwards in the micro-batches' order."""
     step = Step(Jobs(plan.world_size), {})
     fed = {e.src for e in plan.edges}
     for section in graph.order:
         _add(step, section, tables[section.name], fused=section.name not in fed)
     _depend(plan, step, messages)
-    if in_turn:
-        _in_turn(step, tables)
+    _in_turn(step, tables, in_turn)
     step.jobs.priority = _priorities(graph, step, tables, in_turn)
     for stages in plan.pipelines.values():
         _pass_on(step, tables, stages)
@@ -133,10 +132,10 @@ def _depend(plan: Plan, step: Step, messages: Messages) -> None:
                 waits[src.backward + a] += 1
 
 
-def _in_turn(step: Step, tables: dict[str, Table]) -> None:
+def _in_turn(step: Step, tables: dict[str, Table], some: Container[str]) -> None:
     for name, numbers in step.numbers.items():
         last: dict[int, int] = {}
-        for m in tables[name].micro_batches:
+        for m in tables[name].micro_batches if name in some else ():
             if m.replica in last:
                 step.jobs.before(last[m.replica], numbers.forward + m.index)
             last[m.replica] = numbers.forward + m.index
@@ -149,7 +148,7 @@ BACKWARD, AHEAD, FORWARD, BACKWARD_AHEAD, WEIGHT = range(5)  # bands, the most u
 _job = itemgetter(-1)
 
 
-def _priorities(graph: Graph, step: Step, tables: dict[str, Table], in_turn: bool) -> Column:
+def _priorities(graph: Graph, step: Step, tables: dict[str, Table], in_turn: Container[str]) -> Column:
     """Each job's place in the order of urgency: by bands, in most of which downstream sections go first, then by keys, the job the last.
 
     Bands: backwards, forwards that run ahead, forwards, backwards of those ahead, and what nobody waits for: the second parts of backwards.
@@ -158,7 +157,7 @@ def _priorities(graph: Graph, step: Step, tables: dict[str, Table], in_turn: boo
     for name, n in step.numbers.items():
         table, depth, ahead = tables[name], -graph.depth[name], graph.runs_ahead(n.section)
         early = (AHEAD, 0) if ahead else (FORWARD, depth)
-        found[early] += _forward_keys(n, table, ahead, in_turn)
+        found[early] += _forward_keys(n, table, ahead, name in in_turn)
         if n.backward not in (-1, n.forward):
             owed = list(map(int.__add__, table.upstream, table.backward)) if ahead else table.upstream
             late = (BACKWARD_AHEAD if ahead else BACKWARD), depth

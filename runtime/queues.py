@@ -9,9 +9,10 @@ left, up to a *share* of the work it is to have, and short ones fill the replica
 2. *Shapes*. A queue rises from short to long and falls again: short ones fill the pipeline soon and drain it soon, and around the long
    ones there is something to do on all stages. What needs nothing upstream stands at both ends, two of it (`pyramid`) or all
    (`sandwich`). Each replica takes the shape that ends first.
-3. *Upstream* takes samples in the order in which the first stages would start them if they were there.
-4. *Moves*. What the step is still worth goes into changes of the queue that ends last: another place for one of its micro-batches,
-   or another replica.
+3. *Upstream* takes samples in the order in which the first stages would start them if they were there. The first stages keep to their
+   queues, so that replicas alone and upstream's times (`upstream`) tell when the step ends.
+4. *Moves*. What the step is still worth goes into other manners of planning, and into changes of the queue that ends last: another place
+   for one of its micro-batches, or another replica; or of that which upstream waits for, where upstream ends last.
 
 All of it is integers, a fixed seed and counted tries, so every rank finds the same. Where it loses: eight stages with fewer than 64
 micro-batches a replica, where the longest chains leave stages idle whatever comes before and behind; stages that share ranks with other
@@ -22,17 +23,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heapify, heapreplace
+from typing import NamedTuple
 
 from secc.runtime.lane import Lane, Passage
 
 Queue = list[int]
 Shape = Callable[[Sequence[int], "Load"], Queue]
-SHARES = (650, 800, 500)  # permille of a replica's aim that a run of the longest takes, the likeliest first
 ENDS = 2  # micro-batches that need nothing upstream at each end of a pyramid
 MOVES = 8  # tries for each replica
-ROUNDS = 2  # of planning, at least
 GUESSES = 2  # rounds of dealing by what replicas are guessed to lose
 LITTLE = 50  # a replica that loses one part in so many of its work, or less, keeps its shape
 STEEP = 650  # permille of the micro-batches that rise before a long one
@@ -43,7 +43,8 @@ class Load:
     """The micro-batches of a pipeline with so many replicas, and its stages.
 
     `size`: work on a stage, the mean of all; `owes`: what upstream has to do after a backward, both in ns. `needs`: whether upstream has
-    to make something for it; `ready` guesses when that is there, if upstream takes them in the order of the times that it is given.
+    to make something for it; `ready` guesses when that is there, if upstream takes them in the order of the times that it is given, and
+    `drained` when upstream has ended, of when the first stage ends each backward.
     """
 
     lane: Lane
@@ -52,14 +53,11 @@ class Load:
     owes: Sequence[int]
     needs: Sequence[bool]
     ready: Callable[[Sequence[int]], list[int]]
+    drained: Callable[[Sequence[int]], int]
 
     def end(self, queue: Queue, passage: Passage) -> int:
         """When the queue's replica, and what upstream then owes, have ended."""
         return max([passage.end, *(back + self.owes[m] for back, m in zip(passage.backs, queue, strict=True))])
-
-    def ends(self, queue: Queue, ready: Sequence[int]) -> int:
-        """The same of a queue whose micro-batches are there when `ready` says."""
-        return self.end(queue, self.lane.run(queue, ready))
 
     def all_there(self, queues: Sequence[Queue]) -> tuple[list[Passage], list[int]]:
         """The queues' passages if upstream had everything, and when the first stages then start each micro-batch."""
@@ -130,32 +128,54 @@ def sandwich(dealt: Sequence[int], load: Load) -> Queue:
 SHAPES: tuple[Shape, ...] = (pyramid, steep, sandwich)
 
 
+class Manner(NamedTuple):
+    """How queues are planned: the permille of a replica's aim that a run of the longest takes, in how many rounds, and of which shapes."""
+
+    share: int
+    rounds: int
+    shapes: tuple[Shape, ...] = SHAPES
+
+
+LIKELIEST = Manner(650, 2, (pyramid,))
+OTHERS = (Manner(650, 4, (pyramid,)), Manner(650, 4), Manner(500, 4), Manner(800, 4))
+
+
 # -- planning ---------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Queues:
-    """Queues, when their replicas end by the simulation of each alone, when micro-batches are wanted, and when upstream has them."""
+    """Queues, when their replicas end by the simulation of each alone, when micro-batches are wanted, when upstream has them, when the
+    first stage ends the backward of each, and when upstream then ends."""
 
     queues: list[Queue]
     ends: list[int]
     wanted: list[int]
     ready: list[int]
+    backs: list[int]
+    drained: int = 0
 
     @property
     def end(self) -> int:
-        """When the last replica ends."""
-        return max(self.ends)
+        """When all have ended."""
+        return max(self.drained, *self.ends)
+
+    def put(self, load: Load, replica: int, queue: Queue, passage: Passage) -> None:
+        """Give a replica this queue, whose passage is known."""
+        self.queues[replica], self.ends[replica] = queue, load.end(queue, passage)
+        for m, back in zip(queue, passage.backs, strict=True):
+            self.backs[m] = back
 
 
-def plan(load: Load, share: int, rounds: int) -> Queues:
-    """The best of so many rounds, each of which aims at what the one before it lost."""
-    aims = _guessed_aims(load, share)
-    shapes: list[Shape] = [SHAPES[0]] * load.replicas
+def plan(load: Load, manner: Manner) -> Queues:
+    """The best of the manner's rounds, each of which aims at what the one before it lost."""
+    aims = _guessed_aims(load, manner.share)
+    first, *others = manner.shapes
+    shapes = [first] * load.replicas
     best: Queues | None = None
-    for r in range(rounds):
-        dealt = deal(load.size, aims, share)
-        found = _shaped(load, dealt, shapes, SHAPES[1:] if r == 0 else ())
+    for r in range(manner.rounds):
+        dealt = deal(load.size, aims, manner.share)
+        found = _shaped(load, dealt, shapes, others if r == 0 else ())
         best = found if best is None or found.end < best.end else best
         aims = _aims(found.ends, [sum(load.size[m] for m in some) for some in dealt])
     assert best is not None
@@ -183,48 +203,52 @@ def _shaped(load: Load, dealt: Sequence[Sequence[int]], shapes: list[Shape], tri
     """Queues of what was dealt. Each replica that loses much takes the shape of `tried` that ends first, which changes `shapes`."""
     queues = [shape(some, load) for shape, some in zip(shapes, dealt, strict=True)]
     passages, wanted = load.all_there(queues)
-    ready = load.ready(wanted)
-    ends: list[int] = []
-    for replica, (queue, passage) in enumerate(zip(queues, passages, strict=True)):
-        in_time = all(ready[m] <= start for m, start in zip(queue, passage.starts, strict=True))
-        ends.append(load.end(queue, passage) if in_time else load.ends(queue, ready))
+    found = Queues(queues, [0] * len(queues), wanted, load.ready(wanted), [0] * len(wanted))
+    for replica, (queue, passage) in enumerate(zip(queues.copy(), passages, strict=True)):
+        in_time = all(found.ready[m] <= start for m, start in zip(queue, passage.starts, strict=True))
+        found.put(load, replica, queue, passage if in_time else load.lane.run(queue, found.ready))
         work = sum(load.size[m] for m in queue)
-        for shape in tried if ends[replica] > work + work // LITTLE else ():
+        for shape in tried if found.ends[replica] > work + work // LITTLE else ():
             other = shape(queue, load)
-            end = load.ends(other, ready)
-            if end < ends[replica]:
-                queues[replica], ends[replica], shapes[replica] = other, end, shape
-    return Queues(queues, ends, wanted, ready)
+            passage = load.lane.run(other, found.ready)
+            if load.end(other, passage) < found.ends[replica]:
+                found.put(load, replica, other, passage)
+                shapes[replica] = shape
+    found.drained = load.drained(found.backs)
+    return found
 
 
 # -- moves ------------------------------------------------------------------------------------------------------------------------
 
 
 def move(load: Load, plan: Queues) -> Queues:
-    """The plan after some tries to make the queue shorter that ends last."""
-    found = Queues([q.copy() for q in plan.queues], plan.ends.copy(), plan.wanted, plan.ready)
+    """The plan after some tries to make the queue shorter that ends last, or upstream if that does; upstream's order stays as it is."""
     draw = random.Random(0)
     for _ in range(MOVES * load.replicas):
-        last = max(range(load.replicas), key=found.ends.__getitem__)
-        other = min(range(load.replicas), key=found.ends.__getitem__) if draw.random() < 0.5 else last
-        _move(load, found, last, other, draw)
-    _, found.wanted = load.all_there(found.queues)
+        found = _moved(load, plan, draw)
+        plan = found if found.end <= plan.end else plan
+    return plan
+
+
+def _moved(load: Load, plan: Queues, draw: random.Random) -> Queues:
+    """The plan with another place for one micro-batch of the queue that ends last, or for the last one that upstream waits for."""
+    ends, owing = plan.ends.__getitem__, [m for m, ns in enumerate(load.owes) if ns]
+    source = max(range(load.replicas), key=ends)
+    if plan.drained >= plan.end and owing:
+        m = max(owing, key=plan.backs.__getitem__)
+        source = next(replica for replica, queue in enumerate(plan.queues) if m in queue)
+    elif plan.queues[source]:
+        m = draw.choice(plan.queues[source])
+    else:
+        return plan
+    target = min(range(load.replicas), key=ends) if draw.random() < 0.5 else source
+    changed = {source: [other for other in plan.queues[source] if other != m]}
+    changed.setdefault(target, plan.queues[target].copy())
+    changed[target].insert(draw.randrange(len(changed[target]) + 1), m)
+    found = replace(plan, queues=plan.queues.copy(), ends=plan.ends.copy(), backs=plan.backs.copy())
+    for replica, queue in changed.items():
+        found.put(load, replica, queue, load.lane.run(queue, plan.ready))
+        if found.ends[replica] > plan.end:
+            return plan
+    found.drained = load.drained(found.backs)
     return found
-
-
-def _move(load: Load, plan: Queues, source: int, target: int, draw: random.Random) -> None:
-    """Try another place for one micro-batch of `source`."""
-    if len(plan.queues[source]) < 2:
-        return
-    queues = {source: plan.queues[source].copy()}
-    m = queues[source].pop(draw.randrange(len(queues[source])))
-    queues.setdefault(target, plan.queues[target].copy())
-    queues[target].insert(draw.randrange(len(queues[target]) + 1), m)
-    worst = plan.ends[source]
-    ends: dict[int, int] = {}
-    for replica, queue in queues.items():
-        ends[replica] = load.ends(queue, plan.ready)
-        if ends[replica] > worst:
-            return
-    for replica, queue in queues.items():
-        plan.queues[replica], plan.ends[replica] = queue, ends[replica]

@@ -1,19 +1,21 @@
 """What a critical pipeline's planner (`runtime/queues.py`) must know of a step: its micro-batches, and when upstream has what they need.
 
-Upstream's times are guessed: each rank takes samples in the order in which they are wanted, a sample passes the sections in the order of
-the graph, and only forwards count, because sections upstream of other ranks do all of them first.
+Upstream's times are guessed: each rank takes samples in the order in which they are wanted, and does all forwards before the first
+backward, as sections upstream of other ranks do; then backwards as they become possible. A sample passes the sections in the order of the
+graph, and back. What a section may hold (`in_flight`) and what was computed ahead are left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from typing import NamedTuple
 
 from secc.runtime.compose import FREE, Composer
 from secc.runtime.lane import Lane
 from secc.runtime.lots import Lot
 from secc.runtime.plan import Section
-from secc.runtime.program import gathers, owes_backward, replica_ranks, weight_parts
+from secc.runtime.program import gathers, owes_backward, replica_ranks, returns_gradient, weight_parts
 from secc.runtime.queues import Load
 
 
@@ -34,8 +36,8 @@ def critical_load(composer: Composer) -> tuple[Load, list[Lot]] | None:
     size = [sum(ns) // len(stages) for ns in zip(*(map(int.__add__, f, b) for f, b in times), strict=True)]
     owed, waves = composer.upstream[stages[0].name], composer.waves[stages[-1].name]
     needs = [any(waves[composer.kind[p]] != FREE for p in lot) for lot in lots]
-    ready = _Upstream(composer, stages, lots).ready
-    return Load(lane, stages[0].mesh.dp, size, [max(owed[p] for p in lot) for lot in lots], needs, ready), lots
+    upstream = _Upstream(composer, stages, lots)
+    return Load(lane, stages[0].mesh.dp, size, [max(owed[p] for p in lot) for lot in lots], needs, upstream.ready, upstream.drained), lots
 
 
 def _apart(composer: Composer, stages: Sequence[Section]) -> bool:
@@ -51,21 +53,36 @@ def _apart(composer: Composer, stages: Sequence[Section]) -> bool:
     )
 
 
+class _Visit(NamedTuple):
+    """A sample in a section upstream: its rank, its times, and the sections that it comes from and whose backwards it waits for."""
+
+    section: str
+    rank: int
+    forward: int
+    backward: int
+    sources: set[str]
+    awaited: set[str]
+
+
 class _Upstream:
-    """The sections upstream of a pipeline, each sample's rank there, and its time."""
+    """The sections upstream of a pipeline, each sample's visits there in the order of the graph, and which sections feed the pipeline."""
 
     def __init__(self, composer: Composer, stages: Sequence[Section], lots: Sequence[Lot]) -> None:
-        graph, self.lots, self.count = composer.graph, lots, composer.count
+        graph, edges, self.lots = composer.graph, composer.plan.edges, lots
         names = graph.outside(stages[0].name, set().union(*(graph.ancestors[s.name] for s in stages)))
-        sections = [s for s in graph.order if s.name in names]
-        sources = {s.name: {e.src for e in composer.plan.edges if e.dst == s.name} & names for s in sections}
-        self.last = {e.src for e in composer.plan.edges if e.dst in {s.name for s in stages}} & names
-        self.passed: list[list[tuple[str, int, int, set[str]]]] = [[] for _ in range(composer.count)]  # section, rank, ns, sources
-        for s in sections:
-            forward, ranks = composer.alone[s.name][0], replica_ranks(s)
+        sections = {s.name: s for s in composer.plan.sections}
+        self.last = {e.src for e in edges if e.dst in {s.name for s in stages}} & names
+        self.forwards: dict[int, int] = {}  # the work that each rank does before its first backward
+        self.visits: list[list[_Visit]] = [[] for _ in range(composer.count)]
+        for s in (s for s in graph.order if s.name in names):
+            (forward, backward), ranks = composer.alone[s.name], replica_ranks(s)
+            for rank, dealt in zip(ranks, composer.dealt.positions[s.name], strict=True):
+                self.forwards[rank] = self.forwards.get(rank, 0) + sum(map(forward.__getitem__, dealt))
+            sources = {e.src for e in edges if e.dst == s.name} & names
+            awaited = {e.dst for e in edges if e.src == s.name and returns_gradient(e, sections)}
             for replica, positions in enumerate(composer.dealt.positions[s.name]):
                 for p in positions:
-                    self.passed[p].append((s.name, ranks[replica], forward[p], sources[s.name]))
+                    self.visits[p].append(_Visit(s.name, ranks[replica], forward[p], backward[p], sources, awaited))
 
     def ready(self, wanted: Sequence[int]) -> list[int]:
         """When each micro-batch has what it needs, if upstream takes them as they are wanted."""
@@ -74,9 +91,21 @@ class _Upstream:
         for m in sorted(range(len(self.lots)), key=wanted.__getitem__):
             for p in self.lots[m]:
                 done: dict[str, int] = {}
-                for name, rank, ns, sources in self.passed[p]:
-                    start = max([clock.get(rank, 0), *(done.get(s, 0) for s in sources)])
-                    clock[rank] = done[name] = start + ns
-                    if name in self.last:
-                        found[m] = max(found[m], done[name])
+                for v in self.visits[p]:
+                    start = max([clock.get(v.rank, 0), *(done.get(s, 0) for s in v.sources)])
+                    clock[v.rank] = done[v.section] = start + v.forward
+                    if v.section in self.last:
+                        found[m] = max(found[m], done[v.section])
         return found
+
+    def drained(self, backs: Sequence[int]) -> int:
+        """When upstream has done its backwards, if each micro-batch's come from the pipeline at these times; the order hardly matters."""
+        clock = self.forwards.copy()
+        for m in sorted(range(len(self.lots)), key=backs.__getitem__):
+            for p in self.lots[m]:
+                done: dict[str, int] = {}
+                for v in reversed(self.visits[p]):
+                    if v.backward:
+                        start = max([clock.get(v.rank, 0), backs[m], *(done.get(s, 0) for s in v.awaited)])
+                        clock[v.rank] = done[v.section] = start + v.backward
+        return max(clock.values(), default=0)

@@ -26,7 +26,7 @@ never held back for a more urgent one that is about to be ready; transfers are n
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from secc.runtime import queues
@@ -119,13 +119,14 @@ def arranged_schedule(plan: Plan, samples: Sequence[SampleMeta], cuts: Mapping[s
                 for p in positions:
                     turn[p] = place
             tables[s.name] = composer.table(s, cuts[s.whole], turn)
-        return _emitted(composer, _candidate(composer, tables, in_turn=True))
+        return _emitted(composer, _candidate(composer, tables, tables))
 
 
 def _timed_schedule(plan: Plan, samples: Sequence[SampleMeta], order: str) -> tuple[Schedule, int]:
     composer = Composer(plan, samples, Graph(plan))
     if order == "dataset":
-        found = _candidate(composer, composer.dataset_order(), in_turn=True)
+        tables = composer.dataset_order()
+        found = _candidate(composer, tables, tables)
         return _emitted(composer, found), found.makespan
     best = _ordered(composer, composer.least())
     return _emitted(composer, best), best.makespan
@@ -144,39 +145,38 @@ def _best(composer: Composer, least: int) -> Candidate:
     if (found := critical_load(composer)) is not None:
         return _best_queues(composer, *found, least)
     first, *others = composer.styles()
-    best = _candidate(composer, composer.wavefront(first), in_turn=False)
+    best = _candidate(composer, composer.wavefront(first))
     for style in others:
         if tries(len(best.step.jobs.rank), best.makespan, least) < STYLE_TRIES:
             break
-        found = _candidate(composer, composer.wavefront(style), in_turn=False)
+        found = _candidate(composer, composer.wavefront(style))
         best = found if found.makespan < best.makespan else best
     return best
 
 
 def _best_queues(composer: Composer, load: queues.Load, lots: Sequence[Lot], least: int) -> Candidate:
-    """A critical pipeline's queues: the likeliest first, the others and moves as long as the step is worth it."""
-
-    def candidate(plan: queues.Queues) -> Candidate:
-        turn = [0] * composer.count
-        for lot, wanted in zip(lots, plan.wanted, strict=True):
-            for p in lot:
-                turn[p] = wanted
-        return _candidate(composer, composer.queued([[lots[m] for m in q] for q in plan.queues], turn), in_turn=False)
-
-    first, *shares = queues.SHARES
-    plans = [queues.plan(load, first, queues.ROUNDS)]
-    best, spent = candidate(plans[0]), 0
-    for share in (*shares, 0):
+    """A critical pipeline's queues: planned in the likeliest manner first, in others and with moves as long as the step is worth it."""
+    best, spent = queue_candidate(composer, lots, queues.plan(load, queues.LIKELIEST)), 0
+    for manner in queues.OTHERS:
         spent += QUEUE_TRIES
         if affordable(len(best.step.jobs.rank), best.makespan, least) < spent:
             break
-        plans.append(queues.plan(load, share, 2 * queues.ROUNDS) if share else queues.move(load, min(plans, key=lambda p: p.end)))
-        found = candidate(plans[-1])
+        found = queue_candidate(composer, lots, queues.move(load, queues.plan(load, manner)))
         best = found if found.makespan < best.makespan else best
     return best
 
 
-def _candidate(composer: Composer, tables: dict[str, Table], in_turn: bool) -> Candidate:
+def queue_candidate(composer: Composer, lots: Sequence[Lot], plan: queues.Queues) -> Candidate:
+    """The step in which the critical pipeline's replicas keep to these queues of lots."""
+    turn = [0] * composer.count
+    for lot, wanted in zip(lots, plan.wanted, strict=True):
+        for p in lot:
+            turn[p] = wanted
+    first = composer.graph.stages[composer.critical.name][0].name
+    return _candidate(composer, composer.queued([[lots[m] for m in q] for q in plan.queues], turn), {first})
+
+
+def _candidate(composer: Composer, tables: dict[str, Table], in_turn: Container[str] = ()) -> Candidate:
     chosen = early(composer.plan, composer.graph, tables, composer.samples)
     tables = ready(tables, chosen)
     micros = Schedule({name: t.micro_batches for name, t in tables.items()}, ())

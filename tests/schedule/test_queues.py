@@ -12,7 +12,7 @@ from secc.runtime.jobs import make
 from secc.runtime.lane import Lane
 from secc.runtime.timeline import run
 from secc.runtime.upstream import critical_load
-from secc.runtime.wavefront import timed_schedule
+from secc.runtime.wavefront import queue_candidate, timed_schedule
 from secc.schedule.bounds import schedule_bound
 from tools import mixes
 
@@ -41,8 +41,21 @@ def test_a_lane_is_what_the_step_makes_of_the_same_queue(lengths, stages, room, 
     queue = queues.pyramid(range(len(lots)), load)
     tables = composer.queued([[lots[m] for m in queue]], [0] * len(samples))
     messages = {e.name: [(m, m) for m in range(len(samples))] if e.src != "vision" else [] for e in p.edges}
-    step = make(p, composer.graph, tables, messages, in_turn=False)
+    step = make(p, composer.graph, tables, messages, in_turn=())
     assert load.lane.run(queue, [0] * len(samples)).end == run(step.jobs)[1]
+
+
+@given(st.integers(0, 50), st.integers(1, 3), st.integers(2, 4), st.booleans(), st.integers(0, 1))
+@settings(max_examples=25)
+def test_planned_queues_tell_about_when_the_step_ends(seed, replicas, stages, split, moves):
+    """With an encoder that trains, whose order of backwards is guessed, and room for all in flight."""
+    samples = mixes.multimodal(16, 0.5, seed)
+    p = mixes.vlm(samples, 2, replicas, 0.8, pipeline=mixes.Pipeline(stages, 16, split))
+    composer = Composer(p, samples, Graph(p))
+    load, lots = critical_load(composer)
+    plan = queues.plan(load, queues.LIKELIEST)
+    plan = queues.move(load, plan) if moves else plan
+    assert 0.98 < queue_candidate(composer, lots, plan).makespan / plan.end < 1.02
 
 
 def test_long_micro_batches_are_dealt_to_few_replicas():
@@ -57,7 +70,7 @@ def test_who_loses_more_gets_less():
     found = critical_load(Composer(p, samples, Graph(p)))
     assert found is not None
     load = found[0]
-    plan = queues.plan(load, queues.SHARES[0], 4)
+    plan = queues.plan(load, queues.OTHERS[0])
     longest = max(range(len(load.size)), key=load.size.__getitem__)
     work = [sum(load.size[m] for m in queue) for queue in plan.queues]
     assert sorted(m for queue in plan.queues for m in queue) == list(range(64))
@@ -70,7 +83,7 @@ def test_moves_never_make_a_step_longer():
     p = mixes.vlm(samples, 1, 2, 0.8, pipeline=mixes.Pipeline(4, 8, True))
     found = critical_load(Composer(p, samples, Graph(p)))
     assert found is not None
-    plan = queues.plan(found[0], 350, 1)
+    plan = queues.plan(found[0], queues.Manner(350, 1))
     moved = queues.move(found[0], plan)
     assert moved.end <= plan.end
     assert sorted(m for queue in moved.queues for m in queue) == list(range(32))
