@@ -25,6 +25,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heapreplace
+from itertools import pairwise
 from typing import NamedTuple
 
 from secc.runtime.lane import Lane, Passage
@@ -33,6 +34,7 @@ Queue = list[int]
 Shape = Callable[[Sequence[int], "Load"], Queue]
 ENDS = 2  # micro-batches that need nothing upstream at each end of a pyramid
 MOVES = 8  # tries for each replica
+MANY = 16  # replicas; of more, this many are simulated in the first round
 GUESSES = 2  # rounds of dealing by what replicas are guessed to lose
 LITTLE = 50  # a replica that loses one part in so many of its work, or less, keeps its shape
 STEEP = 650  # permille of the micro-batches that rise before a long one
@@ -129,14 +131,16 @@ SHAPES: tuple[Shape, ...] = (pyramid, steep, sandwich)
 
 
 class Manner(NamedTuple):
-    """How queues are planned: the permille of a replica's aim that a run of the longest takes, in how many rounds, and of which shapes."""
+    """How queues are planned: the permille of a replica's aim that a run of the longest takes, in how many rounds, of which shapes, and
+    whether what is late may give its turn to what is there."""
 
     share: int
     rounds: int
     shapes: tuple[Shape, ...] = SHAPES
+    yields: bool = False
 
 
-LIKELIEST = Manner(650, 2, (pyramid,))
+LIKELIEST = Manner(650, 2, (pyramid,), yields=True)
 OTHERS = (Manner(650, 4, (pyramid,)), Manner(650, 4), Manner(500, 4), Manner(800, 4))
 
 
@@ -173,13 +177,30 @@ def plan(load: Load, manner: Manner) -> Queues:
     first, *others = manner.shapes
     shapes = [first] * load.replicas
     best: Queues | None = None
-    for r in range(manner.rounds):
+    if load.replicas > MANY:
         dealt = deal(load.size, aims, manner.share)
-        found = _shaped(load, dealt, shapes, others if r == 0 else ())
+        aims = _aims(*_sampled(load, [first(some, load) for some in dealt]))
+    for r in range(manner.rounds - (load.replicas > MANY)):
+        dealt = deal(load.size, aims, manner.share)
+        found = _shaped(load, dealt, shapes, others if r == 0 else (), manner.yields)
         best = found if best is None or found.end < best.end else best
         aims = _aims(found.ends, [sum(load.size[m] for m in some) for some in dealt])
     assert best is not None
     return best
+
+
+def _sampled(load: Load, queues: Sequence[Queue]) -> tuple[list[int], list[int]]:
+    """When replicas end, and their work, if upstream had everything: some are simulated. Neighbours were dealt alike, so those between
+    two of these lose what lies between."""
+    work = [sum(map(load.size.__getitem__, queue)) for queue in queues]
+    places = [i * (len(queues) - 1) // (MANY - 1) for i in range(MANY)]
+    there = [0] * len(load.size)
+    losses = [load.lane.run(queues[i], there).end - work[i] for i in places]
+    ends = work.copy()
+    for (a, before), (b, then) in pairwise(zip(places, losses, strict=True)):
+        for i in range(a, b + 1):
+            ends[i] = work[i] + before + (then - before) * (i - a) // (b - a)
+    return ends, work
 
 
 def _guessed_aims(load: Load, share: int) -> list[int]:
@@ -199,14 +220,22 @@ def _aims(ends: Sequence[int], work: Sequence[int]) -> list[int]:
     return [max(0, mean - end + own) for end, own in zip(ends, work, strict=True)]
 
 
-def _shaped(load: Load, dealt: Sequence[Sequence[int]], shapes: list[Shape], tried: Sequence[Shape]) -> Queues:
-    """Queues of what was dealt. Each replica that loses much takes the shape of `tried` that ends first, which changes `shapes`."""
+def _shaped(load: Load, dealt: Sequence[Sequence[int]], shapes: list[Shape], tried: Sequence[Shape], yields: bool) -> Queues:
+    """Queues of what was dealt. Each replica that loses much takes the shape of `tried` that ends first, which changes `shapes`.
+
+    One that waits for upstream may take the queue in which turns are given away (`yields`).
+    """
     queues = [shape(some, load) for shape, some in zip(shapes, dealt, strict=True)]
     passages, wanted = load.all_there(queues)
     found = Queues(queues, [0] * len(queues), wanted, load.ready(wanted), [0] * len(wanted))
     for replica, (queue, passage) in enumerate(zip(queues.copy(), passages, strict=True)):
         in_time = all(found.ready[m] <= start for m, start in zip(queue, passage.starts, strict=True))
         found.put(load, replica, queue, passage if in_time else load.lane.run(queue, found.ready))
+        if yields and not in_time:
+            other = _yielding(queue, passage.starts, found.ready)
+            passage = load.lane.run(other, found.ready)
+            if load.end(other, passage) < found.ends[replica]:
+                found.put(load, replica, other, passage)
         work = sum(load.size[m] for m in queue)
         for shape in tried if found.ends[replica] > work + work // LITTLE else ():
             other = shape(queue, load)
@@ -215,6 +244,17 @@ def _shaped(load: Load, dealt: Sequence[Sequence[int]], shapes: list[Shape], tri
                 found.put(load, replica, other, passage)
                 shapes[replica] = shape
     found.drained = load.drained(found.backs)
+    return found
+
+
+def _yielding(queue: Queue, starts: Sequence[int], ready: Sequence[int]) -> Queue:
+    """The queue in which what is not there when its turn comes gives that to the next one that is."""
+    left, found = queue.copy(), list[int]()
+    for start in starts:
+        m = next((m for m in left if ready[m] <= start), None)
+        m = min(left, key=ready.__getitem__) if m is None else m
+        left.remove(m)
+        found.append(m)
     return found
 
 

@@ -64,6 +64,22 @@ def test_long_micro_batches_are_dealt_to_few_replicas():
     assert [sum([9, 8, 7, 6, 1, 1, 1, 1, 1, 1][m] for m in some) for some in dealt] == [18, 18]
 
 
+def test_some_of_many_replicas_tell_what_all_lose():
+    """Replicas of equal micro-batches: all end alike."""
+    samples = [mixes.text(i, 100) for i in range(80)]
+    p = mixes.vlm(samples, 1, 20, 0.8, pipeline=mixes.Pipeline(2, 4, True))
+    found = critical_load(Composer(p, samples, Graph(p)))
+    assert found is not None
+    plan = queues.plan(found[0], queues.LIKELIEST)
+    assert sorted(m for queue in plan.queues for m in queue) == list(range(80))
+    assert {len(queue) for queue in plan.queues} == {4} and len(set(plan.ends)) == 1
+
+
+def test_a_planned_queue_starts_with_what_is_there():
+    """The second in the queue is late, so the third has its turn."""
+    assert queues._yielding([2, 0, 1], [0, 10, 20], [25, 5, 0]) == [2, 1, 0]
+
+
 def test_who_loses_more_gets_less():
     samples = mixes.multimodal(64, 0.33, 1)
     p = mixes.vlm(samples, 1, 2, 0.8, pipeline=mixes.Pipeline(4, 16, True))
