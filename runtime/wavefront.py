@@ -45,7 +45,7 @@ from secc.runtime.upstream import critical_load
 
 ORDERS = ("wavefront", "dataset")
 STYLE_TRIES = 8  # what a style takes, in tries of the search
-QUEUE_TRIES = 10  # what other queues of a pipeline take
+QUEUE_TRIES = 10  # what other queues of a pipeline take, of which every move looks at all that upstream does: more with many replicas
 NOTHING_SHORTER = 1 << 62  # ns, as the time that no order can beat
 
 
@@ -158,7 +158,7 @@ def _best_queues(composer: Composer, load: queues.Load, lots: Sequence[Lot], lea
     """A critical pipeline's queues: planned in the likeliest manner first, in others and with moves as long as the step is worth it."""
     best, spent = queue_candidate(composer, lots, queues.plan(load, queues.LIKELIEST)), 0
     for manner in queues.OTHERS:
-        spent += QUEUE_TRIES
+        spent += QUEUE_TRIES * (1 + load.replicas // queues.MANY)
         if affordable(len(best.step.jobs.rank), best.makespan, least) < spent:
             break
         found = queue_candidate(composer, lots, queues.move(load, queues.plan(load, manner)))
