@@ -9,13 +9,15 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cache
 
 import sympy
 
-from secc.cost.estimate import CallCost
+from secc.cost.estimate import ZERO, CallCost
 from secc.cost.texts import largest, total
 from secc.ir import expr
 from secc.ir.dialect import GraphOp
+from secc.ir.expr import Expr
 from secc.runtime.alternate import every_second
 
 
@@ -43,11 +45,16 @@ class _Way:
 
     def add(self, cost: CallCost, share: Fraction) -> None:
         """Add a call of whose units `share` run again."""
-        part = sympy.Rational(share.numerator, share.denominator)
-        self.saved[expr.text(sympy.expand(cost.saved + part * (cost.kept - cost.saved)))] += 1
-        self.work[expr.text(sympy.expand(part * cost.again))] += 1
-        self.moved[expr.text(sympy.expand(part * cost.again_moved))] += 1
+        self.saved[_mixed(cost.saved, cost.kept, share)] += 1
+        self.work[_mixed(ZERO, cost.again, share)] += 1
+        self.moved[_mixed(ZERO, cost.again_moved, share)] += 1
         self.ops += int(share * cost.ops)
+
+
+@cache
+def _mixed(rest: Expr, part: Expr, share: Fraction) -> str:
+    """So much of `part`, and of `rest` what is left of the whole."""
+    return expr.text(sympy.expand(rest + sympy.Rational(share.numerator, share.denominator) * (part - rest)))
 
 
 @dataclass
@@ -87,5 +94,6 @@ def _largest(sums: Sequence[_Way]) -> Again:
 
 def selected(graph: GraphOp, paths: Iterable[str]) -> set[str]:
     """The blocks, of those at `paths`, that run again under `selective` because they are every second in a row of alike ones."""
-    known = [p for p in paths if p in graph.blocks]
-    return set(every_second(known, {p: graph.blocks[p].cls.data for p in known}))
+    declared = graph.blocks
+    known = [p for p in paths if p in declared]
+    return set(every_second(known, {p: declared[p].cls.data for p in known}))

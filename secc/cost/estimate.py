@@ -6,6 +6,7 @@ It is used where a block cannot run on the meta device and in IR that was writte
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from secc.ir import expr
 from secc.ir.dialect import BlockOp, CallOp
@@ -47,13 +48,17 @@ class CallCost:
 
 def default(call: CallOp, block: BlockOp) -> CallCost:
     """The estimate from the block's parameters and the call's types."""
-    result = _widest(call)
+    return _of(_widest(call), block.params.data)
+
+
+@cache
+def _of(result: TensorType | None, params: int) -> CallCost:
     if result is None:
         return CallCost(ZERO, ZERO, ZERO, OPS, "default")
     rows = expr.parse("1")
     for dim in result.shape[:-1] or result.shape:
         rows = rows * dim
-    flops, one = 2 * block.params.data * rows, entries(result) * result.itemsize
+    flops, one = 2 * params * rows, entries(result) * result.itemsize
     return CallCost(flops, flops, one * SAVED_PER_RESULT, OPS, "default", 1, one, one * (SAVED_PER_RESULT - 1), flops)
 
 

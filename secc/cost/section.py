@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import cache
 from typing import Any
 
 import sympy
@@ -138,9 +139,10 @@ def _without(cost: SectionCost, known: Mapping[str, Expr]) -> SectionCost:
 def _section_cost(graph: GraphOp, section: SectionOp) -> SectionCost:
     name = section.sym.data
     paths = strings(section.blocks)
-    picked = selected(graph, paths)
-    sums = [_case_sum(graph, ops, picked) for case in graph.cases if (ops := ops_in(case, name))]
-    calls = [op for case in graph.cases for op in ops_in(case, name) if isinstance(op, CallOp)]
+    picked, blocks = selected(graph, paths), graph.blocks
+    cases = [ops for case in graph.cases if (ops := ops_in(case, name))]
+    sums = [_case_sum(graph, blocks, ops, picked) for ops in cases]
+    calls = [op for ops in cases for op in ops if isinstance(op, CallOp)]
     guessed = [call for call in calls if "forward_ns" not in call.attributes]
     estimated = any("flops" not in call.attributes or "default" in _label(call) for call in guessed)
     params, trainable, param_bytes, trainable_bytes = _parameters(graph, name, calls)
@@ -169,7 +171,7 @@ def _section_cost(graph: GraphOp, section: SectionOp) -> SectionCost:
         largest(total(s.logits_moved) for s in sums),
         *_unit_bytes(graph, calls, param_bytes),
         text_of(section, "norms") == "sequence",
-        sum(number(graph.blocks[path], "tensors", 0) for path in {call.target.data for call in calls}),
+        sum(number(blocks[path], "tensors", 0) for path in {call.target.data for call in calls}),
     )
 
 
@@ -178,9 +180,9 @@ def ops_in(case: CaseOp, section: str) -> list[Operation]:
     return [op for op in case.ops if section_of(op) == section]
 
 
-def call_cost(graph: GraphOp, call: CallOp) -> CallCost:
-    """What `secc.cost.measure` noted at a call, or the estimate."""
-    estimate = default(call, graph.blocks[call.target.data])
+def call_cost(call: CallOp, block: BlockOp) -> CallCost:
+    """What `secc.cost.measure` noted at a call of a block, or the estimate."""
+    estimate = default(call, block)
     if "flops" not in call.attributes:
         return estimate
     saved = _text(call, "saved", estimate.saved)
@@ -209,11 +211,11 @@ def _text(op: Operation, key: str, default: Expr) -> Expr:
     return expr.parse(found.data) if isinstance(found, StringAttr) else default
 
 
-def _case_sum(graph: GraphOp, ops: list[Operation], picked: Collection[str]) -> _Sum:
+def _case_sum(graph: GraphOp, blocks: Mapping[str, BlockOp], ops: list[Operation], picked: Collection[str]) -> _Sum:
     total, spread = _Sum(), Spread(ops, heads(graph, ops))
     for op in ops:
         if isinstance(op, CallOp):
-            _add_call(graph, op, total, picked)
+            _add_call(op, blocks[op.target.data], total, op.target.data in picked)
         elif isinstance(op, GlueOp):
             _add_glue(op, total)
             _add_logits(op, total, spread)
@@ -230,8 +232,8 @@ def _add_logits(op: GlueOp, total: _Sum, spread: Spread) -> None:
         total.logits_saved[expr.text(written)] += 1
 
 
-def _add_call(graph: GraphOp, call: CallOp, total: _Sum, picked: Collection[str]) -> None:
-    cost = call_cost(graph, call)
+def _add_call(call: CallOp, block: BlockOp, total: _Sum, picked: bool) -> None:
+    cost = call_cost(call, block)
     total.flops[expr.text(cost.flops)] += 1
     timed = call.attributes.get("forward_ns")
     if isinstance(timed, StringAttr):
@@ -245,16 +247,23 @@ def _add_call(graph: GraphOp, call: CallOp, total: _Sum, picked: Collection[str]
         total.layers += layers
         total.summed[expr.text(cost.kept if cost.kept != 0 else layers * sum((_bytes(r) for r in call.results), expr.parse("0")))] += 1
     if _owes_backward(call):
-        share = _backward_share(graph.blocks[call.target.data])
-        part = sympy.Rational(share.numerator, share.denominator)
-        total.backward[_sum((cost.flops - cost.attention) * part, cost.attention * ATTENTION_BACKWARD)] += 1
+        backward, backward_work = _backward(cost, _backward_share(block))
+        total.backward[backward] += 1
         timed = call.attributes.get("backward_ns")
         if isinstance(timed, StringAttr):
             total.backward_ns[timed.data] += 1
         else:
-            total.backward_work[_sum(cost.work * part, cost.attention_work * ATTENTION_AGAIN)] += 1
+            total.backward_work[backward_work] += 1
         total.saved[expr.text(cost.saved)] += 1
-        total.again.add_call(cost, call.target.data in picked)
+        total.again.add_call(cost, picked)
+
+
+@cache
+def _backward(cost: CallCost, share: Fraction) -> tuple[str, str]:
+    """FLOPs and work of a call's backward, which takes `share` times as long as its forward."""
+    part = sympy.Rational(share.numerator, share.denominator)
+    flops = _sum((cost.flops - cost.attention) * part, cost.attention * ATTENTION_BACKWARD)
+    return flops, _sum(cost.work * part, cost.attention_work * ATTENTION_AGAIN)
 
 
 def _backward_share(block: BlockOp) -> Fraction:
@@ -304,6 +313,7 @@ def _timed(cases: Iterable[Counter[str]]) -> str:
     return texts[0] if len(texts) == 1 else f"max({', '.join(texts)})" if texts else "0"
 
 
+@cache
 def _sum(*parts: Expr) -> str:
     return expr.text(sympy.expand(sum(parts, ZERO)))
 

@@ -1,8 +1,9 @@
-"""Sums and maxima of costs that are kept as texts."""
+"""Sums and maxima of costs that are kept as texts. Layers of a stack ask for the same ones again and again, so answers are kept."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cache
 
 import sympy
 
@@ -12,8 +13,13 @@ from secc.ir.expr import Expr
 
 def largest(texts: Iterable[str]) -> str:
     """An expression that is the maximum of others, without those that another one always exceeds."""
+    return _largest(tuple(sorted(set(texts))))
+
+
+@cache
+def _largest(texts: tuple[str, ...]) -> str:
     kept: list[str] = []
-    for text in sorted(set(texts)):
+    for text in texts:
         if not any(_exceeds(other, text) for other in kept):
             kept = [other for other in kept if not _exceeds(text, other)] + [text]
     return kept[0] if len(kept) == 1 else f"max({', '.join(kept)})" if kept else "0"
@@ -38,4 +44,9 @@ def estimated(text: str, abouts: Mapping[str, Expr]) -> str:
 
 def total(counts: Mapping[str, int]) -> str:
     """The sum of texts, each as often as it is counted."""
-    return expr.text(sympy.expand(sum((n * expr.parse(t) for t, n in counts.items()), sympy.Integer(0))))
+    return _total(tuple(sorted(counts.items())))
+
+
+@cache
+def _total(counts: tuple[tuple[str, int], ...]) -> str:
+    return expr.text(sympy.expand(sum((n * expr.parse(t) for t, n in counts), sympy.Integer(0))))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import lru_cache
 from io import StringIO
 from pathlib import Path
 
 from xdsl.context import Context
 from xdsl.dialects.builtin import Builtin, ModuleOp
-from xdsl.ir import Operation
+from xdsl.ir import Attribute, Operation
 from xdsl.parser import Parser
 from xdsl.printer import Printer
 from xdsl.utils.diagnostic import Diagnostic
@@ -18,6 +20,7 @@ from secc.ir.dialect import Sec
 from secc.ir.verify import problems
 
 _CONTEXT_LINES = 2
+_KEPT = 1 << 17  # texts of attributes: a compilation prints one module some thirty times, and little of it changes
 
 
 class _Parser(Parser):
@@ -34,10 +37,37 @@ class _Parser(Parser):
 
 
 class _Printer(Printer):
-    """xDSL's printer, with letters beyond ASCII as they are."""
+    """xDSL's printer, with letters beyond ASCII as they are. Attributes never change, so their texts are kept."""
 
     def print_string_literal(self, string: str) -> None:
         self.print_string(f'"{_escaped(string)}"')
+
+    def print_attribute(self, attribute: Attribute) -> None:
+        self.print_string(_attribute(attribute))
+
+    def print_attr_dict(self, attr_dict: Mapping[str, Attribute]) -> None:
+        self.print_string(f"{{{', '.join(_named(name, attribute) for name, attribute in attr_dict.items())}}}")
+
+
+class _AttributePrinter(Printer):
+    """The same for one attribute, whole."""
+
+    print_string_literal = _Printer.print_string_literal
+
+
+@lru_cache(_KEPT)
+def _attribute(attribute: Attribute) -> str:
+    stream = StringIO()
+    _AttributePrinter(stream=stream).print_attribute(attribute)
+    return stream.getvalue()
+
+
+@lru_cache(_KEPT)
+def _named(name: str, attribute: Attribute) -> str:
+    """An entry of a dictionary of attributes."""
+    stream = StringIO()
+    _AttributePrinter(stream=stream).print_attr_dict({name: attribute})
+    return stream.getvalue()[1:-1]
 
 
 def _escaped(string: str) -> str:

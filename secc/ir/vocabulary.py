@@ -60,9 +60,9 @@ def wide(tokens: int, width: int) -> bool:
 def heads(graph: GraphOp, ops: Sequence[Operation]) -> dict[SSAValue, Part]:
     """What tensor parallelism cuts by tokens: results of those of `ops` that call wide linear maps, wide matrices that they read."""
     tied = {name for op in graph.body.block.ops if isinstance(op, TieOp) for name in strings(op.names)}
-    found: dict[SSAValue, Part] = {}
+    found, blocks = dict[SSAValue, Part](), graph.blocks
     for op in ops:
-        weight = graph.blocks[op.target.data].attributes.get("weight") if isinstance(op, CallOp) else None
+        weight = blocks[op.target.data].attributes.get("weight") if isinstance(op, CallOp) else None
         if isinstance(op, CallOp) and isinstance(weight, TensorType) and _cut(weight, f"{op.target.data}.weight" in tied):
             found[op.results[0]] = Part(len(tensor(op.results[0]).dims) - 1, int(weight.shape[0]))
         for value in op.operands if isinstance(op, GlueOp) else ():
