@@ -137,10 +137,10 @@ class _Measuring:
 
     def _counted(self, call: CallOp, block: nn.Module) -> CallCost | None:
         """Polynomials that hold exactly, or None for a block that needs values or whose numbers no small polynomial gives."""
-        trials: list[Trial] = []
+        trials, makes = list[Trial](), Makes()
 
         def at(sizes: dict[str, int]) -> tuple[int, ...]:
-            trials.append(run(block, lambda makes: arguments(call, sizes, makes), call.no_grad is None, units(block)))
+            trials.append(run(block, lambda makes: arguments(call, sizes, makes), call.no_grad is None, units(block), makes))
             return tuple(getattr(trials[-1], key) for key in FITTED)
 
         try:
@@ -152,12 +152,11 @@ class _Measuring:
     def _sampled(self, case: CaseOp, call: CallOp, block: nn.Module) -> CallCost | None:
         """What samples of the dataset cost in the mean, by their rows: values of inputs decide (where samples begin, grids of images)."""
         names = sorted(_symbols(call, floating=True))
-        trials: list[Trial] = []
-        points: list[list[int]] = []
+        trials, points, makes = list[Trial](), list[list[int]](), Makes(real=True)
         try:
             for example in self._examples.of(case, call):
                 at = partial(arguments, call, example.sizes, values=example.values)
-                trials.append(run(block, at, call.no_grad is None, units(block), real=True))
+                trials.append(run(block, at, call.no_grad is None, units(block), makes))
                 points.append([example.sizes[name] for name in names])
         except Exception:  # as above
             return None

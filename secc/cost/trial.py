@@ -76,15 +76,15 @@ def run(
     arguments: Callable[[Makes], tuple[list[Any], dict[str, Any]]],
     grad: bool,
     units: Sequence[nn.Module] = (),
-    real: bool = False,
+    makes: Makes | None = None,
     efficiency: Efficiency = DEFAULT,
 ) -> Trial:
     """Run `module` on copies of its parameters and buffers that have no values. Raises whatever the block raises then.
 
     `arguments` makes the call's arguments with what makes tensors here. `units` are the modules inside the block, or itself, that may run
-    again. `real`: integer arguments have values.
+    again. Trials of one module may share `makes`, which decides whether integer arguments have values.
     """
-    makes = Makes(FakeTensorMode(allow_non_fake_inputs=True) if real else None)
+    makes = makes or Makes()
     state = _state(module, makes)
     args, kwargs = arguments(makes)
     saved = Saved(state)
@@ -103,16 +103,23 @@ def run(
 
 
 class Makes:
-    """Makes tensors without values: on the meta device, or fake ones, which may meet real ones."""
+    """Makes tensors without values: on the meta device, or, with `real`, fake ones, which may meet real ones. Parameters get one each."""
 
-    def __init__(self, mode: FakeTensorMode | None) -> None:
-        self.mode = mode
+    def __init__(self, real: bool = False) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True) if real else None
+        self._parameters: dict[nn.Parameter, torch.Tensor] = {}
 
     def __call__(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, grad: bool = False) -> torch.Tensor:
         if self.mode is None:
             return torch.empty_strided(size, stride, dtype=dtype, device="meta", requires_grad=grad)
         with self.mode:
             return torch.empty_strided(size, stride, dtype=dtype, device="cpu", requires_grad=grad)
+
+    def like(self, parameter: nn.Parameter) -> torch.Tensor:
+        """What stands for a parameter."""
+        if parameter not in self._parameters:
+            self._parameters[parameter] = self(parameter.size(), parameter.stride(), parameter.dtype, parameter.requires_grad)
+        return self._parameters[parameter]
 
     @property
     def device(self) -> torch.device:
@@ -121,11 +128,7 @@ class Makes:
 
 def _state(module: nn.Module, makes: Makes) -> dict[str, torch.Tensor]:
     """A tensor without values for each parameter, one for each name, tied names sharing one; buffers keep values that they have."""
-    state: dict[str, torch.Tensor] = {}
-    made: dict[int, torch.Tensor] = {}
-    for name, tensor in module.named_parameters(remove_duplicate=False):
-        made.setdefault(id(tensor), makes(tensor.size(), tensor.stride(), tensor.dtype, tensor.requires_grad))
-        state[name] = made[id(tensor)]
+    state = {name: makes.like(parameter) for name, parameter in module.named_parameters(remove_duplicate=False)}
     for name, tensor in module.named_buffers(remove_duplicate=False):
         keeps = makes.mode is not None and not tensor.is_meta
         state[name] = tensor.detach().clone() if keeps else makes(tensor.size(), tensor.stride(), tensor.dtype)

@@ -76,6 +76,14 @@ def on_meta(block: nn.Module, again: Sequence[nn.Module] = ()) -> trial.Trial:
     return trial.run(block, lambda makes: ([makes((3, 5, 8), (40, 8, 1), torch.float32)], {}), grad=True, units=again)
 
 
+def test_trials_that_share_what_stands_for_parameters_count_alike() -> None:
+    block, makes = Stack(3), trial.Makes()
+    shared = [
+        trial.run(block, lambda makes: ([makes((3, 5, 8), (40, 8, 1), torch.float32)], {}), True, units(block), makes) for _ in range(2)
+    ]
+    assert shared == [on_meta(block, units(block))] * 2
+
+
 def test_linear() -> None:
     """A product over 8 features reaches a fiftieth of a large one's rate."""
     found = measured(nn.Linear(8, 8))

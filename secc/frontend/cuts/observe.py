@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from secc.cost.examples import NO_SAMPLES, Example, Examples, Samples
 from secc.cost.measure import arguments
-from secc.cost.trial import run
+from secc.cost.trial import Makes, run
 from secc.frontend.cuts.find import Call
 from secc.frontend.survey import Survey
 from secc.ir.dialect import CallOp, GraphOp
@@ -42,12 +42,12 @@ class Observer:
                 return
             with ExitStack() as stack:
                 self._watch(stack, model, self.modules)
-                model(**user.collate(survey.batches(pattern)[0]))
+                model(**min(map(user.collate, survey.batches(pattern)), key=_volume))
 
     def meta(self, graph: GraphOp, model: nn.Module, samples: Samples = NO_SAMPLES) -> None:
         """Run each block without values, where its code lets it, until the modules inside it were called."""
         sizes = {name: WIDTH if s.kind.data == "width" else ROWS for name, s in graph.symbols.items()}
-        shortest = sorted(samples.batches, key=lambda b: sum(t.numel() for t in b.values() if isinstance(t, torch.Tensor)))
+        shortest = sorted(samples.batches, key=_volume)
         examples = Examples(graph, Samples(shortest, samples.constants))
         for case in graph.cases:
             for op in (op for op in case.ops if isinstance(op, CallOp)):
@@ -68,7 +68,7 @@ class Observer:
         with ExitStack() as stack:
             seen._watch(stack, model, inside, _Seen)
             try:
-                run(block, known, op.no_grad is None, real=example is not None)
+                run(block, known, op.no_grad is None, makes=Makes(real=example is not None))
             except _Seen:
                 pass
             except Exception:  # whatever the user's code does on tensors without values: those modules stay without a call
@@ -93,6 +93,11 @@ class Observer:
     def _note(self, path: str, call: Call) -> None:
         fake = any(isinstance(t, FakeTensor) for t in tree_leaves(call))
         self.calls.setdefault(path, tree_map(partial(_kept, bare=fake), call))
+
+
+def _volume(batch: Mapping[str, Any]) -> int:
+    """The entries of a collated batch."""
+    return sum(t.numel() for t in batch.values() if isinstance(t, torch.Tensor))
 
 
 class _Seen(BaseException):
