@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from secc.runtime.recorder.fakes import Leaf, autocast, fresh, is_fake
+from secc.runtime.recorder.fakes import autocast, fresh, is_fake
 from secc.runtime.recorder.structure import NotLiteral, arguments
 
 
@@ -18,7 +18,7 @@ class Attention:
     """Takes the place of `scaled_dot_product_attention` where its result has no values and no random numbers are drawn."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
-        self._mode, self._known = mode, dict[Any, Leaf]()
+        self._mode, self._known = mode, dict[Any, torch.Tensor]()
 
     def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
         """`func(*args, **kwargs)`."""
@@ -30,10 +30,10 @@ class Attention:
             return func(*args, **kwargs)
         key = repr(given), torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast()
         if key in self._known:
-            leaf = self._known[key]
-            return fresh(self._mode, leaf.shape, leaf.stride, leaf.dtype, leaf.requires_grad)
+            with self._mode, torch.enable_grad():
+                return self._known[key].clone()
         out = func(*args, **kwargs)
-        self._known[key] = Leaf("", out)
+        self._known[key] = fresh(self._mode, out.shape, out.stride(), out.dtype).requires_grad_(out.requires_grad)
         return out
 
 

@@ -33,6 +33,17 @@ _UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException, Unsupport
 _REMEDY = "compute it inside one of the model's modules, or from the inputs alone"
 
 
+def tensors_of(args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors among an op's arguments, which are values and lists of values."""
+    found: list[torch.Tensor] = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += [v for v in value if isinstance(v, torch.Tensor)]
+    return found
+
+
 def written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The tensors that an op writes into."""
     schema = func._schema
@@ -76,7 +87,7 @@ class Executor:
         """The result of an op."""
         args, kwargs = pytree.tree_map(self.fake, (args, kwargs)) if self._unknown and not func._schema.is_mutable else (args, kwargs)
         targets = written(func, args, kwargs)
-        if targets and any(self.unknown(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)):
+        if targets and any(map(self.unknown, tensors_of(args, kwargs))):
             return self._write(func, args, kwargs, targets)
         try:
             return self._run(func, args, kwargs)

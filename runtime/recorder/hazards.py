@@ -7,6 +7,7 @@ know them by place.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -39,11 +40,22 @@ class Watch:
 
     def see(self, func: Any, args: Any, kwargs: Any) -> None:
         """An op is about to run."""
-        dynamic = any(tag in func.tags for tag in _DYNAMIC)
+        dynamic = _is_dynamic(func)
         if func in _OF_LENGTHS or (dynamic and (not any(is_fake(a) for a in args) or any(map(_is_mask, tree_leaves(args))))):
             self.reads = True
-        if _couples(func, args, kwargs):
+        if _is_norm(func) and _couples(func, args, kwargs):
             self.hazards[Hazard(self._path, "batch_norm", str(func), place())] = None
+
+
+@cache
+def _is_dynamic(func: Any) -> bool:
+    """Whether values decide an op's result or its shape."""
+    return any(tag in func.tags for tag in _DYNAMIC)
+
+
+@cache
+def _is_norm(func: Any) -> bool:
+    return func._schema.name.removeprefix("aten::").startswith(_NORMS)
 
 
 def _is_mask(value: Any) -> bool:
@@ -51,9 +63,8 @@ def _is_mask(value: Any) -> bool:
 
 
 def _couples(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an op is a batch norm with the batch's own statistics. Over a batch of one it may be an instance norm."""
-    name = func._schema.name.removeprefix("aten::")
-    return name.startswith(_NORMS) and args[0].shape[0] > 1 and bool(_argument(func, args, kwargs, ("training", "train"), True))
+    """Whether a batch norm has the batch's own statistics. Over a batch of one it may be an instance norm."""
+    return args[0].shape[0] > 1 and bool(_argument(func, args, kwargs, ("training", "train"), True))
 
 
 def _argument(func: Any, args: Any, kwargs: Any, names: tuple[str, ...], default: Any) -> Any:

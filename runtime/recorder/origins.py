@@ -11,11 +11,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from secc.runtime.randomness.ops import is_random
-from secc.runtime.recorder.glue import written
+from secc.runtime.recorder.glue import tensors_of, written
 
 _NEW = ("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty")  # only take a shape
 
@@ -43,14 +42,13 @@ class Origins:
         """An op of the running block gave `out`."""
         if not self._block:
             return
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        given = tensors_of(args, kwargs)
         new = func._schema.name.removeprefix("aten::") in _NEW
         alone = (new or all(map(self.is_alone, given))) and not is_random(func, args, kwargs)
         if not alone and (changed := written(func, args, kwargs)):
             self._forget(changed)
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                self._note(tensor, alone)
+        for tensor in tensors_of((out,), {}):
+            self._note(tensor, alone)
 
     def _forget(self, changed: list[torch.Tensor]) -> None:
         """What a block was given was written into these tensors, and so into their views."""

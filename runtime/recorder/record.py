@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves
 
 from secc.runtime.errors import UserError
 from secc.runtime.nesting import columns_of, lists_of, nested
@@ -29,7 +28,7 @@ from secc.runtime.recorder.attention import Attention
 from secc.runtime.recorder.fakes import Extents, Guess, Run, Shapes, fake_copy, is_large, valueless
 from secc.runtime.recorder.finish import finish
 from secc.runtime.recorder.functional import functionalise, mutates
-from secc.runtime.recorder.glue import Executor, Glue
+from secc.runtime.recorder.glue import Executor, Glue, tensors_of
 from secc.runtime.recorder.hazards import Watch
 from secc.runtime.recorder.modes import Calls, Ops, autograd_functions, idle_autocast, intercept
 from secc.runtime.recorder.origins import Origins
@@ -247,8 +246,8 @@ class Recorder:
     def _refuse_hidden(self, args: Any, kwargs: Any) -> None:
         """Raise for an op in a block that takes what was made outside and is no argument of the block: nobody would hand it over."""
         path, given = self._running
-        for tensor in tree_leaves((args, kwargs)) if path else ():
-            if not isinstance(tensor, torch.Tensor) or id(tensor) in given:
+        for tensor in tensors_of(args, kwargs) if path else ():
+            if id(tensor) in given:
                 continue
             if maker := self._origins.maker(tensor):
                 self._refuse_kept(maker, path)
