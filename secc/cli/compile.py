@@ -50,6 +50,7 @@ def command(
     """Compile a model into a plan that torchrun executes."""
     from secc.codegen.write import check_output
     from secc.compiler import Options, compile_model
+    from secc.runtime.collector import collecting_seldom
 
     check_output(output)
     options = Options(
@@ -58,7 +59,7 @@ def command(
         without=tuple(no_fuse_rule or ()), accept=tuple(accept or ()), stats=stats,
         skip_bad_samples=skip_bad_samples, costs=costs, dtype=dtype, run_ahead=run_ahead,
     )  # fmt: skip
-    with progress(quiet=json) as show:
+    with progress(quiet=json) as show, collecting_seldom():
         compiled = compile_model(model, options, show)
         if check:
             from secc.check import checked

@@ -1,0 +1,17 @@
+"""Python's garbage collector is as before once work that slows it down has ended, whatever ended it."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from secc.runtime.collector import collecting_seldom
+
+
+def test_looks_for_garbage_are_rare_inside_and_as_before_behind() -> None:
+    before = gc.get_threshold()
+    with pytest.raises(KeyError), collecting_seldom():
+        assert gc.get_threshold()[0] > before[0] and gc.get_freeze_count()
+        raise KeyError
+    assert gc.get_threshold() == before and not gc.get_freeze_count()
