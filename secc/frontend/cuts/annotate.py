@@ -96,8 +96,9 @@ def changed(graph: GraphOp) -> set[str]:
 
 def layers_of(model: nn.Module, block: str) -> Iterator[tuple[str, nn.Module]]:
     """The modules of a block that are cut each by itself."""
-    names = {m: n for n, m in model.named_modules(remove_duplicate=False)}
-    for unit in units(model.get_submodule(block)):
+    root = model.get_submodule(block)
+    names = {m: n for n, m in root.named_modules(prefix=block, remove_duplicate=False)}
+    for unit in units(root):
         yield names[unit], unit
 
 
