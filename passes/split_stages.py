@@ -219,7 +219,7 @@ def _in_flight(work: Workload, load: Load, parts: int) -> int:
     if given := int(number_of(load.section, "in_flight") or 0):
         return given
     least, most = parts - int(number_of(load.section, "stage") or 0), AHEAD * parts
-    rank, device = room(work, load, *_choice(load.section), most), work.cluster.seen_by(_ranks(load.section)).device
+    (_, rank), device = _held(work, load), work.cluster.seen_by(_ranks(load.section)).device
     return next((n for n in range(most, least, -1) if rank.total(n) <= device.usable), least)
 
 

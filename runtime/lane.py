@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 NEVER = 1 << 62
@@ -25,12 +26,15 @@ class Passage(NamedTuple):
 @dataclass(frozen=True)
 class Lane:
     """A pipeline's stages: for each the times of all micro-batches there may be, and for how many it has room between forward and the
-    last part of the backward. `weight` is empty where backwards are not split."""
+    last part of the backward. `weight` is empty where backwards are not split. `kept`: bytes that the micro-batches keep, () where their
+    room is not bounded, and `spaces` that for them."""
 
     forward: Sequence[Sequence[int]]
     backward: Sequence[Sequence[int]]
     weight: Sequence[Sequence[int]]
     rooms: Sequence[int]
+    kept: Sequence[Sequence[int]] = ()
+    spaces: Sequence[int] = ()
 
     def run(self, queue: Sequence[int], ready: Sequence[int]) -> Passage:
         """The passage of the micro-batches in `queue`, each of which the first stage has no earlier than `ready` says."""
@@ -48,6 +52,9 @@ class _Run:
         parts = (lane.forward, lane.backward, lane.weight)
         self.times = [[list(map(column.__getitem__, queue)) for column in part] for part in parts]
         self.rooms = [room or count for room in lane.rooms]
+        kept = [list(map(column.__getitem__, queue)) if column else [0] * count for column in lane.kept or [()] * stages]
+        self.taken = [[0, *accumulate(column), 0] for column in kept]  # bytes of all before each in the queue
+        self.spaces = lane.spaces or [0] * stages
         self.starts = [0] * count
         self.came = [[*map(ready.__getitem__, queue), NEVER], *([NEVER] * (count + 1) for _ in range(stages - 1))]
         self.back = [[NEVER] * (count + 1) for _ in range(stages)]
@@ -69,11 +76,13 @@ class _Run:
         weight, acts, idle, room = later[0] if later else [], self.acts, self.idle, self.rooms[s]
         came, back, last = self.came[s], self.back[s], s == len(self.acts) - 1
         passed, returned = back if last else self.came[s + 1], self.back[s - 1] if s else self.backs
+        taken, space = self.taken[s], self.spaces[s]
         next_forward = next_backward = finished = 0
         while True:
             time = yield
             soon = back[next_backward]
-            comes = came[next_forward] if next_forward - finished < room else NEVER
+            fits = next_forward - finished < room and (taken[next_forward + 1] - taken[finished] <= space or next_forward == finished)
+            comes = came[next_forward] if fits else NEVER
             if soon <= time:
                 done = returned[next_backward] = time + backward[next_backward]
                 next_backward, to = next_backward + 1, s - 1

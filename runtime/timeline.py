@@ -222,9 +222,15 @@ class _Run:
     # -- room ---------------------------------------------------------------------------------------------------------------------
 
     def fits(self, job: int, slot: int) -> bool:
-        """Whether there is a place for a job and, unless it would be alone, as many bytes as it takes."""
-        size, space = self.jobs.sizes[job], self.space[slot]
-        return self.room[slot] > 0 and (size <= space or space == self.jobs.spaces[slot // self.jobs.ranks] or job in self.forced)
+        """Whether there is a place for a job and, unless it would be alone, as many bytes as it takes.
+
+        Where bytes are bounded none passes one that is more urgent, or the large ones would wait for the small ones' end.
+        """
+        size, space, whole = self.jobs.sizes[job], self.space[slot], self.jobs.spaces[slot // self.jobs.ranks]
+        if self.room[slot] <= 0 or not whole or job in self.forced:
+            return self.room[slot] > 0
+        first = self.next_kept(slot)
+        return (size <= space or space == whole) and (first < 0 or self.priority[job] <= self.priority[first])
 
     def take(self, job: int, slot: int) -> None:
         self.room[slot] -= 1

@@ -1,7 +1,8 @@
 """The user's model file: importing it, calling its functions, and turning what can be wrong with it into UserErrors.
 
-Plain PyTorch is all that is asked of the file: `model()` and `dataset()`, and optionally `collate`, `optimizer`, `scheduler`, `sizes`
-and `small_model`. The compiler and the ranks both load it through here, so that both see the same functions and the same defaults.
+Plain PyTorch is all that is asked of the file: `model()` and `dataset()`, and optionally `collate`, `optimizer`, `scheduler`, `sizes`,
+`small_model` and `small_dataset`. The compiler and the ranks both load it through here, so that both see the same functions and the same
+defaults.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class UserModel:
 
     def __init__(self, path: Path, module: ModuleType, sha256: str) -> None:
         self.path, self.module, self.sha256 = path, module, sha256
+        self._small = False
         self._dataset: Any = None
         self._parameters: Mapping[str, inspect.Parameter] | None = None
         self._forward_place = ""
@@ -97,8 +99,12 @@ class UserModel:
     def dataset(self) -> Any:
         """The map-style dataset, made once."""
         if self._dataset is None:
-            self._dataset = self._checked_dataset(self.call("dataset"))
+            self._dataset = self._checked_dataset(self.call("small_dataset" if self._small else "dataset"))
         return self._dataset
+
+    def use_small(self) -> None:
+        """Take `small_dataset()` in place of `dataset()` and of its `sizes`, if the file has it."""
+        self._small = self.has("small_dataset")
 
     def sample(self, i: int, seed: int = 0, epoch: int = 0) -> dict[str, Any]:
         """Sample `i`, drawn with the random numbers that belong to (seed, epoch, i)."""
@@ -176,7 +182,7 @@ class UserModel:
             raise UserError(f"forward needs the argument {lacking[0]!r}, which {source} lacks", self.forward_place or place, remedy)
 
     def _checked_dataset(self, dataset: Any) -> Any:
-        place = self.place("dataset")
+        place = self.place("small_dataset" if self._small else "dataset")
         if isinstance(dataset, IterableDataset):
             remedy = "return a map-style dataset: one with __len__ and __getitem__"
             raise UserError("dataset() returns an IterableDataset, whose samples cannot be drawn by number", place, remedy)
@@ -221,7 +227,7 @@ class UserModel:
 
     def has(self, function: str) -> bool:
         """Whether the model file defines `function`."""
-        return hasattr(self.module, function)
+        return hasattr(self.module, function) and not (self._small and function == "sizes")
 
     def place(self, function: str) -> str:
         """file:line of a function of the model file, or the file if that is not known."""

@@ -188,6 +188,8 @@ def front(path: str | Path, options: Options, step: Step) -> tuple[UserModel, nn
     """The model file, the model on the meta device and as plans know it, what its samples look like, and its capture."""
     with step("read the model file"):
         user = load(path)
+        if options.small:
+            user.use_small()
     with step("build the model on the meta device"):
         meta = meta_model(user, small=options.small)
         ref = model_ref(user, meta)

@@ -411,7 +411,7 @@ def stage_room(work: Workload, load: Load, c: Candidate, stage: int) -> int:
     `load` is that of a rank of the stage.
     """
     least, most = c.pp - stage, AHEAD * c.pp
-    rank = room(work, load, c.dp, c.micro_batch, c.sharding, c.recompute, most)
+    rank = room_of(work, load, c)
     return next((n for n in range(most, least, -1) if rank.total(n) <= work.cluster.device.usable), least)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,12 +32,16 @@ def test_a_lane_waits_for_what_is_not_ready_and_for_room():
     assert Lane(times, times, (), [1, 1]).run([0, 1], [0, 0]).starts == [0, 40]
 
 
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=9), st.integers(2, 4), st.integers(1, 5), st.booleans())
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=9), st.integers(2, 4), st.integers(1, 5), st.booleans(), st.sampled_from([0, 50, 120])
+)
 @settings(max_examples=60)
-def test_a_lane_is_what_the_step_makes_of_the_same_queue(lengths, stages, room, split):
-    """One replica without upstream."""
+def test_a_lane_is_what_the_step_makes_of_the_same_queue(lengths, stages, room, split, size):
+    """One replica without upstream; a word takes a byte where there are `size` bytes of room."""
     samples = [mixes.text(i, n) for i, n in enumerate(lengths)]
     p = mixes.vlm(samples, 1, 1, 0.5, pipeline=mixes.Pipeline(stages, room, split))
+    bounded = (dataclasses.replace(s, room_bytes=size, cost=dataclasses.replace(s.cost, saved="T")) for s in p.sections)
+    p = dataclasses.replace(p, sections=tuple(bounded))
     composer = Composer(p, samples, Graph(p))
     load, lots = critical_load(composer)
     queue = queues.pyramid(range(len(lots)), load)

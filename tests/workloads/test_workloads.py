@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from secc.check import checked
+from secc.compiler import Options, compile_model
 from secc.runtime.user_model import UserModel, load
 
 FOLDER = Path(__file__).parents[2] / "tools" / "workloads"
@@ -45,6 +47,14 @@ def test_every_placeholder_has_a_feature(user: UserModel) -> None:
         if (images := sample.get("pixel_values")) is not None:
             per_row = 1 if images.ndim == 3 else {336: 576, 448: 256}[images.shape[-1]]
             assert counts[IMAGE] == per_row * len(images)
+
+
+@pytest.mark.slow
+def test_small_ones_are_exact(user: UserModel) -> None:
+    """Each within a minute of one core."""
+    compiled = compile_model(user.path, Options(cluster="local:2", global_batch=16, stats_samples=64, small=True))
+    patterns = checked(compiled, required=True).plan.checks["patterns"]
+    assert patterns and all(p["exact"] for p in patterns)
 
 
 def test_labels_are_the_next_words(user: UserModel) -> None:

@@ -24,5 +24,9 @@ def dataset() -> Mix:
     return MIX
 
 
+def small_dataset() -> Mix:
+    return MIX.small
+
+
 def sizes(i: int) -> dict[str, int]:
     return MIX.sizes(i)

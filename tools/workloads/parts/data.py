@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -18,29 +18,39 @@ from parts.packing import IGNORED, Sample
 IMAGE, AUDIO, FIRST_WORD, WORDS = 1, 2, 10, 500  # ids; small vocabularies of test models hold them, too
 CLIP_SECONDS, AUDIO_TOKENS, MELS = 30, 750, 128
 SAMPLES = 100_000
+SHRINK = 32
 
 Images = Callable[[tuple[int, ...]], tuple[list[int], Sample]]  # tokens asked for of each image -> tokens it gets, and its tensors
 
 
 @dataclass(frozen=True)
 class Mix(torch.utils.data.Dataset[Sample]):
-    """Samples of text; with `images` a share of them has images, made by that function, and a share `audio` has a clip."""
+    """Samples of text; with `images` a share of them has images, made by that function, and a share `audio` has a clip.
+
+    `shrink`: lengths of texts and tokens of images are so many times smaller.
+    """
 
     images: Images | None = None
     p_image: float = 0.33
     p_audio: float = 0.0
     seed: int = 0
     long_text: bool = field(default=False)
+    shrink: int = 1
 
     def __len__(self) -> int:
         return SAMPLES
+
+    @property
+    def small(self) -> Mix:
+        """The same mix with short samples, for small models."""
+        return replace(self, shrink=SHRINK)
 
     def content(self, i: int) -> Content:
         """What sample i holds."""
         r = random.Random(f"{self.seed} {i}")
         if self.long_text:
-            return distillation(r)
-        return multimodal(r, self.images is not None and r.random() < self.p_image, r.random() < self.p_audio)
+            return distillation(r).shrunk(self.shrink)
+        return multimodal(r, self.images is not None and r.random() < self.p_image, r.random() < self.p_audio).shrunk(self.shrink)
 
     def __getitem__(self, i: int) -> Sample:
         content = self.content(i)

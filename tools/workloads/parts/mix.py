@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 FRAMES_PER_SECOND = 50
 
@@ -22,6 +22,10 @@ class Content:
     text: int
     images: tuple[int, ...] = ()
     frames: int = 0
+
+    def shrunk(self, by: int) -> Content:
+        """So many times shorter texts, and images of fewer tokens."""
+        return replace(self, text=max(2, self.text // by), images=tuple(max(4, n // by) for n in self.images))
 
 
 def lognormal(r: random.Random, mean: float, least: int = 1, most: int = 10**6) -> int:
