@@ -89,7 +89,7 @@ def memory_parts(work: Workload, load: Load, c: Candidate, ahead: bool, messages
         "optimizer states": found.optimizer,
         ("gathered layers, gradients on their way" if c.sharding == "zero3" else "gradients on their way"): found.buffers,
         f"activations of {of}": found.kept(count),
-        "recomputing a layer": found.working,
+        "gradients of an operation, or recomputing a layer": found.working,
         "messages": messages,
     }
     return {name: size for name, size in parts.items() if size}

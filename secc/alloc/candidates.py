@@ -416,14 +416,15 @@ def stage_room(work: Workload, load: Load, c: Candidate, stage: int) -> int:
 
 
 def _kept(work: Workload, load: Load, size: int, recompute: str) -> tuple[int, int]:
-    """Bytes that a micro-batch keeps, and what recomputation adds."""
+    """Bytes that a micro-batch keeps, and what gradients in glue or recomputation add for a time."""
     if (size, recompute) not in load.memo:
         activation = working = 0
         again, saved = load.cost.again.get(recompute), load.under(recompute).saved
         for pattern in load.active:
             sizes = work.sizes(pattern, size)
             activation = max(activation, sum(evaluate(text, sizes) for text in (saved, *_ends(work, load))))
-            working = max(working, evaluate(again.working, sizes) if again else 0)
+            passing = (load.cost.passing, load.cost.logits_passing, again.working if again else "0") if load.mode != "forward" else ()
+            working = max(working, *(evaluate(text, sizes) for text in passing), 0)
         load.memo[size, recompute] = activation, working
     return load.memo[size, recompute]
 

@@ -15,8 +15,8 @@ MANY = 1 << 30  # micro-batches: more than are in flight
 @dataclass(frozen=True)
 class Memory:
     """Bytes on one rank: `parameters`, `gradients`, `optimizer`, `buffers` of gradients on their way, `activation` for each micro-batch in
-    flight, and `working`: what recomputation adds to one of them. `micro_batches`: those of a step. `largest`: activations of the largest
-    sample, which may be alone in flight where it takes more than several micro-batches."""
+    flight, and `working`: what the backward of one of them adds for a time. `micro_batches`: those of a step. `largest`: activations of
+    the largest sample, which may be alone in flight where it takes more than several micro-batches."""
 
     parameters: int
     gradients: int

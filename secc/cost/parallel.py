@@ -60,6 +60,7 @@ def on_rank(cost: SectionCost, tp: int, pp: int) -> SectionCost:
         glue_bytes=_split(cost.glue_bytes, kept, cost.logits_moved, cut),
         logits_saved=_times(cost.logits_saved, cut),
         logits_moved=_times(cost.logits_moved, cut),
+        logits_passing=_times(cost.logits_passing, Fraction(1, tp)),
         narrow=cost.narrow // tp,
         forward_ns=_times(cost.forward_ns, cut),
         backward_ns=_times(cost.backward_ns, cut),

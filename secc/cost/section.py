@@ -21,6 +21,7 @@ from xdsl.ir import Operation, SSAValue
 from secc.cost.again import Again, AgainSum, recomputed, selected
 from secc.cost.estimate import ZERO, CallCost, default, entries
 from secc.cost.linear_loss import FusedCost, fused_cost
+from secc.cost.load import micro_batch, patterns
 from secc.cost.texts import estimated, largest, total
 from secc.ir import expr
 from secc.ir.analysis import abouts, text_of
@@ -29,6 +30,7 @@ from secc.ir.expr import Expr
 from secc.ir.naming import OUT_OF_TURN
 from secc.ir.types import tensor
 from secc.ir.vocabulary import Spread, heads
+from secc.runtime.expr import evaluate
 
 FLOAT_BYTES = 4  # of a parameter whose dtype nobody noted
 # Views move no data.
@@ -38,7 +40,7 @@ VIEWS = frozenset({
 })  # fmt: skip
 ATTENTION_BACKWARD = 2  # FLOPs over those of forward: gradients of queries, keys, values and scores, whatever trains
 ATTENTION_AGAIN = sympy.Rational(5, 2)  # time over forward's: a kernel that keeps no scores computes them again
-_TEXTS = ("flops", "backward_flops", "saved", "glue_bytes", "summed", "logits_saved", "logits_moved")
+_TEXTS = ("flops", "backward_flops", "saved", "glue_bytes", "summed", "logits_saved", "logits_moved", "passing", "logits_passing")
 MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 
 
@@ -54,6 +56,7 @@ class SectionCost:
     weights that take longest. forward_ns, backward_ns: what was measured of calls, whose work and bytes are then not in the sums above.
     master_bytes: of the float32 weights that the optimizer updates where modules compute in fewer bits, 0 where they do not.
     logits_saved, logits_moved: the parts of `saved` and `glue_bytes` that run along a vocabulary, of which each rank of tp has its tokens'.
+    passing, logits_passing: bytes of the gradients that the backward of the largest operation in glue has at once, beside what is saved.
     unit_bytes: parameters of the largest layer. rest_bytes: of what is in no layer.
     sequence: whether ranks of tp have parts of the sequence between the products that are cut. tensors: parameters that train.
     """
@@ -80,6 +83,8 @@ class SectionCost:
     master_bytes: int = 0
     logits_saved: str = "0"
     logits_moved: str = "0"
+    passing: str = "0"
+    logits_passing: str = "0"
     unit_bytes: int = 0
     rest_bytes: int = 0
     sequence: bool = False
@@ -110,6 +115,8 @@ class _Sum:
     backward_ns: Counter[str] = field(default_factory=Counter[str])
     logits_saved: Counter[str] = field(default_factory=Counter[str])
     logits_moved: Counter[str] = field(default_factory=Counter[str])
+    passing: set[str] = field(default_factory=set[str])
+    logits_passing: set[str] = field(default_factory=set[str])
     ops: int = 0
     layers: int = 0
     summed: Counter[str] = field(default_factory=Counter[str])
@@ -169,6 +176,8 @@ def _section_cost(graph: GraphOp, section: SectionOp) -> SectionCost:
         FLOAT_BYTES * trainable if "dtype" in graph.attributes else 0,
         largest(total(s.logits_saved) for s in sums) if _mode(section) != "forward" else "0",
         largest(total(s.logits_moved) for s in sums),
+        _largest_of_dataset(graph, {text for s in sums for text in s.passing}),
+        _largest_of_dataset(graph, {text for s in sums for text in s.logits_passing}),
         *_unit_bytes(graph, calls, param_bytes),
         text_of(section, "norms") == "sequence",
         sum(number(blocks[path], "tensors", 0) for path in {call.target.data for call in calls}),
@@ -219,7 +228,24 @@ def _case_sum(graph: GraphOp, blocks: Mapping[str, BlockOp], ops: list[Operation
         elif isinstance(op, GlueOp):
             _add_glue(op, total)
             _add_logits(op, total, spread)
+            _add_passing(op, total, spread)
     return total
+
+
+def _add_passing(op: GlueOp, total: _Sum, spread: Spread) -> None:
+    """The gradients that an operation's backward gets and makes; those of parameters stay."""
+    if not _owes_backward(op) or op.base in VIEWS or fused_cost(op) is not None:
+        return
+    texts = total.logits_passing if op in spread.steps else total.passing
+    passing = (v for v in (*op.results, *op.operands) if tensor(v).requires_grad and not isinstance(v.owner, ParamOp))
+    texts.add(expr.text(sum(map(_bytes, passing), ZERO)))
+
+
+def _largest_of_dataset(graph: GraphOp, found: Collection[str]) -> str:
+    """The largest of many expressions at the sizes that samples have in the mean, of those that inputs' values do not decide."""
+    known = {str(name) for name in abouts(graph)}
+    texts = [text for text in found if not any(str(s) in known for s in expr.symbols(expr.parse(text)))]
+    return largest(max(texts, key=lambda text: evaluate(text, micro_batch(graph, p.sizes, 1))) for p in patterns(graph) if texts)
 
 
 def _add_logits(op: GlueOp, total: _Sum, spread: Spread) -> None:

@@ -132,7 +132,9 @@ def test_ranks_of_tp_hold_the_logits_of_their_tokens() -> None:
     )
     whole = cost(graph(X + F + loss))
     assert (whole.saved, whole.logits_saved) == ("262*B*S", "256*B*S")  # 4 of the call, 2 of the sums, and logits twice
+    assert (whole.passing, whole.logits_passing) == ("0", "256*B*S")  # gradients of the logits and of their logarithms
     rank = on_rank(whole, 4, 1)
+    assert evaluate(rank.logits_passing, {"B": 1, "S": 1}) == 64
     kept = 6 * 16 // 34  # of what tp does not cut by tokens (10 + 24/4) parts in 34
     assert evaluate(rank.saved, {"B": 1, "S": 1}) == kept + 64
     assert sums_ns(replace(whole, layers=1, summed="8*B*S"), 4, parse("1x4xH100")) != sums_ns(
