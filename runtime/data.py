@@ -1,7 +1,8 @@
 """The data plane of a rank: what all ranks know of the next global batch, and this rank's own micro-batches.
 
 Every rank loads a share of the batch and finds each sample's pattern, sizes and leaves; one all-gather of integers then gives all
-ranks the same `GlobalBatch`, from which they compute the same schedule. Only then is it clear which samples a rank needs: `batch`
+ranks the same `GlobalBatch`, from which they compute the same schedule. Where every rank has loaded its share by the end of the step
+before, the integers travel with that step's sums, which saves a collective. Only then is it clear which samples a rank needs: `batch`
 loads and collates them. With a worker, the next step's share loads while this step trains. A share is a run of positions; where the
 user's `sizes(i)` tells sizes ahead, it holds samples that the rank will train itself, so that few samples are loaded twice.
 """
@@ -28,6 +29,7 @@ from secc.runtime.plan import Plan, is_label
 from secc.runtime.pool import Pool
 from secc.runtime.program import SampleMeta, Schedule
 from secc.runtime.rerecord import Rerecorder, Spent
+from secc.runtime.sharding import all_gather
 from secc.runtime.sizes import combine
 from secc.runtime.user_model import UserModel
 from secc.runtime.worker import AHEAD, RECORDED_AHEAD, Ask, Background, Inline
@@ -106,6 +108,8 @@ class DataPlane:
         self._source = Background(loader, pools, requests, ahead) if workers else Inline(loader)
         self._step = start - 1
         self._latest: GlobalBatch | None = None
+        self._loaded: Rows | None = None  # of the next step's share
+        self._found: torch.Tensor | None = None  # the next step's rows of all ranks, in the order of the batch
         self._waits: list[tuple[int, Spent]] = []
         self._source.request([self._share(start)])
 
@@ -116,12 +120,15 @@ class DataPlane:
         """
         self._step += 1
         self._waits = [(step, spent) for step, spent in self._waits if step >= self._step - _REMEMBERED]
-        rows: Rows = self._result(self._share(self._step))
+        rows: Rows = self._loaded or self._timed(self._source.result, self._share(self._step))
+        table, self._loaded, self._found = self._found, None, None
         if self.epochs.count(self._step + 1):
             self._source.request([self._share(self._step + 1)])
         for line in rows.skipped:
             sys.stderr.write(f"step {self._step + 1}: a sample is left out: {line}\n")
-        found = self._records.unpack(self._gather(rows.table, group) if self.world_size > 1 else self._in_order([rows.table]))
+        if table is None:
+            table = self._gather(rows.table, group) if self.world_size > 1 else self._in_order(rows.table[None], self._step)
+        found = self._records.unpack(table)
         kept, records, skipped = _split(found)
         if not records:
             raise UserError(f"none of the {len(found)} samples of step {self._step + 1} loads", remedy="run without --skip-bad-samples")
@@ -151,7 +158,7 @@ class DataPlane:
         if not self._records.leaves or not share.positions:
             mine: tuple[float, ...] = (0.0,) * len(self._records.leaves)
         else:
-            mine = leaves_of(self._records.leaves, self._result(share))
+            mine = leaves_of(self._records.leaves, self._timed(self._source.result, share))
         if self.world_size == 1 or not mine:
             return [mine]
         device = self.device if dist.get_backend(group) == "nccl" else torch.device("cpu")
@@ -167,7 +174,7 @@ class DataPlane:
     def batch(self, positions: Sequence[int], of: GlobalBatch | None = None, section: str = "") -> dict[str, Any]:
         """The samples at `positions` of a global batch (default: the latest), collated in this order, on the device, padded as the plan
         wants, with the recorded glue that a section needs."""
-        batch = self._result(self._of(of).collated(positions, section))
+        batch = self._timed(self._source.result, self._of(of).collated(positions, section))
         return {key: v.to(self.device, non_blocking=True) if isinstance(v, torch.Tensor) else v for key, v in batch.items()}
 
     @property
@@ -175,9 +182,10 @@ class DataPlane:
         """When this rank waited for the loader, in the last few steps."""
         return [spent for _, spent in self._waits]
 
-    def _result(self, ask: Ask) -> Any:
+    def _timed(self, get: Callable[[Any], Any], ask: Ask) -> Any:
+        """What the loader gives; the time counts as waited for it."""
         start = time.monotonic_ns()
-        found = self._source.result(ask)
+        found = get(ask)
         self._waits.append((self._step, Spent(start, time.monotonic_ns())))
         return found
 
@@ -199,21 +207,50 @@ class DataPlane:
     def _share(self, step: int) -> Share:
         return Share(step, self._shares.of(step)[self.rank])
 
-    def _gather(self, mine: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-        """All ranks' rows in the order of the batch, from this rank's."""
-        shares = self._shares.of(self._step)
-        device = self.device if dist.get_backend(group) == "nccl" else torch.device("cpu")
-        padded = mine.new_zeros(max(map(len, shares)), mine.shape[1])
-        padded[: len(mine)] = mine
-        parts = [torch.empty_like(padded, device=device) for _ in shares]
-        dist.all_gather(parts, padded.to(device), group)
-        return self._in_order([part[: len(share)].cpu() for part, share in zip(parts, shares, strict=True)])
+    def exchange(self, values: torch.Tensor, steps: int, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+        """Every rank's `values` (float64 [n], on this rank's device) as [ranks, n]. Collective over `group`.
 
-    def _in_order(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The rows of the ranks' shares by position."""
-        positions = [p for share in self._shares.of(self._step) for p in share]
-        rows = torch.cat(list(parts))
-        return rows[torch.tensor(positions).argsort()] if positions else rows
+        The rows of the next step, if it is before `steps`, travel along; they count where every rank has them already.
+        """
+        if self.world_size == 1:
+            return values[None]
+        follows = self._found is None and self._step + 1 < steps and self.epochs.count(self._step + 1) > 0
+        if follows and self._loaded is None:
+            self._loaded = self._timed(self._source.ready, self._share(self._step + 1))
+        mine = [values.view(torch.int64)]
+        if follows:
+            table = self._padded(self._loaded and self._loaded.table, self._step + 1)
+            mine.append(torch.cat([torch.tensor([self._loaded is not None]), table.view(-1)]).to(values.device))
+        found = self._all_gather(torch.cat(mine), group)
+        told, rows = found[:, : len(values)].view(torch.float64), found[:, len(values) :].cpu()
+        if follows and bool(rows[:, 0].all()):
+            self._found = self._in_order(rows[:, 1:].reshape(self.world_size, -1, self._records.width), self._step + 1)
+        return told
+
+    def _gather(self, mine: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+        """All ranks' rows of this step in the order of the batch, from this rank's."""
+        device = self.device if dist.get_backend(group) == "nccl" else torch.device("cpu")
+        return self._in_order(self._all_gather(self._padded(mine, self._step).to(device), group).cpu(), self._step)
+
+    def _padded(self, mine: torch.Tensor | None, step: int) -> torch.Tensor:
+        """This rank's rows, as many as the longest share of the step has."""
+        padded = torch.zeros(max(map(len, self._shares.of(step))), self._records.width, dtype=torch.int64)
+        if mine is not None:
+            padded[: len(mine)] = mine
+        return padded
+
+    def _all_gather(self, mine: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+        """Every rank's tensor, behind each other along a new first dim."""
+        found = mine.new_empty(self.world_size, *mine.shape)
+        all_gather(found.view(-1), mine.view(-1), group).wait()
+        return found
+
+    def _in_order(self, rows: torch.Tensor, step: int) -> torch.Tensor:
+        """The rows [ranks, longest share, width] of the shares of a step by position [samples, width]."""
+        shares = self._shares.of(step)
+        longest, positions = rows.shape[1], [p for share in shares for p in share]
+        places = [r * longest + k for r, share in enumerate(shares) for k in range(len(share))]
+        return rows.flatten(0, 1)[[places[k] for k in sorted(range(len(places)), key=positions.__getitem__)]]
 
 
 class _Shares:

@@ -17,6 +17,7 @@ from secc.runtime.fetch import Fetchers, ItemKey
 from secc.runtime.metadata import Record, Records, Skipped
 from secc.runtime.pool import Pool
 from secc.runtime.rerecord import Rerecorder
+from secc.runtime.seeding import borrowed
 from secc.runtime.sizes import pad_batch
 from secc.runtime.user_model import UserModel
 
@@ -120,7 +121,9 @@ class Loader:
                 yield ask, self.rerecorder.keep(batch, len(ask.positions), ask.section, *answer)
 
     def _batch(self, ask: Collated) -> dict[str, Any]:
-        batch = self.user.collate([self._item(ask.step, p) for p in ask.positions])
+        with borrowed():
+            items = [self._item(ask.step, p) for p in ask.positions]
+        batch = self.user.collate(items)
         if ask.widths:
             batch = pad_batch(batch, self.records.plan.inputs, dict(ask.widths))
         return batch

@@ -10,6 +10,7 @@ import sys
 import torch
 
 _PR_SET_PDEATHSIG = 1
+_KEPT = {-1: 1 << 30, -3: 1 << 25}  # M_TRIM_THRESHOLD: free bytes at the end of the heap; M_MMAP_THRESHOLD: larger ones live outside it
 
 
 def die_with_parent(parent: int | None = None) -> None:
@@ -31,3 +32,14 @@ def serve(parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)  # the rank's thread pool does not survive a fork
+
+
+def keep_freed_memory() -> None:
+    """From now on this process keeps what it frees, as far as the C library lets it be told.
+
+    A step frees its activations and gradients, and the next one wants as much again. What went back to the system in between comes page by
+    page, each with a fault: thousands in a step on CPUs. On a GPU torch's allocator keeps memory by itself.
+    """
+    tell = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
+    for option, size in _KEPT.items() if tell is not None else ():
+        tell(option, size)

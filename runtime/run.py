@@ -28,6 +28,7 @@ from secc.runtime.meta import meta_model
 from secc.runtime.mixed import compute_in
 from secc.runtime.options import Options
 from secc.runtime.plan import Plan
+from secc.runtime.processes import keep_freed_memory
 from secc.runtime.rerecord import Rerecorder
 from secc.runtime.routes import replicas
 from secc.runtime.section import load_section
@@ -99,6 +100,7 @@ class Run(ExitStack):
         self.callback(self.data.close)
         if self.device.type == "cpu":
             torch.set_num_threads(1)
+            keep_freed_memory()
             dist.init_process_group("gloo")
         else:
             torch.cuda.set_device(self.device)

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -144,8 +143,7 @@ class Trainer:
         shares = self.engine.logged | {name: share.new_tensor(seconds) for name, seconds in waited.items()}
         own, names = self.engine.stopwatch.take(), columns(self.plan)
         times = [share.new_tensor(own.get((name, kind), 0.0) / tp) for name, kind, tp in names]
-        totals = torch.stack([share, squared, *shares.values(), *times])
-        dist.all_reduce(totals)
+        totals = self.run.data.exchange(torch.stack([share, squared, *shares.values(), *times]), self.run.steps).sum(0)
         logged = dict(zip(shares, found := totals[2:].tolist(), strict=False))
         spent = {(name, kind): seconds for (name, kind, _), seconds in zip(names, found[len(shares) :], strict=True)}
         return float(totals[0]) + self.terms.CONSTANT, totals[1].sqrt(), logged, spent

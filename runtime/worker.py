@@ -23,6 +23,7 @@ from secc.runtime.loader import Collated, Loader, Rows, Share
 from secc.runtime.metadata import Record, Skipped
 from secc.runtime.pool import REMEDY, Pool, attempt
 from secc.runtime.processes import serve
+from secc.runtime.seeding import borrowed
 
 Ask = Share | Collated
 RECORDED_AHEAD = 16  # where batches come with recordings of their glue: most of what a rank runs in a step
@@ -38,9 +39,17 @@ class Inline:
     def request(self, asks: Iterable[Ask]) -> None:
         """Nothing runs ahead here."""
 
+    def ready(self, ask: Share) -> Rows | None:
+        """The rows, if the samples load: what is wrong is said when the result is asked for."""
+        found = attempt(self.result, ask)
+        return found if isinstance(found, Rows) else None
+
     def result(self, ask: Ask) -> Any:
         """Rows for a Share, a batch for Collated. Raises UserError where a sample does not load."""
-        return self._loader.rows(list(self._loader.share(ask))) if isinstance(ask, Share) else self._loader.collated(ask)
+        if isinstance(ask, Collated):
+            return self._loader.collated(ask)
+        with borrowed():
+            return self._loader.rows(list(self._loader.share(ask)))
 
     def close(self) -> None:
         """Nothing to end."""
@@ -72,6 +81,12 @@ class Background:
         with self._came:
             self._planned |= {ask: None for ask in asks if ask not in self._sent and ask not in self._answers}
             self._send_ahead()
+
+    def ready(self, ask: Share) -> Rows | None:
+        """The rows, if they are here."""
+        with self._came:
+            there = isinstance(self._answers.get(ask), Rows)
+        return self.result(ask) if there else None
 
     def result(self, ask: Ask) -> Any:
         """As `Inline.result`, waited for. Each answer is given once; a share ends the wait for batches of steps that are over."""

@@ -18,7 +18,9 @@ from secc.runtime.declared import Declared
 from secc.runtime.errors import UserError
 from secc.runtime.plan import VERSION, Input, ModelRef, Plan, Symbol
 from secc.runtime.program import Instruction, MicroBatch, SampleMeta, Schedule
+from secc.runtime.seeding import borrowed
 from secc.runtime.user_model import load
+from tests.runtime.workers import run_ranks
 
 MODEL = """
 import random
@@ -172,6 +174,18 @@ def test_loading_leaves_the_random_streams_alone(plane):
     assert (torch.rand(1), random.random()) == expected
 
 
+def test_items_drawn_together_are_those_drawn_alone(model_file):
+    user = load(model_file())
+    alone = [user.sample(i) for i in range(3)]
+    torch.manual_seed(1)
+    state = random.getstate(), torch.get_rng_state()
+    with borrowed():
+        together = [user.sample(i) for i in range(3)]
+        assert not torch.equal(torch.get_rng_state(), state[1])
+    assert random.getstate() == state[0] and torch.equal(torch.get_rng_state(), state[1])
+    assert all(equal(a, b) for a, b in zip(alone, together, strict=True))
+
+
 def test_batches_are_padded_to_the_global_width_where_the_plan_says_so(plane):
     own, padded = plane(), plane(plan_of(widths="global"))
     own.next()
@@ -254,9 +268,11 @@ def _rank(rank: int, world: int, path: Path, plan: Plan, workers: int, results) 
     torch.set_num_threads(1)
     with DataPlane(load(path), plan, rank, world, leaves=LEAVES, workers=workers, order=_backwards) as p:
         dist.init_process_group("gloo", init_method=f"file://{path.parent}/store{workers}", rank=rank, world_size=world)
-        for _ in range(2):
+        for _ in range(3):
             batch = p.next()
             results.put((rank, batch, {k: v.tolist() for k, v in p.batch([0, 3]).items()}))
+            told = p.exchange(torch.tensor([rank / 2, 1.0], dtype=torch.float64), steps=2)  # the third step's rows do not travel along
+            assert told.tolist() == [[0.0, 1.0], [0.5, 1.0], [1.0, 1.0]]
         dist.barrier()
     dist.destroy_process_group()
 
@@ -271,14 +287,36 @@ def test_all_ranks_know_what_one_rank_would(plane, model_file, workers, sizes):
     ranks = [context.Process(target=_rank, args=(r, 3, path, plan, workers, results)) for r in range(3)]
     for process in ranks:
         process.start()
-    found = [results.get() for _ in range(6)]
+    found = [results.get() for _ in range(9)]
     for process in ranks:
         process.join(timeout=60)
         assert process.exitcode == 0
-    for _ in range(2):
+    for _ in range(3):
         expected: GlobalBatch = single.next()
         values = {k: v.tolist() for k, v in single.batch([0, 3]).items()}
         assert sorted(rank for rank, batch, tensors in found if batch == expected and tensors == values) == [0, 1, 2]
+
+
+@pytest.mark.gloo
+def test_rows_travel_with_other_numbers_where_all_ranks_have_them(model_file):
+    """Without a message of their own; a sample that does not load is told of when its step comes."""
+    path = model_file("if i == 5: raise OSError('no such image')")
+
+    def target(rank: int) -> tuple[bool, bool, str]:
+        dist.init_process_group("gloo")
+        with DataPlane(load(path), plan_of(global_batch=2), rank, 2, leaves=LEAVES) as p:
+            p.next()
+            p.exchange(torch.zeros(1, dtype=torch.float64), steps=9)
+            came = p._found is not None
+            p.next()
+            p.exchange(torch.zeros(1, dtype=torch.float64), steps=9)
+            lacks = p._found is None
+            try:
+                return came, lacks, p._source.result(p._share(2)) and ""
+            except UserError as error:
+                return came, lacks, error.message
+
+    assert run_ranks(2, target) == [(True, True, ""), (True, True, "dataset()[5] raises OSError: no such image")]
 
 
 def test_with_sizes_ahead_a_rank_loads_what_it_trains(model_file, tmp_path, monkeypatch):

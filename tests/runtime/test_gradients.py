@@ -71,6 +71,17 @@ def test_sums_none_and_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(r["norm"] == pytest.approx(norm, rel=1e-12) for r in ranks)
 
 
+@pytest.mark.parametrize("size", [3, gradients.BLOCK, 5 * gradients.BLOCK + 7])
+def test_the_norm_is_that_of_float64(size: int) -> None:
+    """Also where a gradient's entries differ by orders of magnitude."""
+    params = {n: nn.Parameter(torch.zeros(s)) for n, s in {"a": (size,), "b": (4, size)}.items()}
+    for param in params.values():
+        param.grad = torch.randn(param.shape) * 10 ** torch.linspace(-6, 3, size)
+    square = Reducer([Holders(("a", "b"), ("one",), (0,))], params, 0, CPU).squared_norm()
+    expected = sum(p.grad.double().square().sum() for p in params.values() if p.grad is not None)
+    assert square.dtype == torch.float64 and float(square) == pytest.approx(float(expected), rel=1e-7)
+
+
 @pytest.mark.gloo
 def test_clipping_scales_all_to_one_norm() -> None:
     ranks = reduce({"a": {0: 3.0}, "tied": {1: 4.0}, "d": {2: 1.0}}, limit=1.0)
