@@ -23,6 +23,9 @@ T >= min h + that + min t, the minima over these jobs.
 
 *Chain.* T >= h + duration + t of every job: the longest way through one sample's own work.
 
+*Even.* A replica of several ranks holds them all for as long as its work takes. The ranks' times together are no more than T each, so T is
+at least all that work over the number of ranks: the plan bound, which pools do not imply where replicas of different widths share ranks.
+
 Heads, tails and chains include messages between ranks at their fastest, and tails the reduction of the section's gradients, which follows
 its last backward. After the last reduction every rank waits for all others (the global norm), and then takes its optimizer step: the
 longest of these adds to any bound.
@@ -58,7 +61,7 @@ class _Job:
 
 
 def schedule_bound(plan: Plan, samples: Sequence[SampleMeta]) -> Bound:
-    """The largest of the bounds above for one global batch. Raises ValueError for a plan with replicas of several ranks.
+    """The largest of the bounds above for one global batch.
 
     Where sections run ahead it is that of a step among steps with the same batch (`secc/schedule/steady.py`).
     """
@@ -67,7 +70,8 @@ def schedule_bound(plan: Plan, samples: Sequence[SampleMeta]) -> Bound:
 
 def work_bound(work: Work) -> Bound:
     """`schedule_bound` of work that is at hand."""
-    return max([own_bound(work), *ahead_work(work)], key=lambda b: b.ns)
+    even = Bound(work_plan_bound(work), "all work, spread evenly over all ranks")
+    return max([own_bound(work), *ahead_work(work), even], key=lambda b: b.ns)
 
 
 def own_bound(work: Work) -> Bound:

@@ -195,3 +195,9 @@ def test_the_exact_schedule_of_a_pipeline_fills_with_weight_gradients_and_keeps_
 def test_an_exact_schedule_of_larger_micro_batches_is_refused():
     with pytest.raises(ValueError, match="one sample"):
         solve(Work(plan([section("lm", [0], micro_batch=2)], [], 1), [sample(0)]))
+
+
+def test_a_replica_of_several_ranks_holds_them_all():
+    """Neither section's own ranks say so: the second has one rank's work on two ranks, the first both for as long as it takes."""
+    alone, wide = section("alone", [0, 1], backward="100*B"), section("wide", [0, 1], tp=2)
+    assert schedule_bound(plan([alone, wide], [], 2), [sample(0)]).ns == 300 + 100
