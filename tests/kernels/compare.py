@@ -62,13 +62,16 @@ def assert_agree(
 ) -> None:
     """The operator on `inputs` gives what `reference` gives on them in float64, within `tolerance` of each tensor's norm.
 
-    Outputs that are no floats are left out, and gradients must have their input's dtype.
+    Where numbers cancel (deviations from the mean of a row whose entries are nearly equal) float32 tells no more, so thrice the error of
+    `reference` in the inputs' own dtype is allowed, too. Outputs that are no floats are left out; gradients must have their input's dtype.
     """
     found = outputs_and_gradients(operator, inputs, upstream)
     wanted = outputs_and_gradients(reference, [x.double() for x in inputs], upstream)
-    for kind, ours, theirs in zip(("output", "gradient"), found, wanted, strict=True):
-        for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+    plain = outputs_and_gradients(reference, inputs, upstream)
+    for kind, ours, theirs, rounded in zip(("output", "gradient"), found, wanted, plain, strict=True):
+        for i, (a, b, c) in enumerate(zip(ours, theirs, rounded, strict=True)):
             assert a.shape == b.shape, f"{kind} {i}: {list(a.shape)}, not {list(b.shape)}"
             assert kind == "output" or a.dtype == inputs[i].dtype
-            error = float((a.double() - b).norm())
-            assert error <= tolerance * (float(b.norm()) + FLOOR), f"{kind} {i}: error {error:.2e} of norm {float(b.norm()):.2e}"
+            error, norm = float((a.double() - b).norm()), float(b.norm())
+            allowed = max(tolerance * (norm + FLOOR), 3 * float((c.double() - b).norm()))
+            assert error <= allowed, f"{kind} {i}: error {error:.2e} of norm {norm:.2e}"
