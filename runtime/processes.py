@@ -41,5 +41,6 @@ def keep_freed_memory() -> None:
     page, each with a fault: thousands in a step on CPUs. On a GPU torch's allocator keeps memory by itself.
     """
     tell = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
-    for option, size in _KEPT.items() if tell is not None else ():
-        tell(option, size)
+    if tell is not None:
+        for option, size in _KEPT.items():
+            tell(option, size)
