@@ -37,9 +37,14 @@ def estimated(text: str, abouts: Mapping[str, Expr]) -> str:
     if not expr.symbols(found) & abouts.keys():
         return text
     replaced = sympy.expand(found.subs({expr.symbol(name): about for name, about in abouts.items()}))
-    if replaced.has(sympy.floor):
-        return expr.text(found.subs({expr.symbol(name): sympy.floor(about) for name, about in abouts.items()}))
+    if replaced.has(sympy.floor) or any(about.has(sympy.Max) for about in abouts.values()):
+        return expr.text(found.subs({expr.symbol(name): _whole(about) for name, about in abouts.items()}))
     return expr.text(replaced.replace(lambda part: part.is_Rational and not part.is_Integer, lambda part: sympy.Integer(round(part))))
+
+
+def _whole(about: Expr) -> Expr:
+    """What a symbol is about, rounded down: the largest of others branch by branch."""
+    return sympy.Max(*map(_whole, about.args)) if isinstance(about, sympy.Max) else sympy.floor(about)
 
 
 def total(counts: Mapping[str, int]) -> str:

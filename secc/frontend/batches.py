@@ -103,7 +103,8 @@ class Batches:
     def __call__(self, name: str, size: int) -> Observed | None:
         """A probe: the ragged micro-batch that is narrowest along the width symbol `name`, padded to `size`."""
         b = min(self.ragged, key=lambda b: b.sizes[name])
-        found = self._tried(self._padded(b, name, size))
+        wider = self._padded(b, name, size)
+        found = None if wider is None else self._tried(wider)
         return None if found is None else replace(found, parts=tuple(shapes_alone(self._recorder, self._user, s) for s in b.samples))
 
     def _crossed(self) -> Iterator[Batch]:
@@ -114,10 +115,15 @@ class Batches:
         for wide, narrow in permutations(sorted(self.free), 2):
             met = any(b.sizes[wide] > b.sizes[narrow] for b in self.ragged)
             if not met and any(sizes[wide] > sizes[narrow] for sizes in self._inputs.sizes):
-                yield from (self._padded(b, wide, b.sizes[narrow] + more) for b, more in zip(self.ragged, _BEYOND, strict=False))
+                wider = (self._padded(b, wide, b.sizes[narrow] + more) for b, more in zip(self.ragged, _BEYOND, strict=False))
+                yield from (b for b in wider if b is not None)
 
-    def _padded(self, b: Batch, name: str, size: int) -> Batch:
-        return Batch(pad_batch(b.batch, self._inputs.inputs, {name: size}), {**b.sizes, name: size}, b.samples)
+    def _padded(self, b: Batch, name: str, size: int) -> Batch | None:
+        """A micro-batch padded to a width; None where collate's padding does not tell how."""
+        try:
+            return Batch(pad_batch(b.batch, self._inputs.inputs, {name: size}), {**b.sizes, name: size}, b.samples)
+        except (UserError, ValueError):
+            return None
 
     def _tried(self, b: Batch) -> Observed | None:
         """A padded micro-batch recorded; None where the model refuses its width."""
