@@ -200,14 +200,14 @@ def replica_of(work: Workload, load: Load, tp: int, pp: int, ranks: int) -> Load
     if tp > 1 and load.cost.trainable and work.unshardable:
         message = f"{load.name}.tp={tp} is impossible: ranks would have parts of parameters, but {work.unshardable}"
         raise UserError(message, remedy=f"leave it out, or set {load.name}.tp=1")
-    layers = _places(work.graph, load)
+    layers = places(work.graph, load)
     if pp > max(1, layers):
         message = f"{load.name}.pp={pp} is impossible: the section has {layers} layers to cut between"
         raise UserError(message, remedy=f"set {load.name}.pp to at most {max(1, layers)}")
     return on_rank(load, tp, pp, work.cluster)
 
 
-def _places(graph: GraphOp, load: Load) -> int:
+def places(graph: GraphOp, load: Load) -> int:
     """How many layers stages of a section can share. What else it calls goes along with them, unless it calls no layers at all."""
     most = Counter[str]()  # runs of layers by block, in the case with most of them
     for case in graph.cases:

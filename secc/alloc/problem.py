@@ -12,7 +12,7 @@ from math import ceil, prod
 
 from secc import parallel
 from secc.alloc import layouts
-from secc.alloc.candidates import Load, Workload, candidate, declared_layers, held, replica_of, room, ways_to_run
+from secc.alloc.candidates import Load, Workload, candidate, declared_layers, held, places, replica_of, room, ways_to_run
 from secc.alloc.pins import Pins
 from secc.alloc.types import ALL, Candidate, Edge, Pool, Problem
 from secc.cost import time
@@ -120,7 +120,8 @@ def shapes(work: Workload, load: Load, pins: Pins, ranks: int, free: bool = True
     """The (tp, pp) to consider: pinned ones, and where `free` those that the section is known to take."""
     whole = (load.cost.trainable and work.unshardable) or pins.splits_backward(load.name)
     tps = [1, *cuttable(work.graph, load.section)] if free and not whole else [1]
-    stages = layouts.powers(max(1, declared_layers(work.graph, load.section))) if free else [1]
+    layers = min(declared_layers(work.graph, load.section), places(work.graph, load))
+    stages = layouts.powers(max(1, layers)) if free else [1]
     found = [(tp, pp) for tp in pins.choices(load.name, "tp", tps) for pp in pins.choices(load.name, "pp", stages)]
     fixed = pins.fixed(load.name, "tp") and pins.fixed(load.name, "pp")
     return found if fixed else [s for s in found if s[0] * s[1] <= ranks and s[0] <= work.cluster.per_node] or found[:1]

@@ -20,12 +20,12 @@ from typing import Any
 from xdsl.dialects.builtin import ModuleOp
 
 from secc import pipeline, whatif
-from secc.alloc.candidates import Workload, on_rank, workload
+from secc.alloc.candidates import Workload, on_rank, places, workload
 from secc.alloc.types import Candidate
 from secc.cluster import Cluster, parse
 from secc.codegen import plan as plan_codegen
 from secc.ir import text
-from secc.ir.dialect import BodyOp, CallOp, ReceiveOp, graph_of, strings
+from secc.ir.dialect import BodyOp, CallOp, ReceiveOp, graph_of
 from secc.runtime.plan import Cost, Edge, Mesh, ModelRef, Plan, Section, load
 from secc.schedule.traffic import parameter_bytes
 
@@ -179,6 +179,4 @@ def _on_rank(plan: Plan, sections: list[Section]) -> ModelRef:
 
 def layers(base: Base, section: str) -> int:
     """How many layers a section can be cut between; at least 1."""
-    graph, load_ = base.work.graph, base.work.loads[section]
-    declared = {b.component: b.layers.data for path in strings(load_.section.blocks) if (b := graph.blocks[path]).layers is not None}
-    return max(1, load_.cost.layers, sum(declared.values()))
+    return max(1, places(base.work.graph, base.work.loads[section]))
