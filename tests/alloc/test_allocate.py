@@ -137,6 +137,13 @@ def test_replicas_of_several_ranks_where_memory_demands_them() -> None:
     assert section(plain, "lm", "tp") == section(plain, "lm", "pp") == 1
 
 
+def test_no_more_stages_are_looked_at_than_calls_run_layers() -> None:
+    """The stack has eight layers, and a forward calls two of them."""
+    source = cuttable(VLM.read_text()).replace(LM, LM + ' {flops = "2400000*B*S", ops = 20, layers = 2 : i64}')
+    module = allocated(source, cluster="1x8xH100", set=("lm.pp=2",))
+    assert section(module, "lm", "pp") == 2  # and what else it could be was looked at, too
+
+
 def test_what_was_refused_is_not_chosen_again() -> None:
     source = cuttable(large(10_000_000_000, 10_000_000_000))
     module = allocated(source, cluster="1x8xH100", refused=("lm.pp",))
