@@ -44,7 +44,9 @@ def estimated(text: str, abouts: Mapping[str, Expr]) -> str:
 
 def _whole(about: Expr) -> Expr:
     """What a symbol is about, rounded down: the largest of others branch by branch."""
-    return sympy.Max(*map(_whole, about.args)) if isinstance(about, sympy.Max) else sympy.floor(about)
+    return (
+        sympy.Max(*(_whole(part) for part in about.args if isinstance(part, Expr))) if isinstance(about, sympy.Max) else sympy.floor(about)
+    )
 
 
 def total(counts: Mapping[str, int]) -> str:
