@@ -13,6 +13,8 @@ aten = torch.ops.aten
 # A view needs strides that the fake result of a block had at capture; received tensors and fused kernels may have others.
 _LAYOUT_FREE = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
 
+_VIEWS = {aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, aten.alias.default}
+
 _CUTS = {
     "detach", "bernoulli", "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like", "new_zeros",
     "new_ones", "new_full", "new_empty",
@@ -38,10 +40,17 @@ def needed(node: fx.Node) -> bool:
     return node.op in ("placeholder", "output") or is_read(node) or "log" in node.meta or "kept" in node.meta
 
 
+def _needs_layout(node: fx.Node) -> bool:
+    """Whether what is computed of a value, through views, works on entries in a row only: the loss of images, in its backward."""
+    return any(user.target is aten.nll_loss2d_forward.default or (user.target in _VIEWS and _needs_layout(user)) for user in node.users)
+
+
 def _drop_aliases(graph: fx.Graph) -> None:
     """Copies that only lay a tensor out anew go, too: whether a reshape needs one depends on sizes."""
     for node in list(graph.nodes):
-        laid_out = node.target is aten.clone.default and node.kwargs.get("memory_format") is torch.contiguous_format
+        laid_out = (
+            node.target is aten.clone.default and node.kwargs.get("memory_format") is torch.contiguous_format and not _needs_layout(node)
+        )
         if laid_out or node.target in (aten.alias.default, aten.lift_fresh.default, aten.lift_fresh_copy.default):
             node.replace_all_uses_with(node.args[0])
 
