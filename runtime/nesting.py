@@ -126,11 +126,11 @@ def _leaves(key: str, value: Any, where: str, lists: Lists) -> dict[str, Any]:
     if _is_list_of_dicts(key, lists) and (columns := columns_of(value)) is not None:
         each = f"{key}{SEPARATOR}{EACH}{SEPARATOR}"
         return {k: v for inner, tensors in columns.items() for k, v in _leaves(each + inner, tensors, where, lists).items()}
-    steps = value.items() if isinstance(value, Mapping) else ((str(i), v) for i, v in enumerate(value))
-    inside = isinstance(value, Mapping)
+    named = isinstance(value, Mapping)
+    steps = value.items() if named else ((str(i), v) for i, v in enumerate(value))
     found: dict[str, Any] = {}
     for step, child in steps:
-        found |= _leaves(f"{key}{SEPARATOR}{_checked(step, True, where) if inside else step}", child, where, lists)
+        found |= _leaves(f"{key}{SEPARATOR}{_checked(step, True, where) if named else step}", child, where, lists)
     return found
 
 

@@ -125,9 +125,8 @@ class Rerecorder:
         self._when = {s.name: frozenset(s.when) for s in plan.sections}
         self._optional = frozenset(i.key for i in plan.inputs if i.optional)
         self._counted = [s for s in plan.symbols if is_label(s.key)]
-        self._counting = {
-            call_of(s.key) for s in self._counted if s.key.startswith("result ")
-        }  # they run, since rows of their results count
+        # These calls run, since rows of their results count.
+        self._counting = {call_of(s.key) for s in self._counted if s.key.startswith("result ")}
         self._plain = [s for s in plan.symbols if not is_label(s.key)]
         self._cases = [RecordedCase(c) for c in plan.recorded]
         self._recorder: Recorder | None = None

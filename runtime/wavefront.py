@@ -16,7 +16,7 @@ readiness, prefers what owes an upstream backward, and so ends with samples that
    before; in virtual time these take none.
 
 Invariants: a micro-batch holds samples of one pattern; a sample stays on its rank through sections on the same ranks; the same input gives
-the same programs on any machine, because everything is integers and plain Python.
+the same programs on any machine, because everything is integers: Python's, and for sorting torch's.
 
 Where it loses: without running ahead, a step in which a frozen section upstream is as loaded as the critical one ends later by up to the
 largest sample (whether another order within one step could do better is open); encoders with a few images each cannot be level; a job is

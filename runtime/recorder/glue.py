@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 
 from secc.runtime.recorder.fakes import is_fake
-from secc.runtime.recorder.recording import read_value
+from secc.runtime.recorder.recording import behind, read_value
 from secc.runtime.recorder.tape import Tape
 
 aten = torch.ops.aten
@@ -225,16 +225,12 @@ def _returns_tensors(func: Any) -> bool:
 
 def origin(node: fx.Node) -> str:
     """What a node's value comes from, for messages: the nearest block or parameter."""
-    seen, queue = {node}, [node]
-    while queue:
-        n = queue.pop(0)
+    met = list[fx.Node]()
+    for n in behind([node]):
         if n.op == "call_module":
             return f"the result of {n.target}"
         if "draw" in n.meta:
             return f"random numbers ({n.target})"
-        for parent in n.all_input_nodes:
-            if parent not in seen:
-                seen.add(parent)
-                queue.append(parent)
-    names = [n.target for n in seen if n.op == "get_attr" and not str(n.target).startswith("_constant")]
+        met.append(n)
+    names = [n.target for n in met if n.op == "get_attr" and not str(n.target).startswith("_constant")]
     return f"the parameter {names[0]}" if names else "a block's result"

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from secc.runtime.recorder.finish import needed
-from secc.runtime.recorder.recording import Recording
+from secc.runtime.recorder.recording import Recording, behind
 from secc.runtime.recorder.structure import take
 
 aten = torch.ops.aten
@@ -97,19 +97,25 @@ def _is_loop(summands: Any) -> bool:
 
 def _rows(node: fx.Node) -> set[Rows]:
     """The rows that a value is made of, none if it is made of whole tensors of the batch, of another loop, or of no rows."""
-    rows, seen, queue = set[Rows](), {node}, [node]
-    while queue:
-        n = queue.pop()
-        picked = _picked(n)
-        if picked is not None and _of_batch(picked[0]):
-            rows.add(picked)
-            continue
-        if n.op == "placeholder" or n.target is take or "loop" in n.meta:
+    rows = set[Rows]()
+    for n in behind([node], lambda n: _own(n) is not None):
+        own = _own(n)
+        if own is not None:
+            rows.add(own)
+        elif _is_whole(n) or "loop" in n.meta:
             return set()
-        new = [p for p in n.all_input_nodes if p not in seen]
-        seen.update(new)
-        queue += new
     return rows
+
+
+def _own(node: fx.Node) -> Rows | None:
+    """The rows of the batch that a node takes."""
+    picked = _picked(node)
+    return picked if picked is not None and any(map(_is_whole, behind([picked[0]]))) else None
+
+
+def _is_whole(node: fx.Node) -> bool:
+    """Whether a value is an input or a block's result."""
+    return node.op == "placeholder" or node.target is take
 
 
 def _picked(node: fx.Node) -> Rows | None:
@@ -124,19 +130,6 @@ def _picked(node: fx.Node) -> Rows | None:
         dim = args[0].args[position] if len(args[0].args) > position else 0
         return (args[0].args[0], args[1]) if dim == 0 else None
     return None
-
-
-def _of_batch(node: fx.Node) -> bool:
-    """Whether a value comes from inputs or blocks."""
-    seen, queue = {node}, [node]
-    while queue:
-        n = queue.pop()
-        if n.op == "placeholder" or n.target is take:
-            return True
-        new = [p for p in n.all_input_nodes if p not in seen]
-        seen.update(new)
-        queue += new
-    return False
 
 
 def _insert(graph: fx.Graph, at: fx.Node, target: Any, args: tuple[Any, ...], shape: tuple[int, ...]) -> fx.Node:

@@ -19,7 +19,7 @@ from torch import fx
 
 from secc.runtime.plan import LOOP
 from secc.runtime.recorder.loops import loops
-from secc.runtime.recorder.recording import Recording
+from secc.runtime.recorder.recording import Recording, behind
 from secc.runtime.recorder.structure import take
 
 Sources = Mapping[str, Sequence[str]]  # of each label
@@ -74,13 +74,7 @@ class Outline:
     def behind(self, *nodes: fx.Node) -> list[fx.Node]:
         """The nodes and the glue that they are computed by, sources and constants included, in the order of the recording; other loops are
         not looked into."""
-        found, queue = set[fx.Node](), list(nodes)
-        while queue:
-            node = queue.pop()
-            if node not in found:
-                found.add(node)
-                ends = self.is_source(node) or ("loop" in node.meta and node not in nodes)
-                queue += () if ends else node.all_input_nodes
+        found = set(behind(nodes, lambda n: self.is_source(n) or ("loop" in n.meta and n not in nodes)))
         return [n for n in self.recording.graph.nodes if n in found]
 
     def sources(self) -> dict[str, list[str]]:

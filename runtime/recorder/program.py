@@ -18,6 +18,7 @@ from torch import fx
 
 from secc.runtime.functions import PREFIX, Applied
 from secc.runtime.recorder.outline import Outline
+from secc.runtime.recorder.recording import behind
 from secc.runtime.recorder.structure import take
 
 _FOLDED = 1 << 20  # entries of a value that travels; what is larger is computed again
@@ -133,12 +134,7 @@ class _Writer:
 
     def _needed(self, root: fx.Node) -> list[fx.Node]:
         """What the program has to hold or to compute, in order."""
-        found, queue = set[fx.Node](), [root]
-        while queue:
-            node = queue.pop()
-            if node not in found:
-                found.add(node)
-                queue += () if self._outline.is_source(node) or self._is_value(node) else node.all_input_nodes
+        found = set(behind([root], lambda n: self._outline.is_source(n) or self._is_value(n)))
         return [n for n in self._outline.recording.graph.nodes if n in found]
 
     def _is_value(self, node: fx.Node) -> bool:

@@ -14,7 +14,8 @@ lines that lead to them, and `reads` if the block looks at values of its argumen
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -145,6 +146,19 @@ def read_value(kind: str, tensor: torch.Tensor) -> Any:
     if tensor.numel() <= _COMPARED:
         return tensor.tolist()
     return hashlib.sha256(repr(tensor.tolist()).encode()).hexdigest()
+
+
+def behind(nodes: Iterable[fx.Node], ends: Callable[[fx.Node], bool] = lambda _: False) -> Iterator[fx.Node]:
+    """These nodes and all that they are computed from, nearest first; what lies behind a node that `ends` is not looked at."""
+    queue = deque(dict.fromkeys(nodes))
+    seen = set(queue)
+    while queue:
+        node = queue.popleft()
+        yield node
+        if not ends(node):
+            new = [n for n in node.all_input_nodes if n not in seen]
+            seen.update(new)
+            queue += new
 
 
 def is_read(node: fx.Node) -> bool:

@@ -14,6 +14,7 @@ from torch import fx
 
 from secc.runtime.recorder import structure
 from secc.runtime.recorder.fakes import Guess
+from secc.runtime.recorder.recording import behind
 from secc.runtime.recorder.tape import Tape
 
 
@@ -49,10 +50,4 @@ class Touched:
 
 def inputs_behind(nodes: Iterable[fx.Node]) -> frozenset[str]:
     """The inputs that these nodes come from."""
-    found, queue = set[fx.Node](), list(nodes)
-    while queue:
-        node = queue.pop()
-        if node not in found:
-            found.add(node)
-            queue += node.all_input_nodes
-    return frozenset(str(n.target).partition("[")[0] for n in found if n.op == "placeholder")
+    return frozenset(str(n.target).partition("[")[0] for n in behind(nodes) if n.op == "placeholder")

@@ -28,6 +28,7 @@ from secc.runtime.nesting import SEPARATOR
 from secc.runtime.plan import SIZES
 from secc.runtime.recorder import Read, is_read, take
 from secc.runtime.recorder.finish import needed
+from secc.runtime.recorder.recording import behind
 
 _PROBES = 24  # further captures at most to put explanations to the test
 _WIDER = (3, 8)  # by how much probes are wider than captures that are all of one width
@@ -419,14 +420,7 @@ def _user(node: fx.Node) -> str:
 
 def _of_inputs(node: fx.Node) -> bool:
     """Whether a value is computed from inputs, not from constants alone."""
-    seen, queue = {node}, [node]
-    while queue:
-        n = queue.pop()
-        if n.op == "placeholder":
-            return True
-        queue += [p for p in n.all_input_nodes if p not in seen]
-        seen.update(n.all_input_nodes)
-    return False
+    return any(n.op == "placeholder" for n in behind([node]))
 
 
 def _sizes_of_list(node: fx.Node) -> bool:

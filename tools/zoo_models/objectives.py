@@ -34,13 +34,17 @@ def wider(x: torch.Tensor, width: int, value: int) -> torch.Tensor:
     return F.pad(x, (0, width - x.shape[1]), value=value)
 
 
-class Preferences(nn.Module):
-    """DPO: chosen and rejected answers in one batch, one half behind the other, through a policy and a frozen reference."""
+class Anchored(nn.Module):
+    """A policy, and the frozen reference that it stays near."""
 
     def __init__(self) -> None:
         super().__init__()
         self.policy = T.LlamaForCausalLM(llama())
         self.reference = T.LlamaForCausalLM(llama()).requires_grad_(False)
+
+
+class Preferences(Anchored):
+    """DPO: chosen and rejected answers in one batch, one half behind the other, through a policy and a frozen reference."""
 
     def forward(
         self,
@@ -89,13 +93,8 @@ class Reward(nn.Module):
         return -F.logsigmoid(rewards[:, 0] - rewards[:, 1]).mean() + 0.01 * rewards.square().mean()
 
 
-class Policy(nn.Module):
+class Policy(Anchored):
     """GRPO: advantages and earlier log probabilities of each token come with the batch; the policy stays near a frozen reference."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.policy = T.LlamaForCausalLM(llama())
-        self.reference = T.LlamaForCausalLM(llama()).requires_grad_(False)
 
     def forward(
         self,

@@ -14,6 +14,7 @@ from secc.frontend.fusion.equivalence import Part, difference
 from secc.frontend.fusion.match import Attempt, Bound, Name, Op, Pattern, canonical, match, parse
 from secc.frontend.fusion.rules import NUMBERS, PARAMETERS, RULES, Rule
 from secc.runtime.fusion import operators
+from secc.runtime.recorder.recording import behind
 
 
 @dataclass(frozen=True)
@@ -106,17 +107,7 @@ def _end(algebra: Algebra, node: fx.Node) -> fx.Node:
 
 def _parameters(node: fx.Node, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The parameters and buffers that a node depends on without a module's call between."""
-    found: dict[str, torch.Tensor] = {}
-    seen, waiting = set[fx.Node](), [node]
-    while waiting:
-        at = waiting.pop()
-        if at in seen:
-            continue
-        seen.add(at)
-        if at.op == "get_attr":
-            found[str(at.target)] = tensors[str(at.target)]
-        waiting += at.all_input_nodes
-    return {name: found[name] for name in sorted(found)}
+    return {name: tensors[name] for name in sorted(str(n.target) for n in behind([node]) if n.op == "get_attr")}
 
 
 def _sweep(graph: fx.Graph) -> None:
