@@ -96,7 +96,7 @@ def _nodes(cluster: Cluster, ranks: tuple[int, ...]) -> range:
 
 def _sum(work: Workload, load: Load, section: SectionOp, group: str) -> Sum:
     tp, pp = _mesh(section, "tp"), _mesh(section, "pp")
-    size = on_rank(load, tp, pp, work.cluster).cost.summed_bytes
+    size = on_rank(load, tp, pp, work.cluster).cost.wide_bytes
     return Sum(group, size, pp, tp, sharded=(text_of(section, "sharding") or "none") != "none")
 
 

@@ -332,8 +332,8 @@ def update_ns(work: Workload, load: Load, dp: int, sharding: str) -> int:
     if sharding == "zero3" and dp > 1:
         return time.optimizer_ns(cost, cluster.device, dp)  # every backward has summed its gradients
     if sharding == "none":
-        return time.reduce_ns(cost.summed_bytes, dp, cluster, load.tp * load.pp) + time.optimizer_ns(cost, cluster.device)
-    travels = (cost.summed_bytes + cost.trainable_bytes) // 2  # the mean of gradients one way and weights the other
+        return time.reduce_ns(cost.wide_bytes, dp, cluster, load.tp * load.pp) + time.optimizer_ns(cost, cluster.device)
+    travels = (cost.wide_bytes + cost.trainable_bytes) // 2  # the mean of gradients one way and weights the other
     return time.sharded_reduce_ns(travels, dp, cluster, load.tp * load.pp) + time.optimizer_ns(cost, cluster.device, dp)
 
 

@@ -92,12 +92,12 @@ class SectionCost:
 
     @property
     def wide_bytes(self) -> int:
-        """Bytes of the gradients as they are summed, in float32."""
-        return FLOAT_BYTES * self.trainable
+        """Bytes of the gradients as ranks sum them: in float32, or in more bits where the parameters have more."""
+        return max(FLOAT_BYTES * self.trainable, self.trainable_bytes)
 
     @property
     def summed_bytes(self) -> int:
-        """Bytes of the trainable weights as gradients and optimizer states have them."""
+        """Bytes of the trainable weights as a rank adds up their gradients and keeps optimizer states."""
         return self.master_bytes or self.trainable_bytes
 
 

@@ -19,6 +19,7 @@ from secc.cost.collectives import all_gather_ns, all_reduce_ns, of_ranks, reduce
 from secc.cost.time import OPTIMIZER_PASSES
 from secc.runtime.expr import evaluate
 from secc.runtime.gradients import Holders, holders
+from secc.runtime.mixed import dtype_of
 from secc.runtime.plan import Edge, Plan
 
 FREE = Link(0, 10**18)
@@ -67,10 +68,11 @@ class Traffic:
         """
         if self.cluster is None or len(held.ranks) < 2 or held.sharding == "zero3":
             return 0
-        size, span = sum(map(self.bytes_on_rank, held.names)), of_ranks(held.ranks, self.cluster)
+        summed, span = sum(map(self.summed_on_rank, held.names)), of_ranks(held.ranks, self.cluster)
         if held.sharding == "none":
-            return all_reduce_ns(size, span, self.cluster)
-        return reduce_scatter_ns(size, span, self.cluster) + all_gather_ns(size, span, self.cluster)
+            return all_reduce_ns(summed, span, self.cluster)
+        gathered = sum(map(self.bytes_on_rank, held.names))
+        return reduce_scatter_ns(summed, span, self.cluster) + all_gather_ns(gathered, span, self.cluster)
 
     def closing_ns(self, section: str) -> int:
         """The reductions of the gradients that belong to a section alone, on the rank that they take longest on."""
@@ -84,8 +86,40 @@ class Traffic:
         return {canonical.get(shard.name, shard.name): s.mesh.tp for s in self.plan.sections for shard in s.shards}
 
     def bytes_on_rank(self, name: str) -> int:
-        """Bytes that a rank has of a parameter."""
-        return parameter_bytes(self.plan, name) // self.cut.get(name, 1)
+        """Bytes that a rank has of a parameter, as modules compute with it."""
+        return self._entries_on_rank(name) * self.dtype_of(name).itemsize
+
+    def summed_on_rank(self, name: str) -> int:
+        """Bytes of a parameter's gradient as ranks sum it: in float32 where the parameter has fewer bits (`runtime/sharding.py`)."""
+        return self._entries_on_rank(name) * torch.promote_types(self.dtype_of(name), torch.float32).itemsize
+
+    def updated_on_rank(self, name: str) -> int:
+        """Bytes of a parameter as the optimizer and its states have it: of its master, where the plan computes in fewer bits."""
+        return self._entries_on_rank(name) * self._parameter(name)[0].itemsize
+
+    def masters_on_rank(self, name: str) -> int:
+        """Bytes of a parameter's master on a rank; 0 where it is updated itself."""
+        updated = self.updated_on_rank(name)
+        return updated if updated != self.bytes_on_rank(name) else 0
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """What modules compute with a parameter in: under mixed precision fewer bits than the model's own float32."""
+        own, _ = self._parameter(name)
+        return self._narrow if own == torch.float32 and self._narrow is not None else own
+
+    @cached_property
+    def _narrow(self) -> torch.dtype | None:
+        return dtype_of(self.plan.dtype)
+
+    @cached_property
+    def _parameters(self) -> dict[str, tuple[torch.dtype, int]]:
+        return {name: _parameter(what) for name, what in self.plan.model.parameters.items()}
+
+    def _entries_on_rank(self, name: str) -> int:
+        return self._parameter(name)[1] // self.cut.get(name, 1)
+
+    def _parameter(self, name: str) -> tuple[torch.dtype, int]:
+        return self._parameters.get(name, (torch.float32, 0))
 
     def optimizer_ns(self, rank: int) -> int:
         """The optimizer's step on a rank: what memory takes, and what comes with each tensor."""
@@ -95,8 +129,12 @@ class Traffic:
         """What memory takes in the optimizer's step on a rank."""
         if self.cluster is None:
             return 0
-        size = sum(self.bytes_on_rank(p) // _shards(h) for h in self.held if rank in h.ranks for p in h.names)
-        return 1000 * OPTIMIZER_PASSES * size // self.cluster.seen_by([rank]).device.bandwidth
+        moved = sum(self._updating(p) // _shards(h) for h in self.held if rank in h.ranks for p in h.names)
+        return 1000 * moved // self.cluster.seen_by([rank]).device.bandwidth
+
+    def _updating(self, name: str) -> int:
+        """Bytes that the optimizer's step moves for a parameter; from its master it is written anew."""
+        return OPTIMIZER_PASSES * self.updated_on_rank(name) + (self.bytes_on_rank(name) if self.masters_on_rank(name) else 0)
 
     def updated(self, rank: int) -> list[str]:
         """The parameters that a rank's optimizer updates."""
@@ -114,11 +152,17 @@ def _shards(held: Holders) -> int:
 
 
 def parameter_bytes(plan: Plan, name: str) -> int:
-    """Bytes of a parameter, from its entry `float32[64, 64] train` in the plan; 0 for a name the plan does not know."""
-    found = re.fullmatch(r"(\w+)\[([\d, ]*)\].*", plan.model.parameters.get(name, ""))
+    """Bytes of a parameter as the model file has it; 0 for a name the plan does not know."""
+    dtype, entries = _parameter(plan.model.parameters.get(name, ""))
+    return dtype.itemsize * entries
+
+
+def _parameter(what: str) -> tuple[torch.dtype, int]:
+    """(dtype, number of entries) of a parameter, from its entry `float32[64, 64] train` in the plan."""
+    found = re.fullmatch(r"(\w+)\[([\d, ]*)\].*", what)
     if found is None:
-        return 0
-    return getattr(torch, found[1]).itemsize * prod(int(n) for n in found[2].split(",") if n.strip())
+        return torch.float32, 0
+    return getattr(torch, found[1]), prod(int(n) for n in found[2].split(",") if n.strip())
 
 
 def sample_bytes(edge: Edge, sizes: Mapping[str, int]) -> int:

@@ -10,6 +10,7 @@ from itertools import accumulate
 from secc.runtime.ahead import result_bytes
 from secc.runtime.costs import Costs
 from secc.runtime.expr import evaluate
+from secc.runtime.plan import Section
 from secc.runtime.program import computations
 from secc.schedule.bounds import Bound, work_bound, work_plan_bound
 from secc.schedule.traffic import Traffic
@@ -59,7 +60,7 @@ def measure(step: Simulated) -> Measures:
     bound: Bound = work_bound(work)
     exposed, waiting = _waits(step)
     ranks = max(1, step.plan.world_size)
-    memory = [max((bytes_ for _, bytes_ in memory_over_time(step, rank) or ()), default=None) for rank in range(ranks)]
+    memory = [max((bytes_ for _, bytes_ in memory_over_time(step, rank, traffic) or ()), default=None) for rank in range(ranks)]
     known = [m for m in memory if m is not None]
     return Measures(
         step_time_s=step.end / 1e9,
@@ -118,6 +119,36 @@ def _waits(step: Simulated) -> tuple[int, int]:
     return exposed, waiting
 
 
+@dataclass(frozen=True)
+class Busiest:
+    """The rank that computes longest, which a shorter step must relieve, and what its step consists of, in seconds.
+
+    `exposed_s`: waits for messages that are on their way, `waiting_s`: for other ranks to compute; `closing_s` is behind its last backward.
+    """
+
+    rank: int
+    sections: str
+    computing_s: float
+    waiting_s: float
+    exposed_s: float
+    closing_s: float
+
+
+def busiest(step: Simulated) -> Busiest | None:
+    """None for a step that computes nothing."""
+    busy: Counter[int] = Counter()
+    for c in step.compute:
+        busy[c.rank] += c.end - c.start
+    if not busy:
+        return None
+    rank = max(busy, key=lambda r: (busy[r], -r))
+    own = [c for c in step.compute if c.rank == rank]
+    sections = ", ".join(s.name for s in step.plan.sections if rank in s.mesh.ranks)
+    waiting, exposed = sum(c.waited - c.free for c in own), sum(c.start - c.waited for c in own)
+    closing = step.end - max(c.end for c in own)
+    return Busiest(rank, sections, busy[rank] / 1e9, waiting / 1e9, exposed / 1e9, closing / 1e9)
+
+
 def _mfu(step: Simulated, traffic: Traffic) -> float | None:
     """Floating-point operations of the model over what all ranks could do at peak in the time of the step."""
     costs = [s.cost for s in step.plan.sections]
@@ -142,7 +173,7 @@ def in_flight(step: Simulated, rank: int) -> list[tuple[int, int]]:
     return _running(_changes(step, rank, lambda section, micro: 1))
 
 
-def memory_over_time(step: Simulated, rank: int) -> list[tuple[int, int]] | None:
+def memory_over_time(step: Simulated, rank: int, traffic: Traffic | None = None) -> list[tuple[int, int]] | None:
     """(time, bytes) on a rank at each change: parameters, gradients, optimizer states, what micro-batches in flight keep, and results
     that are computed a step ahead.
 
@@ -151,7 +182,7 @@ def memory_over_time(step: Simulated, rank: int) -> list[tuple[int, int]] | None
     held = [s for s in step.plan.sections if rank in s.mesh.ranks]
     if any(s.mode != "forward" and not s.cost.saved for s in held):
         return None
-    fixed, sizes = _fixed(step, rank), Costs(step.plan, step.samples, step.schedule.own)
+    fixed, sizes = _fixed(step, rank, traffic or Traffic(step.plan)), Costs(step.plan, step.samples, step.schedule.own)
     saved = {s.name: s.cost.saved for s in held}
 
     def kept(section: str, micro: int) -> int:
@@ -161,17 +192,23 @@ def memory_over_time(step: Simulated, rank: int) -> list[tuple[int, int]] | None
     return [(0, fixed), *((time, fixed + bytes_) for time, bytes_ in _running(changes))]
 
 
-def _fixed(step: Simulated, rank: int) -> int:
-    """Parameters, and for those that train gradients and optimizer states, of which a sharded section's ranks have their part."""
-    held = [s for s in step.plan.sections if rank in s.mesh.ranks]
-    shards = {n: s.mesh.dp if s.sharding != "none" else 1 for s in held for n in s.params}
-    traffic, total = Traffic(step.plan), 0
-    for name, count in shards.items():
-        trained = step.plan.model.parameters.get(name, "").endswith(" train")
-        size = traffic.bytes_on_rank(name)
-        own = size + (size // count if count > 1 else 0)  # gradients, and the sums of this rank's shard
-        total += size + trained * (own + OPTIMIZER_STATES * size // count)
-    return total
+def _fixed(step: Simulated, rank: int, traffic: Traffic) -> int:
+    """Parameters, and for those that train gradients, masters and optimizer states, of which a sharded section's ranks have their part."""
+    sections = {n: s for s in step.plan.sections if rank in s.mesh.ranks for n in s.params}
+    trained = {n for n, what in step.plan.model.parameters.items() if what.endswith(" train")}
+    return sum(_fixed_of(traffic, s, name, name in trained) for name, s in sections.items())
+
+
+def _fixed_of(traffic: Traffic, section: Section, name: str, trained: bool) -> int:
+    """Bytes of a parameter, and of what comes with it where it trains."""
+    count = section.mesh.dp if section.sharding != "none" else 1
+    gathered = section.sharding == "zero3"
+    size, updated = traffic.bytes_on_rank(name) // (count if gathered else 1), traffic.updated_on_rank(name)
+    if not trained:
+        return size
+    own = updated + (updated // count if count > 1 else 0)  # gradients, and the sums of this rank's shard
+    gradients = traffic.summed_on_rank(name) // count if gathered else own
+    return size + gradients + (OPTIMIZER_STATES * updated + traffic.masters_on_rank(name)) // count
 
 
 def _running(found: Iterable[Change]) -> list[tuple[int, int]]:

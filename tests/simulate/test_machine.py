@@ -16,7 +16,7 @@ from secc.runtime.wavefront import schedule, timed_schedule
 from secc.schedule.bounds import schedule_bound
 from secc.schedule.traffic import Traffic
 from secc.simulate.machine import simulate
-from secc.simulate.measures import in_flight, measure, memory_over_time
+from secc.simulate.measures import busiest, in_flight, measure, memory_over_time
 from tests.schedule.plans import batches, edge, in_lanes, plan, plans, sample, section
 
 IMAGE = ("images",)
@@ -60,6 +60,21 @@ def test_sharded_optimizers_sum_gather_and_update_their_parts(sharding, messages
     traffic, (held,) = Traffic(p), Traffic(p).held
     assert traffic.reduce_ns(held) == messages * traffic.cluster.inside.message_ns(2000)
     assert traffic.optimizer_ns(1) == OPTIMIZER_PASSES * 4 * updated
+
+
+@pytest.mark.parametrize(
+    ("stored", "computes_in", "moved"), [("bfloat16", "", 7 * 2), ("float32", "bf16", 7 * 4 + 2), ("float32", "", 7 * 4)]
+)
+def test_gradients_are_summed_in_float32_and_parameters_gathered_as_modules_have_them(stored, computes_in, moved):
+    """Masters are updated in float32 and rounded; a model of 16 bits updates its own parameters."""
+    gathered = 4 if (stored, computes_in) == ("float32", "") else 2
+    p = dataclasses.replace(vlm(replicas=2, cluster=cluster(tensor=0)), dtype=computes_in)
+    p = dataclasses.replace(trained(p, lm=1000), model=ModelRef("", "", {"lm.w": f"{stored}[1000] train"}))
+    traffic = Traffic(p)
+    (held,), message = traffic.held, traffic.cluster.inside.message_ns
+    assert traffic.reduce_ns(held) == 2 * message(2000)
+    assert traffic.reduce_ns(dataclasses.replace(held, sharding="zero1")) == 4 * message(2000) + message(500 * gathered)
+    assert traffic.optimizer_ns(1) == 1000 * moved
 
 
 @given(plans(), batches, st.sampled_from(["wavefront", "dataset"]))
@@ -162,6 +177,16 @@ def test_waits_are_told_apart():
     assert m.schedule_bound_s == pytest.approx((450 + 2 * wait) / 1e9)
 
 
+def test_the_busiest_rank_is_told_apart_from_those_that_wait_for_it():
+    p = trained(vlm(replicas=2, cluster=cluster(tensor=5)), lm=100)
+    b = busiest(run(p, [sample(0, *IMAGE)]))
+    wait, back = 10 + ROW, 10 + ROW + 4
+    assert b is not None and (b.rank, b.sections) == (0, "vision")
+    assert (b.computing_s, b.exposed_s, b.waiting_s) == pytest.approx((300e-9, back / 1e9, (wait + 150) / 1e9))
+    assert b.closing_s == pytest.approx((7 * 400 + 5 + max(0, 2 * (10 + 200) - back - 200)) / 1e9)
+    assert busiest(run(vlm(), [])) is None
+
+
 def test_memory_follows_what_is_in_flight():
     p = trained(vlm(mode="train"), vision=10, lm=10)
     costs = [dataclasses.replace(s.cost, saved=f"{n}*B") for s, n in zip(p.sections, (7, 5), strict=True)]
@@ -173,6 +198,18 @@ def test_memory_follows_what_is_in_flight():
     assert (memory_over_time(step, 1) or [])[-1][1] == 10 * 4 * 4
     assert measure(step).peak_memory_gib == pytest.approx((160 + 21) / 2**30)
     assert measure(run(vlm(), [sample(0)])).peak_memory_gib is None
+
+
+@pytest.mark.parametrize(
+    ("sharding", "computes_in", "bytes_of_an_entry"),
+    [("none", "", 16), ("zero1", "", 8 + 2 + 4), ("zero3", "", 8), ("zero1", "bf16", 2 + 4 + 2 + 4 + 2), ("zero3", "bf16", 1 + 2 + 4 + 2)],
+)
+def test_replicas_share_what_they_shard(sharding, computes_in, bytes_of_an_entry):
+    """Of a float32 parameter and its gradient, two states and, in mixed precision, its master."""
+    p = dataclasses.replace(trained(vlm(replicas=2), lm=100), dtype=computes_in)
+    lm = dataclasses.replace(p.sections[1], sharding=sharding, cost=dataclasses.replace(p.sections[1].cost, saved="B"))
+    step = run(dataclasses.replace(p, sections=(p.sections[0], lm)), [sample(0)])
+    assert min(b for _, b in memory_over_time(step, 1) or ()) == 100 * bytes_of_an_entry
 
 
 def test_use_of_the_hardware_counts_the_models_operations():
