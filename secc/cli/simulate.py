@@ -128,7 +128,7 @@ def _print(step: Simulated, measures: Measures, steps: int) -> None:
     for line in text(step, out.width):
         out.print(Text.assemble(*line), no_wrap=True, crop=True)
     out.print()
-    for name, value in facts(measures, steps):
+    for name, value in [*facts(measures, steps), *_busiest(step)]:
         out.print(f"{name:>22}  {value}")
 
 
@@ -148,6 +148,18 @@ def facts(m: Measures, steps: int) -> list[tuple[str, str]]:
     if m.mfu is not None:
         found.append(("mfu", f"{m.mfu:.1%}"))
     return found
+
+
+def _busiest(step: Simulated) -> list[tuple[str, str]]:
+    """What the rank does that computes longest in the drawn step."""
+    from secc.simulate.measures import busiest
+
+    b = busiest(step)
+    if b is None:
+        return []
+    waits = f"waits {b.waiting_s:.4g} s for other ranks and {b.exposed_s:.4g} s for messages"
+    closing = f"{b.closing_s:.4g} s from its last computation to the step's end"
+    return [("busiest rank", f"{b.rank} ({b.sections}) computes {b.computing_s:.4g} s, {waits}; {closing}")]
 
 
 def _print_baselines(measures: Measures, compared: Mapping[str, Found]) -> None:

@@ -1,83 +1,63 @@
 """A simulated step as a picture: rows are ranks, colours are sections, what is dark computes and what is blank is idle.
 
 The same rows are drawn with characters for a terminal and as SVG in a page of its own, without scripts or outside resources. Forwards
-are drawn full, backwards lighter, reductions and the optimizer grey.
+are drawn full, backwards lighter, reductions and the optimizer grey; where a rank waits for a message on its way, not for others to
+compute, that is marked. Rows are those of `secc.simulate.rows`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from html import escape
 
 from secc.simulate.events import Simulated
 from secc.simulate.measures import Measures
+from secc.simulate.rows import NO_SECTION, WAIT, Bar, Rows, rows
 
 COLOURS = ("#1f6fb2", "#d9741c", "#2e8b4f", "#9a4fb0", "#b23a48", "#7a6a1f", "#008a8a", "#555fbf")
 TERMINAL = ("blue", "yellow", "green", "magenta", "red", "cyan", "bright_blue", "bright_green")
-GREY, NO_SECTION = "#9a9a9a", -1
+GREY, WAITING = "#9a9a9a", "#f2c4b8"
 SWATCH = "display:inline-block;width:12px;height:12px;margin:0 4px 0 12px"  # of a legend
-MOST_ROWS = 64  # ranks drawn; more are too many to read
-ROW, GAP, LEFT, WIDTH, FOOT = 18, 4, 150, 1200, 40  # of the SVG, in pixels
-
-
-@dataclass(frozen=True)
-class Bar:
-    """A stretch of a row: start and end in ns, the section's number (or NO_SECTION), its kind, and what a reader is told of it."""
-
-    start: int
-    end: int
-    section: int
-    kind: str
-    title: str
-
-
-@dataclass(frozen=True)
-class Row:
-    """A rank and what it does, in order of time."""
-
-    label: str
-    bars: tuple[Bar, ...]
-
-
-def rows(step: Simulated) -> list[Row]:
-    """The rows of a step, at most `MOST_ROWS`."""
-    shown = min(step.plan.world_size, MOST_ROWS)
-    found = [Row(_label(step, rank), tuple(sorted(_bars(step, rank), key=lambda b: b.start))) for rank in range(shown)]
-    return found
-
-
-def _label(step: Simulated, rank: int) -> str:
-    return f"{rank} " + (", ".join(s.name for s in step.plan.sections if rank in s.mesh.ranks) or "idle")
-
-
-def _bars(step: Simulated, rank: int) -> Iterator[Bar]:
-    numbers = {s.name: i for i, s in enumerate(step.plan.sections)}
-    for c in step.compute:
-        if c.rank == rank:
-            samples = step.schedule.micro_batches[c.section][c.micro].samples
-            title = f"{c.kind} {c.section} {c.micro}: samples {', '.join(str(step.samples[p].id) for p in samples)}"
-            yield Bar(c.start, c.end, numbers[c.section], c.kind, title)
-    for r in step.reductions:
-        if rank in r.ranks and r.end > r.start:
-            yield Bar(r.start, r.end, NO_SECTION, "REDUCE", f"reduce the gradients of {', '.join(r.sections)}")
-    if step.end > step.synced:
-        yield Bar(step.synced, step.end, NO_SECTION, "STEP", "optimizer, and what a step takes beside its program")
+IN_TERMINAL, IN_PAGE = 32, 64  # rows
+LABEL = 30  # characters of a row's label
+ROW, GAP, LEFT, WIDTH, FOOT = 18, 4, 200, 1200, 40  # of the SVG, in pixels
 
 
 # -- terminal ---------------------------------------------------------------------------------------------------------------------
 
 
 def text(step: Simulated, width: int) -> list[list[tuple[str, str]]]:
-    """Lines of (characters, style of rich) for a terminal of `width` columns; a last line tells what is what."""
-    drawn = rows(step)
-    labels = max((len(r.label) for r in drawn), default=0)
+    """Lines of (characters, style of rich) for a terminal of `width` columns; the last ones tell when and what is what."""
+    drawn = rows(step, IN_TERMINAL)
+    shown = [_short(row.label) for row in drawn.rows]
+    labels = max(map(len, shown), default=0)
     columns = max(20, width - labels - 2)
-    lines = [[(r.label.ljust(labels) + " ", "dim"), *_cells(r.bars, columns, step.end)] for r in drawn]
-    if step.plan.world_size > len(drawn):
-        lines.append([(f"({step.plan.world_size - len(drawn)} more ranks)", "dim")])
-    legend = [(f"█ {s.name}  ", _style(i)) for i, s in enumerate(step.plan.sections)]
-    return [*lines, [*legend, ("█ forward  ▒ backward  ─ reduce, optimizer  · idle", "dim")]]
+    lines = [
+        [(label.ljust(labels) + " ", "dim"), *_cells(row.bars, columns, step.end)] for label, row in zip(shown, drawn.rows, strict=True)
+    ]
+    lines.append([(" " * (labels + 1) + _scale(columns, step.end), "dim")])
+    if drawn.left_out:
+        lines.append([(_left_out(drawn), "dim")])
+    legend = [(f"█ {s.name}  ", _style(i)) for i, s in enumerate(step.plan.whole_sections)]
+    return [*lines, [*legend, ("█ forward  ▒ backward  ─ reduce, optimizer  ~ message on its way  · idle", "dim")]]
+
+
+def _short(label: str) -> str:
+    return label if len(label) <= LABEL else label[: LABEL - 1] + "…"
+
+
+def _scale(columns: int, end: int) -> str:
+    """The times at both ends of the rows and in the middle."""
+    last, middle = _time(end), _time(end // 2)
+    return f"{'0':<{columns // 2}}{middle:<{columns - columns // 2 - len(last)}}{last}"
+
+
+def _time(ns: int) -> str:
+    return f"{ns / 1e9:.4g} s" if ns >= 10**9 else f"{ns / 1e6:.4g} ms"
+
+
+def _left_out(drawn: Rows) -> str:
+    return f"({drawn.left_out} more ranks, which take part in the same sections, are not drawn)"
 
 
 def _cells(bars: Sequence[Bar], columns: int, end: int) -> list[tuple[str, str]]:
@@ -97,7 +77,7 @@ def _cells(bars: Sequence[Bar], columns: int, end: int) -> list[tuple[str, str]]
 
 
 def _glyph(kind: str) -> str:
-    return {"F": "█", "B": "▒", "W": "░"}.get(kind, "─")
+    return {"F": "█", "B": "▒", "W": "░", WAIT: "~"}.get(kind, "─")
 
 
 def _style(section: int) -> str:
@@ -109,40 +89,46 @@ def _style(section: int) -> str:
 
 def svg(step: Simulated) -> str:
     """The step as an SVG element; hovering over a bar tells what it is."""
-    drawn = rows(step)
-    height = len(drawn) * (ROW + GAP) + FOOT
+    drawn = rows(step, IN_PAGE)
+    height = len(drawn.rows) * (ROW + GAP) + FOOT
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + WIDTH + 10} {height}" font-family="sans-serif" font-size="11">']
-    for i, row in enumerate(drawn):
+    for i, row in enumerate(drawn.rows):
         y = i * (ROW + GAP)
-        parts.append(f'<text x="{LEFT - 6}" y="{y + 13}" text-anchor="end">{escape(row.label)}</text>')
+        parts.append(
+            f'<text x="{LEFT - 6}" y="{y + 13}" text-anchor="end">{escape(_short(row.label))}<title>{escape(row.label)}</title></text>'
+        )
         parts.append(f'<rect x="{LEFT}" y="{y}" width="{WIDTH}" height="{ROW}" fill="#f1f1f1"/>')
         parts += [_rect(bar, y, step.end) for bar in row.bars]
-    parts += _axis(len(drawn) * (ROW + GAP), step.end)
+    parts += _axis(len(drawn.rows) * (ROW + GAP), step.end)
+    if drawn.left_out:
+        parts.append(f'<text x="{LEFT}" y="{height - 8}" fill="#5a6678">{escape(_left_out(drawn))}</text>')
     return "\n".join([*parts, "</svg>"])
 
 
 def _rect(bar: Bar, y: int, end: int) -> str:
     x, w = LEFT + bar.start * WIDTH / max(end, 1), (bar.end - bar.start) * WIDTH / max(end, 1)
-    colour = GREY if bar.section == NO_SECTION else COLOURS[bar.section % len(COLOURS)]
+    colour = WAITING if bar.kind == WAIT else GREY if bar.section == NO_SECTION else COLOURS[bar.section % len(COLOURS)]
     opacity = {"B": "0.55", "W": "0.3"}.get(bar.kind, "1")
     shape = f'<rect x="{x:.2f}" y="{y}" width="{w:.2f}" height="{ROW}" fill="{colour}" fill-opacity="{opacity}"'
     return f"{shape} stroke='white' stroke-width='0.3'><title>{escape(bar.title)}, {(bar.end - bar.start) / 1e6:.3f} ms</title></rect>"
 
 
 def _axis(y: int, end: int) -> list[str]:
-    ticks = [(LEFT + WIDTH * k / 5, end * k / 5 / 1e6) for k in range(6)]
+    ticks = [(LEFT + WIDTH * k / 5, end * k / 5) for k in range(6)]
     anchors = ["start", *["middle"] * 4, "end"]
-    return [f'<text x="{x:.0f}" y="{y + 14}" text-anchor="{a}">{ms:.4g} ms</text>' for (x, ms), a in zip(ticks, anchors, strict=True)]
+    return [f'<text x="{x:.0f}" y="{y + 14}" text-anchor="{a}">{_time(int(ns))}</text>' for (x, ns), a in zip(ticks, anchors, strict=True)]
 
 
 def figure(step: Simulated, measures: Measures) -> str:
     """The drawing for an HTML page, below its legend."""
+    named = [
+        (COLOURS[i % len(COLOURS)], f"{s.name} (busy {measures.sections[s.name].busy:.0%})") for i, s in enumerate(step.plan.whole_sections)
+    ]
     legend = " ".join(
-        f'<span><i style="{SWATCH};background:{COLOURS[i % len(COLOURS)]}"></i>'
-        f"{escape(s.name)} (busy {measures.sections[s.whole].busy:.0%})</span>"
-        for i, s in enumerate(step.plan.sections)
+        f'<span><i style="{SWATCH};background:{colour}"></i>{escape(name)}</span>'
+        for colour, name in [*named, (GREY, "reductions, optimizer"), (WAITING, "message on its way")]
     )
-    return f"<p>{legend}; forwards full, backwards lighter, reductions and optimizer grey.</p>{svg(step)}"
+    return f"<p>{legend}; forwards full, backwards lighter, blank is idle.</p>{svg(step)}"
 
 
 def page(step: Simulated, measures: Measures) -> str:

@@ -14,9 +14,10 @@ from secc.simulate.batches import global_batches
 from secc.simulate.drawing import page, svg, text
 from secc.simulate.machine import simulate
 from secc.simulate.measures import measure
+from secc.simulate.rows import WAIT, rows
 from secc.simulate.trace import chrome
 from tests.runtime.captioner import APART, UNEVEN, write_plan
-from tests.schedule.plans import sample
+from tests.schedule.plans import edge, passes_on, plan, sample, section, stages
 from tests.simulate.test_machine import IMAGE, cluster, run, trained, vlm
 
 STEP = run(trained(vlm(replicas=2, cluster=cluster()), lm=10), [sample(7, *IMAGE), sample(8), sample(9)])
@@ -42,8 +43,34 @@ def test_steps_follow_each_other_in_a_trace():
 
 def test_a_terminal_shows_a_line_for_each_rank_and_what_is_idle():
     lines = ["".join(part for part, _ in line) for line in text(STEP, 60)]
-    assert len(lines) == 4 and all(len(line) <= 60 for line in lines[:3])
+    assert len(lines) == 5 and all(len(line) <= 60 for line in lines[:4])
     assert lines[0].startswith("0 vision") and "█" in lines[0] and "▒" in lines[0] and "·" in lines[0]
+    assert lines[3].split() == ["0", *f"{STEP.end / 2e6:.4g} ms".split(), *f"{STEP.end / 1e6:.4g} ms".split()]
+
+
+def test_the_ranks_of_a_replica_share_a_row_and_stages_stand_below_each_other():
+    vision = section("vision", [8, 9], when=IMAGE)
+    made = plan(
+        [vision, *stages("lm", [[0, 1, 4, 5], [2, 3, 6, 7]], tp=2)], [edge("vision", "lm_0"), *passes_on(stages("lm", [[0], [1]]))], 11
+    )
+    found = rows(simulate(made, some := [sample(i, *IMAGE) for i in range(4)], schedule(made, some)), 64)
+    assert [r.label for r in found.rows] == ["8 vision", "9 vision", "0-1 lm_0", "2-3 lm_1", "4-5 lm_0", "6-7 lm_1", "10 idle"]
+    assert found.left_out == 0 and all(r.bars for r in found.rows[:6])
+    numbers = [{b.section for b in r.bars} for r in found.rows]
+    assert numbers[0] == {0} and numbers[2] == numbers[3] == {1}
+
+
+def test_of_many_ranks_every_section_keeps_some_rows():
+    made = plan([section("vision", [0], when=IMAGE), section("lm", range(1, 40))], [edge("vision", "lm")], 40)
+    step = simulate(made, some := [sample(i, *IMAGE) for i in range(40)], schedule(made, some))
+    found = rows(step, 8)
+    assert [r.label for r in found.rows] == ["0 vision", *(f"{1 + k * 38 // 6} lm" for k in range(7))] and found.left_out == 32
+    assert "(8 more ranks" in "".join(part for line in text(step, 80) for part, _ in line)
+
+
+def test_waits_for_messages_are_drawn_apart_from_idle_time():
+    kinds = [(b.kind, b.end - b.start) for b in rows(STEP, 8).rows[0].bars]
+    assert kinds[:3] == [("F", 100), (WAIT, 10 + 32 + 4), ("B", 200)]
 
 
 def test_a_drawing_is_well_formed_and_names_samples():
