@@ -6,22 +6,20 @@ directory, one object for each step, with what the plan's costs say of the same 
     {"step": 7, "sections": {"teacher": {"forward_s": 1.9, "backward_s": 0.0, "predicted_forward_s": 1.2, "predicted_backward_s": 0.0}, …},
      "mix": [{"when": ["pixel_values"], "count": 11, "sizes": {"S": 8100, "n_pixel_values": 19}}, …]}
 
-Seconds are sums over replicas, sizes are sums over samples. At the end of a run rank 0 says so if the ranks were busy less evenly than the
-plan expected: a plan made for these times could be faster by up to that. Which one, and by how much, needs the solver: `secc drift PLAN/
-LOGDIR/` plans again with the measured times and the measured mix (`secc/drift.py`).
+Seconds are sums over replicas, sizes are sums over samples. At the end of a run rank 0 sums up what they say (`runtime/summary.py`).
+Which other plan would be faster, and by how much, needs the solver: `secc drift PLAN/ LOGDIR/` plans again with the measured times and the
+measured mix (`secc/drift.py`).
 """
 
 from __future__ import annotations
 
 import json
-import sys
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
-from typing import Any, TextIO
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,7 +29,7 @@ from secc.runtime.program import COMPUTE, SampleMeta, Schedule, weight_part
 
 FILE = "times.jsonl"
 WARM = 2  # first steps of a run, which allocate and compile and do not count
-NOTABLE = 0.05  # a gain worth a word
+LAST = 200  # steps behind them that count at most
 Spent = dict[tuple[str, str], float]  # seconds of a whole section's forwards ("F") and backwards ("B")
 
 
@@ -87,21 +85,36 @@ def predicted(plan: Plan, samples: Sequence[SampleMeta], schedule: Schedule) -> 
     return {key: ns / 1e9 for key, ns in found.items()}
 
 
+class Taken(NamedTuple):
+    """What a step took: seconds of all of it, of its sections' computations as measured and as predicted, and its samples."""
+
+    seconds: float
+    spent: Spent
+    predicted: Spent
+    samples: Sequence[SampleMeta]
+
+
 class Times:
-    """Writes `times.jsonl`, and sums up what it says. Of rank 0."""
+    """Writes `times.jsonl`, and keeps what the run's last steps took. Of rank 0."""
 
     def __init__(self, directory: Path, plan: Plan) -> None:
-        self._plan, self._path = plan, directory / FILE
-        self._file = self._path.open("a")
-        self._steps: list[tuple[Spent, Spent]] = []
+        self._plan, self._file = plan, (directory / FILE).open("a")
+        self._first, self._steps = 0, deque[Taken](maxlen=LAST)
         self._latest: tuple[Schedule, Spent] | None = None
 
-    def log(self, step: int, spent: Spent, samples: Sequence[SampleMeta], schedule: Schedule) -> None:
+    @property
+    def steps(self) -> Sequence[Taken]:
+        """The last steps behind the first ones of the run."""
+        return tuple(self._steps)
+
+    def log(self, step: int, seconds: float, spent: Spent, samples: Sequence[SampleMeta], schedule: Schedule) -> None:
         """Write a step's times; `samples` are those that the schedule speaks of."""
         if self._latest is None or self._latest[0] is not schedule:  # steps of one schedule are alike
             self._latest = schedule, predicted(self._plan, samples, schedule)
         expected = self._latest[1]
-        self._steps.append((spent, expected))
+        self._first = self._first or step
+        if step >= self._first + WARM:
+            self._steps.append(Taken(seconds, spent, expected, samples[: schedule.own]))
         sections: dict[str, dict[str, float]] = defaultdict(dict)
         for (name, kind), seconds in spent.items():
             word = {"F": "forward_s", "B": "backward_s"}[kind]
@@ -110,11 +123,9 @@ class Times:
         self._file.write(json.dumps(told) + "\n")
         self._file.flush()
 
-    def close(self, stream: TextIO = sys.stderr) -> None:
-        """End the file, and say whether another plan may win."""
+    def close(self) -> None:
+        """End the file."""
         self._file.close()
-        for line in warning(self._plan, self._steps[WARM:], self._path.parent):
-            stream.write(line + "\n")
 
 
 def _mix(samples: Sequence[SampleMeta]) -> list[dict[str, Any]]:
@@ -129,28 +140,3 @@ def _mix(samples: Sequence[SampleMeta]) -> list[dict[str, Any]]:
             total.update(s.sizes)
         found.append({"when": sorted(pattern), "count": len(some), "sizes": dict(total)})
     return found
-
-
-def warning(plan: Plan, steps: Sequence[tuple[Spent, Spent]], log_dir: Path) -> Iterator[str]:
-    """A line if the ranks were busy less evenly than the plan expected, as medians over steps of (measured, predicted) times."""
-    if not steps:
-        return
-    (now, busiest), (planned, _) = (_unevenness(plan, [pair[k] for pair in steps]) for k in (0, 1))
-    if now > planned * (1 + NOTABLE):
-        ratio = f"{now:.2f} times as long as ranks are in the mean, where the plan expected at most {planned:.2f}"
-        yield f"drift: the ranks of {busiest} are busy {ratio}; a plan for these times could be up to {1 - planned / now:.0%} faster"
-        yield f"  what to do: secc drift {log_dir.parent if log_dir.name == 'logs' else 'PLAN/'} {log_dir}"
-
-
-def _unevenness(plan: Plan, steps: Sequence[Spent]) -> tuple[float, str]:
-    """How long the busiest ranks compute over what ranks do in the mean, and their sections."""
-    seconds = {(name, kind): median(spent.get((name, kind), 0.0) for spent in steps) for name, kind, _ in columns(plan)}
-    busy: defaultdict[tuple[int, ...], float] = defaultdict(float)
-    names: defaultdict[tuple[int, ...], list[str]] = defaultdict(list)
-    for s in plan.whole_sections:
-        ranks = tuple(sorted(s.mesh.ranks))
-        busy[ranks] += sum(seconds.get((s.name, kind), 0.0) for kind in "FB") * s.mesh.tp / len(ranks)
-        names[ranks].append(s.name)
-    mean = sum(time * len(ranks) for ranks, time in busy.items()) / max(1, sum(map(len, busy)))
-    longest = max(busy, key=lambda ranks: busy[ranks])
-    return (busy[longest] / mean if mean else 1.0), ", ".join(names[longest])

@@ -32,6 +32,7 @@ from secc.runtime.processes import keep_freed_memory
 from secc.runtime.rerecord import Rerecorder
 from secc.runtime.routes import replicas
 from secc.runtime.section import load_section
+from secc.runtime.summary import cores_here
 from secc.runtime.tensor_parallel.shards import Cut, cut_parameters, cuts_of
 from secc.runtime.trace import Trace
 from secc.runtime.wavefront import Orders
@@ -140,9 +141,14 @@ class Run(ExitStack):
         """How many processes record glue beside the loader: what the user says, else as many as there are cores that nothing else has."""
         if self.options.recorders is not None or not self.records_ahead:
             return self.options.recorders or 0
-        known = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        cores = known // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        cores = cores_here() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         return max(0, min(MOST_RECORDERS, cores - 1 - self.options.workers))
+
+    @property
+    def processes_here(self) -> int:
+        """How many processes of the run compute on this machine's cores: loaders, and the ranks where these have no GPUs."""
+        each = self.options.workers + self.recorders + (self.device.type == "cpu")
+        return each * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
     @property
     def records_ahead(self) -> bool:

@@ -6,6 +6,7 @@ scheduler are the user's, over the parameters of this rank's sections; a rank wi
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -33,6 +34,7 @@ from secc.runtime.section import Section
 from secc.runtime.seeding import item_seed
 from secc.runtime.sharding import shard_optimizer
 from secc.runtime.steps import Step, steps
+from secc.runtime.summary import summary
 from secc.runtime.tensor_parallel import styles
 from secc.runtime.tensor_parallel.group import make_groups
 from secc.runtime.weights import canonical_names, owners
@@ -87,6 +89,8 @@ class Trainer:
         if self.metrics is not None and self.times is not None:
             self.metrics.close()
             self.times.close()
+            for line in summary(self.plan, self.times.steps, self.run.log_dir, self.run.processes_here):
+                sys.stderr.write(line + "\n")
 
     def step(self, step: Step) -> float:
         """One optimizer step on a global batch of `batches`. Returns the loss over the whole of it, which every rank computes."""
@@ -107,9 +111,9 @@ class Trainer:
         with event("OPTIMIZER", kind="OPTIMIZER"):
             self._update(loss, norm)
         self.step_number += 1
+        seconds = self._finish_step(batch, loss, float(norm), logged)
         if self.times is not None:
-            self.times.log(self.step_number, spent, step.samples, step.schedule)
-        self._finish_step(batch, loss, float(norm), logged)
+            self.times.log(self.step_number, seconds, spent, step.samples, step.schedule)
         return loss
 
     def _update(self, loss: float, norm: torch.Tensor) -> None:
@@ -148,15 +152,18 @@ class Trainer:
         spent = {(name, kind): seconds for (name, kind, _), seconds in zip(names, found[len(shares) :], strict=True)}
         return float(totals[0]) + self.terms.CONSTANT, totals[1].sqrt(), logged, spent
 
-    def _finish_step(self, batch: GlobalBatch, loss: float, norm: float, logged: Mapping[str, float]) -> None:
+    def _finish_step(self, batch: GlobalBatch, loss: float, norm: float, logged: Mapping[str, float]) -> float:
+        """Log the step and save where that is due. Returns the step's seconds."""
+        now = time.perf_counter()
+        seconds = now - self._since
         if self.metrics is not None:
-            now = time.perf_counter()
             values = {"step": self.step_number, "loss": loss, "grad_norm": norm, "samples": len(batch.samples), "tokens": batch.tokens}
             skipped = {"skipped": len(batch.skipped)} if self.options.skip_bad_samples else {}
-            self.metrics.log({**logged} | values | skipped | {"step_time_s": now - self._since})
+            self.metrics.log({**logged} | values | skipped | {"step_time_s": seconds})
         self._since = time.perf_counter()
         if self.options.save is not None and self._save_due():
             self.save()
+        return seconds
 
     def _save_due(self) -> bool:
         every = self.options.save_every

@@ -24,10 +24,9 @@ from secc.codegen import plan as plan_codegen
 from secc.errors import UserError
 from secc.ir.attributes import integer
 from secc.ir.dialect import GraphOp, strings
-from secc.runtime.drift import FILE, WARM
+from secc.runtime.drift import FILE, LAST, WARM
 from secc.runtime.plan import Plan, Section, load
 
-LAST = 200  # steps of the log that count
 KINDS = ("forward_s", "backward_s")
 
 

@@ -19,6 +19,7 @@ from secc.ir.analysis import abouts, evaluate
 from secc.ir.dialect import GraphOp, graph_of
 from secc.runtime.plan import Plan, Section
 from secc.runtime.program import SampleMeta
+from secc.runtime.summary import MIX, sample_seconds
 from secc.simulate.drawing import figure
 from secc.simulate.events import Simulated
 from secc.simulate.machine import simulate
@@ -42,7 +43,8 @@ class Preview:
 
 def preview(compiled: Compiled) -> Preview:
     """Simulate a step of a compiled plan. Without statistics of samples, or with too many computations, only the plan comes back."""
-    plan, graph = compiled.plan, graph_of(compiled.module)
+    graph = graph_of(compiled.module)
+    plan = with_mix(compiled.plan, graph)
     batches = drawn_samples.drawn(graph, plan.global_batch, 1)
     if not batches or sum(computations(plan, s) for s in plan.sections) > MOST:
         return Preview(plan, "", {})
@@ -51,6 +53,13 @@ def preview(compiled: Compiled) -> Preview:
     measures = measure(step)
     known = dataclasses.replace(plan, prediction=plan.prediction | _prediction(measures))
     return Preview(known, figure(step, measures), {TRACE: trace_text(step)})
+
+
+def with_mix(plan: Plan, graph: GraphOp) -> Plan:
+    """The plan with what the dataset's samples cost it in the mean, from which a run tells that its samples are others."""
+    batches = drawn_samples.drawn(graph, drawn_samples.MOST, 1)
+    mix = {MIX: sample_seconds(plan, complete(graph, batches[0]))} if batches else {}
+    return dataclasses.replace(plan, prediction=plan.prediction | mix)
 
 
 def complete(graph: GraphOp, samples: Sequence[SampleMeta]) -> list[SampleMeta]:

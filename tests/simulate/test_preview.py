@@ -11,6 +11,7 @@ from secc.cli import main
 from secc.compiler import Compiled, Options, compile_model
 from secc.preview import MOST, computations, preview
 from secc.report.facts import summary
+from secc.runtime.summary import MIX
 
 MODELS = Path(__file__).parents[1] / "models"
 
@@ -26,6 +27,7 @@ def test_a_plan_directory_has_a_drawn_step_and_its_trace(tmp_path: Path):
     prediction = json.loads((tmp_path / "plan" / "plan.json").read_text())["prediction"]
     busy = {name: share["busy"] for name, share in prediction["sections"].items()}
     assert all(0 < b <= 1 for b in busy.values())
+    assert prediction[MIX].keys() == busy.keys() and all(seconds > 0 for seconds in prediction[MIX].values())
     assert prediction["simulated"]["step_time_s"] >= prediction["simulated"]["schedule_bound_s"] > 0
     events = json.loads((tmp_path / "plan" / "trace.json").read_text())["traceEvents"]
     assert {e["args"]["section"] for e in events if e["ph"] == "X" and e["args"]["kind"] in "FB"} == set(busy)
@@ -42,4 +44,5 @@ def test_steps_of_very_many_computations_are_left_to_simulate(monkeypatch: pytes
     assert 0 < sum(computations(made.plan, s) for s in made.plan.sections) < MOST
     monkeypatch.setattr("secc.preview.MOST", 1)
     seen = preview(made)
-    assert (seen.plan, seen.drawing, seen.files) == (made.plan, "", {})
+    assert (seen.drawing, seen.files) == ("", {})
+    assert seen.plan.prediction.keys() - made.plan.prediction.keys() == {MIX}
