@@ -4,9 +4,13 @@ python -m tools.bench_training predicted                      both examples: rea
 python -m tools.bench_training order --shares 0.33 0.5        the same plan in both orders, run in turn: tools/models/mixed_captions.py
 
 Ranks have one thread. `predicted` profiles the model's blocks and the machine's links first, compiles with both, and compares each
-step with the simulation of the same samples: median and quartiles over the steps of a run behind the first ones, as they are, and at the
-processor's speed at which blocks were timed. That speed is the gauge's (`secc.profile.speed`), taken between steps, in the median over
-the run. `order` runs the two orders in turn, and gives the ratio of the medians of the runs' step times, beside the simulated one.
+step with the simulation of the same samples: median and quartiles over the steps of a run behind the first ones, and all these steps over
+all simulated ones, as they are and at the processor's speed at which blocks were timed. That speed is the gauge's (`secc.profile.speed`),
+taken between steps, in the mean over the run; ranks count as they compute. `order` runs the two orders in turn, and gives the ratio of the
+medians of the runs' step times, beside the simulated one.
+
+With `--keep DIR` costs, plan and runs stay there, by model and share. A further call adds runs to those that are there; `--runs 0` makes
+the plan alone, or shows the runs again.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import argparse
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
@@ -28,10 +33,11 @@ from secc.compiler import Options, compile_model
 from secc.cost.table import read
 from secc.profile.links import probe, to_yaml
 from secc.profile.model import profile_model
-from secc.profile.train import train
+from secc.profile.train import train, trained
 from secc.report.page import page
 from secc.runtime.plan import Plan, load
 from secc.simulate.batches import global_batches
+from secc.simulate.events import Simulated
 from secc.simulate.machine import simulate
 from secc.simulate.steady import consecutive
 from tools.ranks import metrics, run
@@ -54,22 +60,36 @@ def main() -> None:
     parser.add_argument("--shares", nargs="*", default=["0.33", "0.5"], help="of samples with images, for order")
     parser.add_argument("--set", nargs="*", default=[], help="pinned choices, as in secc compile")
     parser.add_argument("--strategy", default="apart")
+    parser.add_argument("--keep", type=Path, help="a folder for costs, plans and runs, which further calls go on with", metavar="DIR")
     options = parser.parse_args()
     if options.what == "predicted":
         for model in options.models or EXAMPLES:
-            with tempfile.TemporaryDirectory() as folder:
-                print(predicted(model, Path(folder), options), flush=True)
+            with _folder(options.keep, model.stem) as folder:
+                print(predicted(model, folder, options), flush=True)
     else:
         for share in options.shares:
             os.environ["IMAGE_SHARE"] = share
             for model in options.models or [MIXED]:
-                with tempfile.TemporaryDirectory() as folder:
-                    print(f"P(image) {share}: {ordered(model, Path(folder), options)}", flush=True)
+                with _folder(options.keep, f"{model.stem}_{share}") as folder:
+                    print(f"P(image) {share}: {ordered(model, folder, options)}", flush=True)
+
+
+@contextmanager
+def _folder(keep: Path | None, name: str) -> Iterator[Path]:
+    """A folder of that name that stays, or one that does not."""
+    if keep is None:
+        with tempfile.TemporaryDirectory() as folder:
+            yield Path(folder)
+        return
+    (keep / name).mkdir(parents=True, exist_ok=True)
+    yield keep / name
 
 
 def compiled(model: Path, folder: Path, options: argparse.Namespace) -> Path:
-    """A plan with costs measured here, for a cluster that is this machine."""
+    """A plan with costs measured here, for a cluster that is this machine; the one that is there, if there is one."""
     costs, cluster = folder / "costs.json", folder / "here.yaml"
+    if (folder / "plan").exists():
+        return folder / "plan"
     costs.write_text(profile_model(model, False, 18, 5, _quiet, options.ranks).table.to_json())
     cluster.write_text(to_yaml(replace(probe(_quiet), devices=options.ranks)))
     wanted = Options(
@@ -83,34 +103,55 @@ def compiled(model: Path, folder: Path, options: argparse.Namespace) -> Path:
 def _quiet(_: str) -> None: ...
 
 
-def simulated(directory: Path, plan: Plan, steps: int, order: str = "wavefront") -> Iterator[float]:
-    """Seconds of each step of a run, in which frozen sections may run ahead."""
+def simulated(directory: Path, plan: Plan, steps: int, order: str = "wavefront") -> Iterator[Simulated]:
+    """The steps of a run, in which frozen sections may run ahead."""
     batches = list(islice(global_batches(directory, plan, steps=steps), steps))
     for samples, programs in consecutive(plan, batches, order):
-        yield simulate(plan, samples, programs).end / 1e9
+        yield simulate(plan, samples, programs)
 
 
-def measured(directory: Path, plan: Plan, steps: int, log: Path, *arguments: str) -> list[float]:
-    """Seconds of each step."""
-    run(directory, plan.world_size, ["--steps", str(steps), "--log-dir", str(log), *arguments])
-    return [m["step_time_s"] for m in metrics(log)]
+def busy_ns(steps: Sequence[Simulated]) -> list[float]:
+    """What each rank computes in all."""
+    found = [0.0] * steps[0].plan.world_size
+    for c in chain(*(step.compute for step in steps)):
+        found[c.rank] += c.end - c.start
+    return found
+
+
+def _there(folder: Path, name: str) -> list[Path]:
+    """The logs of the runs that are there, in their order."""
+    return sorted(folder.glob(f"{name}[0-9]*"), key=lambda path: int(path.name.removeprefix(name)))
+
+
+def _further(folder: Path, name: str, count: int) -> list[Path]:
+    """Where so many further runs log."""
+    first = len(_there(folder, name))
+    return [folder / f"{name}{first + i}" for i in range(count)]
 
 
 def predicted(model: Path, folder: Path, options: argparse.Namespace) -> str:
     """What a model's real steps took, over what the simulator says."""
     directory = compiled(model, folder, options)
     plan, gauge_ns = load(directory), read(folder / "costs.json").gauge_ns
-    expected = list(simulated(directory, plan, options.steps))
-    runs = [train(directory, plan.world_size, options.steps, folder / f"run{i}") for i in range(options.runs)]
+    steps = list(simulated(directory, plan, options.steps))
+    expected, computing = [step.end / 1e9 for step in steps], busy_ns(steps[_WARM:])
+    for log in _further(folder, "run", options.runs):
+        train(directory, plan.world_size, options.steps, log)
+    runs = [trained(log, plan.world_size) for log in _there(folder, "run")]
+    if not runs:
+        return f"{model.name} on {described(plan)}: no runs yet"
     ratios = [[f / e for f, e in zip(run.seconds, expected, strict=True)][_WARM:] for run in runs]
-    slower = [run.gauge_ns(_WARM) / gauge_ns for run in runs]
-    evened = [[r / s for r in some] for some, s in zip(ratios, slower, strict=True)]
+    means = [sum(run.seconds[_WARM:]) / sum(expected[_WARM:]) for run in runs]
+    slower = [run.gauge_ns(_WARM, computing) / gauge_ns for run in runs]
+    evened = [mean / s for mean, s in zip(means, slower, strict=True)]
     rows = [
-        f"| {i + 1} | {_quartiles(r)} | {s:.2f} | {_quartiles(e)} |" for i, (r, s, e) in enumerate(zip(ratios, slower, evened, strict=True))
+        f"| {i + 1} | {_quartiles(r)} | {m:.3f} | {s:.3f} | {e:.3f} |"
+        for i, (r, m, s, e) in enumerate(zip(ratios, means, slower, evened, strict=True))
     ]
-    every = f"| all | {_quartiles([*chain(*ratios)])} | {median(slower):.2f} | {_quartiles([*chain(*evened)])} |"
+    every = f"| all | {_quartiles([*chain(*ratios)])} | {median(means):.3f} | {median(slower):.3f} | {median(evened):.3f} |"
     head = f"{model.name} on {described(plan)}: simulated {1e3 * median(expected[_WARM:]):.1f} ms a step, the gauge {gauge_ns / 1e6:.2f} ms"
-    table = ["| run | real over simulated | gauge | at equal speed |", "| --- | --- | --- | --- |", *rows, every]
+    columns = "| run | real over simulated | mean | gauge | mean at equal speed |"
+    table = [columns, "| --- | --- | --- | --- | --- |", *rows, every]
     return "\n".join([head, "", *table, ""])
 
 
@@ -124,13 +165,15 @@ def ordered(model: Path, folder: Path, options: argparse.Namespace) -> str:
     """The dataset's order over the wavefront's: step times of real runs, and simulated ones."""
     directory = compiled(model, folder, options)
     plan = load(directory)
-    runs: dict[str, list[float]] = {order: [] for order in ORDERS}
-    for i in range(options.runs):
-        for order in ORDERS:
-            times = measured(directory, plan, options.steps, folder / f"{order}{i}", "--order", order)
-            runs[order].append(median(times[_WARM:]))
+    for logs in zip(*(_further(folder, order, options.runs) for order in ORDERS), strict=True):
+        for order, log in zip(ORDERS, logs, strict=True):
+            run(directory, plan.world_size, ["--steps", str(options.steps), "--log-dir", str(log), "--order", order])
+    seconds = {order: [[m["step_time_s"] for m in metrics(log)] for log in _there(folder, order)] for order in ORDERS}
+    runs = {order: [median(times[_WARM:]) for times in found] for order, found in seconds.items()}
+    if not all(runs.values()):
+        return f"{described(plan)}: no runs yet"
     real = [median(runs[order]) for order in ORDERS]
-    model_s = [median(list(simulated(directory, plan, options.steps, order))[_WARM:]) for order in ORDERS]
+    model_s = [median([step.end / 1e9 for step in simulated(directory, plan, options.steps, order)][_WARM:]) for order in ORDERS]
     each = "; ".join(f"{order} {', '.join(f'{t:.3f}' for t in times)}" for order, times in runs.items())
     ratios = f"{real[1] / real[0]:.3f} (simulated {model_s[1] / model_s[0]:.3f})"
     return f"{described(plan)}: dataset order over wavefront {ratios}; medians of runs, s: {each}"

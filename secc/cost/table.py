@@ -68,6 +68,10 @@ class Prices:
     values: tuple[float, ...]
     error: float
 
+    def stretched(self, factor: float) -> Prices:
+        """The same where everything takes so many times as long."""
+        return Prices(tuple(factor * v for v in self.values), self.error)
+
     def ns(self, cost: Mapping[str, float]) -> float:
         """The time of a call that works and moves this much."""
         return self.values[0] + sum(v * cost[part] for v, part in zip(self.values[1:], PARTS[1:], strict=True))
@@ -89,6 +93,10 @@ class Entry:
     block: str
     forward: Prices
     backward: Prices | None
+
+    def stretched(self, factor: float) -> Entry:
+        """The same where everything takes so many times as long."""
+        return Entry(self.block, self.forward.stretched(factor), self.backward and self.backward.stretched(factor))
 
 
 @dataclass(frozen=True)

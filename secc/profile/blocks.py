@@ -5,8 +5,8 @@ Blocks take turns as in a step: all forwards of a micro-batch, then all backward
 block finds the caches as other blocks left them. On a CPU other processes meanwhile do the same, as many as a node has other ranks, and a
 call counts the processor time of its thread, which waiting for a core does not add to; on a GPU events count. The median of the turns is
 taken: a step has many calls, and takes what they take in the mean. On CPUs the gauge comes before each micro-batch; its median says at
-what speed of the processor these times were taken. Prices (`secc.cost.table`) are fitted to two thirds of the sizes, none negative, with
-relative errors weighing alike; the others tell the error.
+what speed of the processor these times were taken, and prices are given for its mean speed, which a run of many steps has. Prices
+(`secc.cost.table`) are fitted to two thirds of the sizes, none negative, with relative errors weighing alike; the others tell the error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from secc.ir.types import TensorType, tensor
 from secc.profile.busy import busy
 from secc.profile.call import arguments
 from secc.profile.least_squares import nonnegative
-from secc.profile.speed import Gauge
+from secc.profile.speed import Gauge, at_mean_speed
 from secc.runtime.expr import evaluate
 
 FITS_BYTES = 4 << 30  # of a block's parameters, and of a call's operands, that are built here
@@ -96,8 +96,8 @@ def profile(
         with busy(partial(_turn, group, 0, _Speeds(device)), ranks - 1 if device.type == "cpu" else 0):
             _time(group, repeat, speeds)
     reports = {name: k.report() for name, k in kinds.items()}
-    found = {name: r.entry for name, r in reports.items() if r.entry is not None}
-    return Table(here(device), found, gauge_ns=speeds.median), list(reports.values())
+    found = {name: r.entry.stretched(speeds.mean_over_median) for name, r in reports.items() if r.entry is not None}
+    return Table(here(device), found, gauge_ns=speeds.mean), list(reports.values())
 
 
 def _is_of(module: ModuleOp, case: CaseOp, batch: Batch) -> bool:
@@ -241,8 +241,13 @@ class _Speeds:
             self._found.append(self._gauge.ns())
 
     @property
-    def median(self) -> int:
-        return round(statistics.median(self._found)) if self._found else 0
+    def mean(self) -> int:
+        """What the gauge takes at the mean speed."""
+        return round(at_mean_speed(self._found)) if self._found else 0
+
+    @property
+    def mean_over_median(self) -> float:
+        return at_mean_speed(self._found) / statistics.median(self._found) if self._found else 1.0
 
 
 def _time(kinds: Sequence[_Kind], repeat: int, speeds: _Speeds) -> None:

@@ -8,12 +8,23 @@ compare at one speed.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from statistics import fmean
 
 import torch
 from torch import nn
 
 WIDTH, HEADS, ROWS, LENGTH = 96, 4, 4, 48
 GOES = 2  # behind one that fills the caches
+
+
+def at_mean_speed(found: Sequence[float]) -> float:
+    """What the gauge takes at the mean of the speeds at which it was found to take so long.
+
+    A core that shares its hardware with others' work has two speeds, between which it changes within a second: a run of many steps has
+    their mean, while a median is one of the two.
+    """
+    return 1 / fmean(1 / ns for ns in found)
 
 
 class Gauge:

@@ -9,10 +9,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 from secc.errors import UserError
 from secc.profile.links import free_port
+from secc.profile.speed import at_mean_speed
 from secc.runtime.launch import environment
 
 LIMIT_S = 300
@@ -25,9 +25,11 @@ class Trained:
     seconds: Sequence[float]
     gauges: Sequence[Sequence[int]]
 
-    def gauge_ns(self, warm: int) -> int:
-        """What the gauge took in the median, behind the first `warm` steps."""
-        return round(median(ns for rank in self.gauges for ns in rank[warm:]))
+    def gauge_ns(self, warm: int, weights: Sequence[float] = ()) -> float:
+        """What the gauge took at the mean speed behind the first `warm` steps, of the ranks in proportion to `weights` (alike without)."""
+        shares = weights or [1.0] * len(self.gauges)
+        speed = sum(share / at_mean_speed(rank[warm:]) for share, rank in zip(shares, self.gauges, strict=True) if all(rank))
+        return sum(shares) / speed if speed else 0.0
 
 
 def train(plan: Path, ranks: int, steps: int, log_dir: Path, arguments: Sequence[str] = ()) -> Trained:
@@ -50,5 +52,10 @@ def train(plan: Path, ranks: int, steps: int, log_dir: Path, arguments: Sequence
     if any(process.returncode for process in running):
         last = next((text.strip().splitlines()[-1] for text in said if text.strip()), "no message")
         raise UserError(f"the model does not train here: {last}", str(plan))
+    return trained(log_dir, ranks)
+
+
+def trained(log_dir: Path, ranks: int) -> Trained:
+    """What the ranks of a run left among its logs."""
     found = [json.loads((log_dir / f"steps_{rank}.json").read_text()) for rank in range(ranks)]
     return Trained([seconds for seconds, _ in found[0]], [[ns for _, ns in steps] for steps in found])

@@ -54,6 +54,11 @@ def test_a_section_of_timed_blocks_is_measured() -> None:
     assert evaluate(time.forward_ns(cost, device), sizes) == pytest.approx(device.overheads.job + 1000 + counted, rel=1e-6)
 
 
+def test_a_stretched_entry_takes_so_many_times_as_long() -> None:
+    entry = Entry("Linear", Prices((1000.0, 0.5, 0.0, 0.25), 0.01), None).stretched(2.0)
+    assert entry == Entry("Linear", Prices((2000.0, 1.0, 0.0, 0.5), 0.01), None)
+
+
 def test_the_file_holds_the_table(tmp_path: Path) -> None:
     model = nn.ModuleDict({"f": nn.Linear(8, 8)})
     made = table(model, module_of(model))

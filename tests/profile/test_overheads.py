@@ -49,6 +49,14 @@ def test_overheads_are_given_at_the_speed_of_the_blocks() -> None:
     assert at_speed(Overheads(1, 2, 3, 4, 5, "measured"), 20 / trained.gauge_ns(warm=2)) == Overheads(2, 4, 6, 8, 10, "measured")
 
 
+def test_a_processor_of_two_speeds_has_their_mean() -> None:
+    """Half of the time it takes three times as long: so much work takes one and a half times as long. Ranks count as they compute."""
+    trained = Trained([1.0] * 4, [[9, 9, 10, 30], [9, 9, 30, 30]])
+    assert trained.gauge_ns(2, [1.0, 0.0]) == pytest.approx(15)
+    assert (trained.gauge_ns(2), trained.gauge_ns(2, [3.0, 3.0])) == pytest.approx((20, 20))
+    assert Trained([1.0], [[0], [0]]).gauge_ns(0) == 0
+
+
 @pytest.mark.slow
 def test_a_real_run_has_all_of_them(tmp_path: Path) -> None:
     write_plan(tmp_path / "plan", APART)

@@ -28,8 +28,8 @@ def test_predicted_times_are_those_of_all_stages_and_replicas() -> None:
     assert PREDICTED == {("vision", "F"): 4600e-9, ("vision", "B"): 9200e-9, ("lm", "F"): 9200e-9, ("lm", "B"): 18400e-9}
 
 
-def taken(factor: float, samples=SAMPLES) -> Taken:
-    return Taken(0.5, times(factor), PREDICTED, samples)
+def taken(factor: float) -> Taken:
+    return Taken(0.5, times(factor), PREDICTED, SAMPLES)
 
 
 def test_times_as_predicted_or_all_alike_are_no_news() -> None:
