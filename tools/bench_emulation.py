@@ -1,6 +1,6 @@
 """Compares emulated steps with simulated ones: real processes and the real control plane, with waits in place of training.
 
-python -m tools.bench_emulation [NAME ...] --steps 3      plans with 2 to 16 ranks; `64 ranks` only if named
+python -m tools.bench_emulation [NAME ...] --steps 3      plans with 2 to 16 ranks; those with 64 only if named
 
 Each plan has the sections of `tools/mixes.py` on a machine of 8 devices a node, and its own samples. Wall time over simulated time of each
 step but the first, in which processes still warm up. Prints Markdown.
@@ -36,6 +36,7 @@ DEVICE = {
 CLUSTER = {"name": "emulated", "nodes": 8, "per_node": 8, "inside": LINK, "between": LINK | {"latency_ns": 60_000}, "device": DEVICE}
 WIDTH = 4096  # entries of a token's row on an edge
 MEBIBYTE = 2**-10  # GiB
+PARAMETERS = 50_000_000  # entries of a section's parameter, where a plan has any
 
 TERMS = """CONSTANT = 0.0
 BUFFERS = ()
@@ -77,6 +78,15 @@ def _shared(samples: mixes.Samples, ranks: int) -> Plan:
     return replace(plan, sections=tuple(moved), world_size=ranks)
 
 
+def _sharded(samples: mixes.Samples, ranks: int, way: str) -> Plan:
+    """The same, with 16-bit parameters whose optimizer states, or all of which, the ranks share."""
+    plan = _shared(samples, ranks)
+    names = {s.name: f"{s.name}.weight" for s in plan.sections}
+    sections = tuple(replace(s, sharding=way, params=(names[s.name],)) for s in plan.sections)
+    parameters = {name: f"bfloat16[{PARAMETERS}] train" for name in names.values()}
+    return replace(plan, sections=sections, model=replace(plan.model, parameters=parameters))
+
+
 def _ahead(samples: mixes.Samples, teachers: int, students: int, stages: int = 1) -> Plan:
     """A teacher that runs ahead of its students, which may have stages."""
     pipeline = mixes.Pipeline(stages, 2 * stages if stages > 1 else 0, stages > 1)
@@ -91,7 +101,9 @@ CASES = {
     "4 ranks, encoder → LM of 3 stages": Case(8, lambda s: mixes.vlm(s, 1, 1, 0.8, pipeline=mixes.Pipeline(3, 6))),
     "4 ranks, teacher → student of 2 stages, ahead": Case(8, lambda s: _ahead(s, 2, 1, stages=2), mixes.distillation),
     "8 ranks, teacher → student of 2 stages, ahead": Case(16, lambda s: _ahead(s, 2, 3, stages=2), mixes.distillation),
+    "4 ranks, shared, zero1": Case(16, lambda s: _sharded(s, 4, "zero1")),
     "8 ranks, shared": Case(32, lambda s: _shared(s, 8)),
+    "8 ranks, shared, zero3": Case(32, lambda s: _sharded(s, 8, "zero3")),
     "16 ranks, encoder → LM of 4 stages": Case(48, lambda s: mixes.vlm(s, 4, 3, 0.8, pipeline=mixes.Pipeline(4, 8, True))),
     "64 ranks, encoder → LM of 4 stages": Case(128, lambda s: mixes.vlm(s, 16, 12, 0.8, pipeline=mixes.Pipeline(4, 8, True))),
 }
@@ -102,9 +114,10 @@ def write(directory: Path, case: Case, batches: int) -> Plan:
     """A plan directory that can be emulated, whose dataset has the samples of so many steps."""
     samples = [s for seed in range(batches) for s in case.mix(case.samples, seed)]
     text = MODEL.read_text()
+    made = case.plan(samples[: case.samples])
     plan = replace(
-        case.plan(samples[: case.samples]),
-        model=ModelRef("model.py", hashlib.sha256(text.encode()).hexdigest()),
+        made,
+        model=ModelRef("model.py", hashlib.sha256(text.encode()).hexdigest(), made.model.parameters),
         global_batch=case.samples,
         inputs=(Input("ids", "int64", ("1", "T")), Input("images", "float32", ("I",), optional=True)),
         symbols=tuple(s for s in mixes.SYMBOLS if s.name in "TI"),
