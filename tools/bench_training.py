@@ -7,7 +7,7 @@ Ranks have one thread. `predicted` profiles the model's blocks and the machine's
 step with the simulation of the same samples: median and quartiles over the steps of a run behind the first ones, and all these steps over
 all simulated ones, as they are and at the processor's speed at which blocks were timed. That speed is the gauge's (`secc.profile.speed`),
 taken between steps, in the mean over the run; ranks count as they compute. `order` runs the two orders in turn, and gives the ratio of the
-medians of the runs' step times, beside the simulated one.
+medians of the runs' median step times, that of their mean ones at equal speed, and the simulated one.
 
 With `--keep DIR` costs, plan and runs stay there, by model and share. A further call adds runs to those that are there; `--runs 0` makes
 the plan alone, or shows the runs again.
@@ -18,12 +18,12 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import fmean, median, quantiles
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -40,7 +40,6 @@ from secc.simulate.batches import global_batches
 from secc.simulate.events import Simulated
 from secc.simulate.machine import simulate
 from secc.simulate.steady import consecutive
-from tools.ranks import metrics, run
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = (ROOT / "examples" / "vlm_digits.py", ROOT / "examples" / "distill_text.py")
@@ -164,19 +163,31 @@ def _quartiles(values: Sequence[float]) -> str:
 def ordered(model: Path, folder: Path, options: argparse.Namespace) -> str:
     """The dataset's order over the wavefront's: step times of real runs, and simulated ones."""
     directory = compiled(model, folder, options)
-    plan = load(directory)
+    plan, gauge_ns = load(directory), read(folder / "costs.json").gauge_ns
     for logs in zip(*(_further(folder, order, options.runs) for order in ORDERS), strict=True):
         for order, log in zip(ORDERS, logs, strict=True):
-            run(directory, plan.world_size, ["--steps", str(options.steps), "--log-dir", str(log), "--order", order])
-    seconds = {order: [[m["step_time_s"] for m in metrics(log)] for log in _there(folder, order)] for order in ORDERS}
-    runs = {order: [median(times[_WARM:]) for times in found] for order, found in seconds.items()}
+            train(directory, plan.world_size, options.steps, log, ["--order", order])
+    runs = {order: [trained(log, plan.world_size) for log in _there(folder, order)] for order in ORDERS}
     if not all(runs.values()):
         return f"{described(plan)}: no runs yet"
-    real = [median(runs[order]) for order in ORDERS]
-    model_s = [median([step.end / 1e9 for step in simulated(directory, plan, options.steps, order)][_WARM:]) for order in ORDERS]
-    each = "; ".join(f"{order} {', '.join(f'{t:.3f}' for t in times)}" for order, times in runs.items())
-    ratios = f"{real[1] / real[0]:.3f} (simulated {model_s[1] / model_s[0]:.3f})"
-    return f"{described(plan)}: dataset order over wavefront {ratios}; medians of runs, s: {each}"
+    steps = {order: list(simulated(directory, plan, options.steps, order))[_WARM:] for order in ORDERS}
+    slower = {order: [run.gauge_ns(_WARM, busy_ns(steps[order])) / gauge_ns for run in found] for order, found in runs.items()}
+    medians = {order: [median(run.seconds[_WARM:]) for run in found] for order, found in runs.items()}
+    evened = {order: [fmean(run.seconds[_WARM:]) / s for run, s in zip(runs[order], slower[order], strict=True)] for order in ORDERS}
+    expected = {order: [median(step.end / 1e9 for step in some)] for order, some in steps.items()}
+    ratios = f"{_over(medians):.3f}, at equal speed {_over(evened):.3f} (simulated {_over(expected):.3f})"
+    each = "; ".join(f"{o} {_listed(medians[o])}, at equal speed {_listed(evened[o])}" for o in ORDERS)
+    return f"{described(plan)}: dataset order over wavefront {ratios}; s: {each}"
+
+
+def _over(seconds: Mapping[str, Sequence[float]]) -> float:
+    """The ratio of the medians of both orders."""
+    wavefront, dataset = (median(seconds[order]) for order in ORDERS)
+    return dataset / wavefront
+
+
+def _listed(seconds: Sequence[float]) -> str:
+    return ", ".join(f"{s:.3f}" for s in seconds)
 
 
 def described(plan: Plan) -> str:
