@@ -85,12 +85,13 @@ def _folder(keep: Path | None, name: str) -> Iterator[Path]:
 
 
 def compiled(model: Path, folder: Path, options: argparse.Namespace) -> Path:
-    """A plan with costs measured here, for a cluster that is this machine; the one that is there, if there is one."""
+    """A plan with costs measured here, for a cluster that is this machine; plan and costs that are there stay."""
     costs, cluster = folder / "costs.json", folder / "here.yaml"
     if (folder / "plan").exists():
         return folder / "plan"
-    costs.write_text(profile_model(model, False, 18, 5, _quiet, options.ranks).table.to_json())
-    cluster.write_text(to_yaml(replace(probe(_quiet), devices=options.ranks)))
+    if not costs.exists():
+        costs.write_text(profile_model(model, False, 18, 5, _quiet, options.ranks).table.to_json())
+        cluster.write_text(to_yaml(replace(probe(_quiet), devices=options.ranks)))
     wanted = Options(
         cluster=str(cluster), global_batch=options.global_batch, strategy=options.strategy, set=tuple(options.set), costs=str(costs)
     )
