@@ -90,7 +90,7 @@ class Allocate(ModulePass):
         if solution is None:
             raise explain(work, asked, pins)
         won = contest(
-            Trial(work, asked, size), asked, solution.assignment, partial(_hand_out, asked), MARGIN, known.assignment(asked, self.known)
+            Trial(work, asked, size), asked, solution.assignment, partial(hand_out, asked), MARGIN, known.assignment(asked, self.known)
         )
         _write(graph, work, asked, replace(solution, assignment=won.assignment, time_ns=won.closed_ns), won, pins, size)
 
@@ -134,7 +134,7 @@ def _write(graph: GraphOp, work: Workload, asked: Problem, solution: Solution, w
         if pins.splits_backward(name):
             load.section.attributes["backward"] = StringAttr("split")
     chosen = {s: cs[solution.assignment.choice[s]] for s, cs in asked.sections.items()}
-    ranks = _hand_out(asked, solution.assignment)
+    ranks = hand_out(asked, solution.assignment)
     for name in work.loads:
         own = work.on(chosen[name].kind)
         load = own.loads[name]
@@ -193,7 +193,7 @@ def _feeds_others(asked: Problem, solution: Solution, section: str) -> bool:
     return any(e.src == section and group[e.dst] != group[section] for e in asked.edges)
 
 
-def _hand_out(asked: Problem, assignment: Assignment) -> dict[str, list[int]]:
+def hand_out(asked: Problem, assignment: Assignment) -> dict[str, list[int]]:
     """Ranks for each group, in a row, kind of device by kind: those before a group are a multiple of its tp, since tp are powers of two."""
     chosen = {s: cs[assignment.choice[s]] for s, cs in asked.sections.items()}
     work: dict[str, int] = {}

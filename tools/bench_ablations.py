@@ -1,8 +1,8 @@
 """What each part of the allocation is worth: `python -m tools.bench_ablations PLANS [ID ...]` prints a table.
 
 PLANS is a folder with the plan of each workload in a folder of its name, as `tools.bench_baselines` leaves it. From the IR that a plan
-keeps its allocation is made again in other ways, and each choice is put into the order that ranks run, on the same samples
-(`secc.alloc.trial`). A figure is that step over the plan's.
+keeps its allocation is made again in other ways, so that nothing is captured or compiled here, and each choice is put into the order that
+ranks run, on the samples that the plan was tried on (`secc.alloc.trial`). A figure is that step over the plan's own.
 
 solver alone: the best by closed forms, nothing tried. means only: tried on mean samples. uniform: every section on all ranks with one
 micro-batch. greedy: sections apart on ranks in proportion to their work, each run in the fastest way that fits. random: the median of 20
@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,13 @@ from secc.alloc.model import solve
 from secc.alloc.pins import Pins
 from secc.alloc.problem import problem
 from secc.alloc.trial import Trial
-from secc.alloc.types import Assignment, Problem
+from secc.alloc.types import Assignment, Problem, Solution
 from secc.cluster import parse
+from secc.cost.overheads import with_overheads
 from secc.ir import samples, text
 from secc.ir.dialect import GraphOp, graph_of
-from secc.passes.allocate import MARGIN
+from secc.passes.allocate import MARGIN, hand_out
+from secc.runtime.plan import load
 from tools.bench_workloads import print_rows
 
 COLUMNS = ("workload", "plan, s", "solver alone", "means only", "uniform", "greedy", "random", "without sink-boundaries")
@@ -49,29 +51,27 @@ class Setting:
 
     def step(self, a: Assignment | None) -> float | None:
         """Seconds of a step, None for no plan or one that does not fit."""
-        tried = self.trial.run(a, handed(self.asked, a)) if a is not None else None
+        tried = self.trial.run(a, hand_out(self.asked, a)) if a is not None else None
         return tried.time_ns / 1e9 if tried is not None and tried.fits else None
+
+    @cached_property
+    def solved(self) -> Solution | None:
+        """The best by closed forms."""
+        return solve(self.asked, margin=MARGIN)
 
     def chosen(self, trial: Trial) -> Assignment | None:
         """What `allocate` chooses by a trial."""
-        found = solve(self.asked, margin=MARGIN)
-        return contest(trial, self.asked, found.assignment, lambda a: handed(self.asked, a), MARGIN).assignment if found else None
+        if self.solved is None:
+            return None
+        return contest(trial, self.asked, self.solved.assignment, partial(hand_out, self.asked), MARGIN).assignment
 
 
 def setting(graph: GraphOp, allocate: Any) -> Setting:
-    cluster = parse(allocate.cluster)
+    cluster = with_overheads(graph, parse(allocate.cluster))
     work = workload(graph, cluster, allocate.global_batch)
-    asked = ahead.priced(problem(work, cluster.ranks, "auto", Pins()), work, None)
+    pins = Pins(refused=frozenset(allocate.refused))
+    asked = ahead.priced(problem(work, cluster.ranks, "auto", pins), work, None)
     return Setting(work, asked, Trial(work, asked, None))
-
-
-def handed(asked: Problem, a: Assignment) -> Mapping[str, Sequence[int]]:
-    """The ranks of the groups, one after the other."""
-    found: dict[str, Sequence[int]] = {}
-    for g in dict.fromkeys(a.group.values()):
-        start = sum(map(len, found.values()))
-        found[g] = range(start, start + asked.sections[g][a.choice[g]].ranks)
-    return found
 
 
 def greedy(asked: Problem) -> Assignment | None:
@@ -129,19 +129,19 @@ def unsunk(directory: Path, graph: GraphOp) -> GraphOp | None:
 def row(name: str, plans: Path) -> list[str]:
     """The cells of a workload."""
     (allocate, *_), path = whatif.before_allocate(plans / name)
+    plan = float(load(plans / name).solver["simulated_s"])
     graph = graph_of(text.parse(path.read_text(), str(path)))
     own = setting(graph, allocate)
-    plan = own.step(own.chosen(own.trial))
-    solved = {strategy: solve(replace(own.asked, strategy=strategy), margin=MARGIN) for strategy in ("auto", "uniform")}
-    alone, uniform = (own.step(found.assignment) if found else None for found in solved.values())
+    uniform = solve(replace(own.asked, strategy="uniform"), margin=MARGIN)
     kept = graph.attributes.pop(samples.ATTRIBUTE)
-    means = own.step(own.chosen(Trial(own.work, own.asked, None)))
+    means = own.chosen(Trial(own.work, own.asked, None))
     graph.attributes[samples.ATTRIBUTE] = kept
+    alone, alike = (found.assignment if found is not None else None for found in (own.solved, uniform))
     times = [step for a in drawn(own.asked) if (step := own.step(a)) is not None]
     other = setting(before, allocate) if (before := unsunk(plans / name, graph)) is not None else None
     without = other.step(other.chosen(other.trial)) if other is not None else None
-    found = (alone, means, uniform, own.step(greedy(own.asked)), statistics.median(times) if times else None, without)
-    return [name, f"{plan:.3f}" if plan else "-", *(f"{t / plan:.2f}" if t and plan else "-" for t in found)]
+    steps = [*map(own.step, (alone, means, alike, greedy(own.asked))), statistics.median(times) if times else None, without]
+    return [name, f"{plan:.3f}", *(f"{step / plan:.2f}" if step else "-" for step in steps)]
 
 
 def main() -> None:

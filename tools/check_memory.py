@@ -2,13 +2,13 @@
 
     python -m tools.check_memory
 
-Each model is compiled for one rank with one micro-batch, and the plan's prediction is compared with the peak of
-`torch.distributed._tools.mem_tracker.MemTracker` over two steps of plain PyTorch with the user's optimizer on the same batch.
+Each model is compiled for one rank under each way to run, and the plan's prediction is compared with the peak of
+`torch.distributed._tools.mem_tracker.MemTracker` over two steps of plain PyTorch with the user's optimizer on the same samples, in as
+many micro-batches and with the same layers run again (`torch.utils.checkpoint`).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -20,9 +20,12 @@ from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from secc.compiler import Options, compile_model
+from secc.runtime import recompute
+from secc.runtime.plan import Section
 from secc.runtime.user_model import UserModel, load
 
 SAMPLES = 4
+WAYS = ((SAMPLES, "none"), (SAMPLES, "selective"), (SAMPLES, "full"), (1, "none"), (1, "full"))  # micro-batch, recomputation
 FILE = """
 import torch
 from tools.check_memory import CASES, sample
@@ -116,29 +119,30 @@ def sample(name: str, g: torch.Generator) -> dict[str, torch.Tensor]:
     return {"input_ids": words, "labels": words.clone()}
 
 
-def predicted(path: Path) -> float:
-    """Bytes that the plan expects on its one rank, all samples in one micro-batch and nothing recomputed."""
-    options = Options(cluster="1x1xcpu", global_batch=SAMPLES, max_sections=1, fuse=False)
+def planned(path: Path, micro_batch: int, again: str) -> Section:
+    """The one section of the plan for one rank."""
+    pins = tuple(f"model.{pin}" for pin in (f"micro_batch={micro_batch}", f"recompute={again}"))
+    options = Options(cluster="1x1xcpu", global_batch=SAMPLES, max_sections=1, fuse=False, set=pins)
     (section,) = compile_model(path, options).plan.sections
-    if (section.micro_batch, section.recompute) != (SAMPLES, "none"):
-        pins = tuple(f"{section.name}.{pin}" for pin in ("recompute=none", f"micro_batch={SAMPLES}"))
-        (section,) = compile_model(path, dataclasses.replace(options, set=pins)).plan.sections
-    return section.memory_gib * 2**30
+    return section
 
 
-def tracked(user: UserModel) -> float:
+def tracked(user: UserModel, section: Section) -> float:
     """Bytes at the tracker's peak in plain PyTorch."""
     torch.manual_seed(0)
     model = user.model()
     _frozen_as_buffers(model)
+    recompute.install(model, section.blocks, section.recompute)
     optimizer = user.optimizer([(n, p) for n, p in model.named_parameters() if p.requires_grad])
-    batch = user.collate([user.module.dataset()[i] for i in range(SAMPLES)])
+    samples, size = user.module.dataset(), section.micro_batch
+    batches = [user.collate([samples[i] for i in range(at, at + size)]) for at in range(0, SAMPLES, size)]
     tracker = MemTracker()
-    tracker.track_external(model, optimizer, *batch.values())
+    tracker.track_external(model, optimizer, *(value for batch in batches for value in batch.values()))
     with tracker:
         for _ in range(2):
-            tracker.reset_mod_stats()
-            model(**batch).loss.backward()
+            for batch in batches:
+                tracker.reset_mod_stats()
+                (model(**batch).loss / len(batches)).backward()
             optimizer.step()
             optimizer.zero_grad()
     snapshot = tracker.get_tracker_snapshot("peak")
@@ -154,19 +158,22 @@ def _frozen_as_buffers(model: nn.Module) -> None:
                 module.register_buffer(key, param.data)
 
 
-def compare(name: str) -> tuple[float, float]:
+def compare(name: str, micro_batch: int, again: str) -> tuple[float, float]:
     """(predicted, tracked) bytes of a case."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.py"
         path.write_text(FILE.format(name=name))
-        return predicted(path), tracked(load(path))
+        section = planned(path, micro_batch, again)
+        return section.memory_gib * 2**30, tracked(load(path), section)
 
 
 def main() -> None:
-    print("| model | predicted, MiB | tracked, MiB | error |\n| --- | --- | --- | --- |")
+    print("| model | micro-batch | recompute | predicted, MiB | tracked, MiB | error |\n| --- | --- | --- | --- | --- | --- |")
     for name in sys.argv[1:] or CASES:
-        expected, seen = compare(name)
-        print(f"| {name} | {expected / 2**20:.0f} | {seen / 2**20:.0f} | {expected / seen - 1:+.1%} |", flush=True)
+        for way in WAYS:
+            expected, seen = compare(name, *way)
+            cells = (name, *way, f"{expected / 2**20:.0f}", f"{seen / 2**20:.0f}", f"{expected / seen - 1:+.1%}")
+            print(f"| {' | '.join(map(str, cells))} |", flush=True)
 
 
 if __name__ == "__main__":

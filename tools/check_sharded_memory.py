@@ -1,25 +1,34 @@
 """Predicted memory of ranks that share what they keep, against what the operating system says that their processes use.
 
-    python -m tools.check_sharded_memory [MODE ...]
+    python -m tools.check_sharded_memory [WAY ...]
 
-A language model of eight layers trains on two gloo ranks under each way to shard. Measured is the most that a process has resident during
-the second and third step, less what it had before it built the model; tensors are mapped one by one, so that freed ones go back.
+A language model of eight layers trains on two gloo ranks in each way to distribute it. Measured is the most that a process has resident
+during the second and third step, less what it had before it built the model. A rank keeps what it frees, for the next step; here its C
+library is told to map tensors one by one, so that freed ones go back and what is resident is in use.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 from pathlib import Path
 
-from secc.alloc.pins import WORDS
 from secc.compiler import Options, compile_model
 from secc.report.page import page
 from tools.ranks import run
 
 RANKS, SAMPLES = 2, 8
+REPLICAS = ("dp=2",)
+WAYS = {
+    "none": REPLICAS,
+    "zero1": (*REPLICAS, "sharding=zero1"),
+    "zero2": (*REPLICAS, "sharding=zero2"),
+    "zero3": (*REPLICAS, "sharding=zero3"),
+    "tp 2": ("dp=1", "tp=2"),
+    "pp 2": ("dp=1", "pp=2"),
+}  # pins of the section
 FILE = """
+import ctypes
 import os
 import torch
 import transformers as T
@@ -39,6 +48,10 @@ def model():
     return T.AutoModelForCausalLM.from_config(config)
 
 def optimizer(params):
+    library = ctypes.CDLL(None)
+    library.mallopt(-1, 1 << 16)  # M_TRIM_THRESHOLD, and M_MMAP_THRESHOLD: what is larger is mapped by itself
+    library.mallopt(-3, 1 << 16)
+    library.malloc_trim(0)  # what building the model has left
     made = torch.optim.AdamW(params, lr=1e-4, foreach=False)
 
     def note(*_):
@@ -66,27 +79,25 @@ def dataset():
 """
 
 
-def compare(mode: str, folder: Path) -> tuple[float, float]:
-    """(predicted, measured) bytes of the fuller rank under a way to shard."""
+def compare(way: str, folder: Path) -> tuple[float, float]:
+    """(predicted, measured) bytes of the fuller rank under a way to distribute the model."""
     path, plan = folder / "model.py", folder / "plan"
     path.write_text(FILE)
-    pins = tuple(f"model.{pin}" for pin in (f"dp={RANKS}", "micro_batch=2", "recompute=none", f"sharding={mode}"))
+    pins = tuple(f"model.{pin}" for pin in ("sharding=none", "micro_batch=2", "recompute=none", *WAYS[way]))
     options = Options(cluster=f"local:{RANKS}", global_batch=SAMPLES, max_sections=1, fuse=False, set=pins)
     compiled = compile_model(path, options)
     compiled.write(plan, page)
     arguments = ["--steps", "3", "--workers", "0", "--log-dir", str(folder / "logs")]
-    run(plan, RANKS, arguments, {"MEMORY": str(folder), "MALLOC_MMAP_THRESHOLD_": "65536"})
-    return compiled.plan.sections[0].memory_gib * 2**30, max(float((folder / str(r)).read_text()) for r in range(RANKS))
+    run(plan, RANKS, arguments, {"MEMORY": str(folder)})
+    return compiled.plan.whole_sections[0].memory_gib * 2**30, max(float((folder / str(r)).read_text()) for r in range(RANKS))
 
 
 def main() -> None:
-    # Read when a process starts, so that the server from which the ranks are forked has it, too.
-    os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    print("| sharding | predicted, MiB | resident, MiB | error |\n| --- | --- | --- | --- |")
-    for mode in sys.argv[1:] or WORDS["sharding"]:
+    print("| way | predicted, MiB | resident, MiB | error |\n| --- | --- | --- | --- |")
+    for way in sys.argv[1:] or WAYS:
         with tempfile.TemporaryDirectory() as name:
-            expected, seen = compare(mode, Path(name))
-        print(f"| {mode} | {expected / 2**20:.0f} | {seen / 2**20:.0f} | {expected / seen - 1:+.1%} |", flush=True)
+            expected, seen = compare(way, Path(name))
+        print(f"| {way} | {expected / 2**20:.0f} | {seen / 2**20:.0f} | {expected / seen - 1:+.1%} |", flush=True)
 
 
 if __name__ == "__main__":

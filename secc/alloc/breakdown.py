@@ -87,7 +87,7 @@ def memory_parts(work: Workload, load: Load, c: Candidate, ahead: bool, messages
         "weights": found.parameters,
         "gradients": found.beside(count),
         "optimizer states": found.optimizer,
-        ("gathered layers, gradients on their way" if c.sharding == "zero3" else "gradients on their way"): found.buffers,
+        "gathered layers, gradients on their way": found.buffers,
         f"activations of {of}": found.kept(count),
         "gradients of an operation, or recomputing a layer": found.working,
         "messages": messages,

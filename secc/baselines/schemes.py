@@ -99,7 +99,7 @@ def _sharded(space: Space, anchor: str) -> Iterator[tuple[int, Layout]]:
         chosen = {n: candidate(work, load, space.ranks, size, recompute=way) for n, (load, way) in loads.items()}
         held = [room(work, load, space.ranks, size, "none", way, 1) for load, way in loads.values()]
         states = sum(m.parameters + m.gradients + m.optimizer for m in held) // space.ranks
-        if states + sum(m.buffers + m.activation + m.working for m in held) <= space.capacity:
+        if states + sum(m.sums.window + m.activation + m.working for m in held) <= space.capacity:
             yield sum(c.time_ns for c in chosen.values()), Layout({n: Part(c, everywhere) for n, c in chosen.items()}, size)
 
 

@@ -1,8 +1,12 @@
-"""Memory of one rank of a section: what stays (parameters, gradients, optimizer states) and what each micro-batch in flight adds."""
+"""Memory of one rank of a section: what stays (parameters, gradients, optimizer states) and what each micro-batch in flight adds.
+
+Gradients come as activations go, so both are not counted whole: the last backward of a step, whose gradients travel as it makes them,
+frees what its micro-batch kept at the same time. Both are taken to change evenly.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from secc.cost.section import SectionCost
 from secc.runtime.buckets import BUCKET_BYTES, WINDOW
@@ -13,10 +17,21 @@ MANY = 1 << 30  # micro-batches: more than are in flight
 
 
 @dataclass(frozen=True)
+class Sums:
+    """Gradients that travel in the last backward: bytes of all of them (0: none travel) and of those under way at once, of the `shard` of
+    their sums that a rank keeps beside its own gradients, and whether it frees its own when they start."""
+
+    whole: int = 0
+    window: int = 0
+    shard: int = 0
+    freed: bool = False
+
+
+@dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank: `parameters`, `gradients`, `optimizer`, `buffers` of gradients on their way, `activation` for each micro-batch in
-    flight, and `working`: what the backward of one of them adds for a time. `micro_batches`: those of a step. `largest`: activations of
-    the largest sample, which may be alone in flight where it takes more than several micro-batches."""
+    """Bytes on one rank: `parameters`, `gradients` as its backwards make them, `optimizer`, `buffers` of gathered layers, `activation` for
+    each micro-batch in flight, and `working`: what the backward of one of them adds for a time. `micro_batches`: those of a step.
+    `largest`: activations of the largest sample, which may be alone in flight where it takes more than several micro-batches."""
 
     parameters: int
     gradients: int
@@ -26,6 +41,7 @@ class Memory:
     working: int = 0
     micro_batches: int = MANY
     largest: int = 0
+    sums: Sums = Sums()
 
     @property
     def fixed(self) -> int:
@@ -37,18 +53,29 @@ class Memory:
         return max(in_flight * self.activation, self.largest) if in_flight else 0
 
     def total(self, in_flight: int) -> int:
-        """Bytes with `in_flight` micro-batches between their forward and the end of their backward.
-
-        Where these are all of the step there are no gradients when they have run forward: a backward makes them as it frees what its
-        micro-batch kept.
-        """
+        """Bytes with `in_flight` micro-batches between their forward and the end of their backward."""
         return self.fixed + self.kept(in_flight) + self.beside(in_flight)
 
     def beside(self, in_flight: int) -> int:
-        """Bytes of gradients beside what all these micro-batches keep."""
-        if in_flight < self.micro_batches:
-            return self.gradients
-        return max(0, self.gradients - self.kept(in_flight) + self.kept(in_flight - 1))
+        """Bytes that gradients need beyond what these micro-batches keep at most.
+
+        Where these are all of the step there are no gradients when they have run forward.
+        """
+        kept = self.kept(in_flight)
+        early = 0 if in_flight < self.micro_batches else self.kept(in_flight - 1) - kept
+        return max(0, self.gradients + early, self._last() - kept)
+
+    def _last(self) -> int:
+        """Bytes of gradients and activations at most while gradients travel: when as many are under way as can be, or all are made."""
+        return max(self._when(self.sums.window), self._when(self.sums.whole)) if self.sums.whole else 0
+
+    def _when(self, made: int) -> int:
+        """The same when so many bytes of what is summed are made."""
+        sums = self.sums
+        left = sums.whole - made
+        own = left if sums.freed else made if self.micro_batches == 1 else sums.whole
+        parts = self.kept(1) * left + self.gradients * own + sums.shard * made
+        return parts // sums.whole + min(made, sums.window)
 
 
 def memory(
@@ -69,15 +96,21 @@ def memory(
     size, masters = cost.summed_bytes, cost.master_bytes
     if sharding == "zero3" and dp > 1:
         return _gathered(cost, activation, working, dp, micro_batches, largest)
-    wide = SUM_BYTES * cost.trainable
-    of_bucket = size if sharding != "none" else cost.trainable_bytes  # buckets hold so many bytes of what is reduced
-    buffers = min(wide, WINDOW * BUCKET_BYTES * wide // of_bucket) if dp > 1 and size else 0
     if sharding == "none" or dp == 1:
-        return Memory(cost.param_bytes, size, OPTIMIZER_STATES * size + masters, activation, buffers, working, micro_batches, largest)
+        sums = _sums(cost, cost.trainable_bytes) if dp > 1 and size else Sums()
+        return Memory(cost.param_bytes, size, OPTIMIZER_STATES * size + masters, activation, 0, working, micro_batches, largest, sums)
     shard = -(-size // dp)
-    own = min(size, BUCKET_BYTES) if sharding == "zero2" and micro_batches == 1 else size
+    alone = sharding == "zero2" and micro_batches == 1
+    own = min(size, BUCKET_BYTES) if alone else size
+    sums = replace(_sums(cost, size), shard=shard, freed=sharding == "zero2" and not alone) if size else Sums()
     states = OPTIMIZER_STATES * shard + -(-masters // dp)
-    return Memory(cost.param_bytes, own + shard, states, activation, buffers, working, micro_batches, largest)
+    return Memory(cost.param_bytes, own, states, activation, 0, working, micro_batches, largest, sums)
+
+
+def _sums(cost: SectionCost, of_bucket: int) -> Sums:
+    """The sums of a section's gradients, whose buckets are cut by `of_bucket` bytes in all."""
+    wide = SUM_BYTES * cost.trainable
+    return Sums(wide, min(wide, WINDOW * BUCKET_BYTES * wide // of_bucket))
 
 
 def _gathered(cost: SectionCost, activation: int, working: int, dp: int, micro_batches: int, largest: int) -> Memory:

@@ -180,7 +180,7 @@ def _section_cost(graph: GraphOp, section: SectionOp) -> SectionCost:
         _largest_of_dataset(graph, {text for s in sums for text in s.logits_passing}),
         *_unit_bytes(graph, calls, param_bytes),
         text_of(section, "norms") == "sequence",
-        sum(number(blocks[path], "tensors", 0) for path in {call.target.data for call in calls}),
+        sum(number(blocks[path], "tensors", 0) for path in _outermost({call.target.data for call in calls})),
     )
 
 
@@ -386,8 +386,8 @@ def _dtype(calls: list[CallOp]) -> str:
 
 
 def _parameters(graph: GraphOp, name: str, calls: list[CallOp]) -> tuple[int, int, int, int]:
-    """(entries, trainable entries, bytes, trainable bytes), a tied parameter once."""
-    paths = sorted({call.target.data for call in calls})
+    """(entries, trainable entries, bytes, trainable bytes), a tied parameter once, and one of a block within another, too."""
+    paths = _outermost({call.target.data for call in calls})
     blocks = graph.blocks
     counts = [_block_parameters(blocks[path]) for path in paths]
     counts += _glue_parameters(graph, name, paths)
@@ -396,13 +396,30 @@ def _parameters(graph: GraphOp, name: str, calls: list[CallOp]) -> tuple[int, in
 
 
 def _unit_bytes(graph: GraphOp, calls: list[CallOp], param_bytes: int) -> tuple[int, int]:
-    """Bytes of the parameters of the largest layer of a stack, and of what no stack has, or one whose layers run twice or out of turn."""
+    """Bytes of the parameters of the largest layer of a stack, and of what no stack has, or one whose layers run twice or out of turn.
+
+    Blocks within a block of layers that are called beside it, such as its embedding, are none of its layers.
+    """
     turned = {c.target.data for c in calls if OUT_OF_TURN in c.attributes}
     layers = {c.target.data: n for c in calls if (n := number(c, "layers", number(c, "units", 0))) and c.target.data not in turned}
-    blocks = graph.blocks
-    sizes = {path: _block_parameters(blocks[path])[2] for path in layers}
+    blocks, called = graph.blocks, {call.target.data for call in calls}
+    beside = {path: _outermost(p for p in called if p.startswith(f"{path}.")) for path in layers}
+    sizes = {path: _bytes_of(blocks[path]) - sum(_bytes_of(blocks[p]) for p in beside[path]) for path in layers}
     largest_layer = max((-(-size // layers[path]) for path, size in sizes.items()), default=0)
     return largest_layer, max(0, param_bytes - sum(sizes.values()))
+
+
+def _outermost(paths: Iterable[str]) -> list[str]:
+    """The module paths that are not inside another one of them, in order."""
+    found: list[str] = []
+    for path in sorted(paths, key=lambda p: p.split(".")):
+        if not found or not path.startswith(f"{found[-1]}."):
+            found.append(path)
+    return found
+
+
+def _bytes_of(block: BlockOp) -> int:
+    return _block_parameters(block)[2]
 
 
 def _block_parameters(block: BlockOp) -> tuple[int, int, int, int]:

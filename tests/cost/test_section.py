@@ -115,6 +115,15 @@ def test_parameters_count_once() -> None:
     assert (found.trainable, found.trainable_bytes) == (1000 + 500 + 8 - 40, 4 * 1508 - 160)
 
 
+def test_a_block_called_beside_the_one_that_holds_it_counts_once_and_is_no_layer() -> None:
+    """As a language model's embedding, whose rows glue mixes with others before the layers get them."""
+    inner = F.replace('"f"', '"f.embed"').replace("%f", "%i")
+    block = '  sec.block "f.embed" class "E" params 400 trainable 400\n'
+    found = cost(graph(X + inner + F.replace('saved = "4*B*S", ops = 3', UNITS), declared=block))
+    assert (found.params, found.trainable, found.param_bytes) == (1000, 1000, 4000)
+    assert (found.unit_bytes, found.rest_bytes) == (-(-4 * 600 // 3), 4 * 400)
+
+
 def test_matrix_products_in_glue_count() -> None:
     product = '    %m = sec.glue "aten.mm.default" (%a, %b) args "$0, $1" in @lm : !sec.tensor<[B, 32], f32, grad>\n'
     inputs = '    %a = sec.input "x" : !sec.tensor<[B, 8], f32>\n    %b = sec.param "w" : !sec.tensor<[8, 32], f32, grad>\n'
@@ -222,16 +231,26 @@ def test_memory_of_sharded_states() -> None:
     size = found.trainable_bytes
     plain, zero1, zero2 = (memory(found, 0, dp=4, sharding=s, micro_batches=2) for s in ("none", "zero1", "zero2"))
     assert plain.optimizer == 2 * size and zero1.optimizer == 2 * size // 4
-    assert (plain.gradients, zero1.gradients) == (size, size + size // 4) and zero2 == zero1
-    assert plain.buffers == zero1.buffers == 4 * found.trainable
+    assert plain.gradients == zero1.gradients == size and (plain.sums.shard, zero1.sums.shard) == (0, size // 4)
+    assert zero2.sums == replace(zero1.sums, freed=True) and plain.sums.window == zero1.sums.window == 4 * found.trainable
     assert memory(found, 0, dp=1, sharding="zero1") == memory(found, 0)
 
 
 def test_zero2_holds_no_whole_gradients_where_a_replica_has_one_micro_batch() -> None:
     large = replace(cost(graph(X + F)), trainable=2 * 10**9, trainable_bytes=4 * 10**9)
     zero1, zero2 = (memory(large, 0, dp=4, sharding=s, micro_batches=1) for s in ("zero1", "zero2"))
-    assert zero1.gradients == 5 * 10**9 and zero2.gradients == 10**9 + BUCKET_BYTES
-    assert zero1.buffers == 4 * 2 * BUCKET_BYTES  # bf16, summed in float32
+    window = 4 * 2 * BUCKET_BYTES  # bf16, summed in float32
+    assert zero1.beside(1) == 4 * 10**9 + window + 10**9 and zero2.beside(1) == BUCKET_BYTES + window + 10**9
+
+
+def test_gradients_on_their_way_take_the_place_of_what_the_last_backward_frees() -> None:
+    """Of 6,000 bytes of gradients all travel at once: little is added where a micro-batch keeps much, all of it where it keeps nothing."""
+    found = cost(graph(X + F, X + F + ENC))
+    kept = {size: memory(found, size, dp=4).total(1) - memory(found, size).total(1) for size in (0, 4000, 6000, 20_000)}
+    assert kept == {0: 6000, 4000: 2000, 6000: 0, 20_000: 0}
+    shards = memory(found, 4000, dp=4, sharding="zero1")
+    assert shards.beside(1) == 6000 + 6000 + 1500 - 4000
+    assert memory(found, 4000, dp=4, sharding="zero2").beside(1) == 6000 and memory(found, 0, dp=4, sharding="zero2").beside(1) == 7500
 
 
 def test_memory_and_passes_of_sharded_parameters() -> None:
