@@ -130,6 +130,8 @@ class Allocate(ModulePass):
 def _write(graph: GraphOp, work: Workload, asked: Problem, solution: Solution, won: Winner, pins: Pins, size: int | None) -> None:
     value = evaluate(asked, solution.assignment)
     kept, running = ahead.room(work, asked, solution.assignment, value, size)
+    groups = {solution.assignment.group[s] for s in running} if size is None else set[str]()  # what was asked for is in the value
+    results = dict.fromkeys(groups, kept)
     for name, load in work.loads.items():
         if pins.splits_backward(name):
             load.section.attributes["backward"] = StringAttr("split")
@@ -138,8 +140,8 @@ def _write(graph: GraphOp, work: Workload, asked: Problem, solution: Solution, w
     for name in work.loads:
         own = work.on(chosen[name].kind)
         load = own.loads[name]
-        more = kept if size is None and name in running else 0  # what was asked for is in the value
-        _write_section(own, load, chosen[name], ranks[solution.assignment.group[name]], _memory(value, solution, name, more))
+        group = solution.assignment.group[name]
+        _write_section(own, load, chosen[name], ranks[group], round((value.memory[group] + results.get(group, 0)) / GIB, 4))
         held = room(work, asked, solution.assignment, value, name)
         bounded = chosen[name].pp == 1 or _feeds_others(asked, solution, name)  # `split-stages` bounds what stages hold for each other
         load.section.attributes |= {"in_flight": integer(held.in_flight if bounded else 0), "room_bytes": integer(held.size)}
@@ -151,7 +153,7 @@ def _write(graph: GraphOp, work: Workload, asked: Problem, solution: Solution, w
         "world_size": integer(value.ranks),
         "global_batch": integer(work.global_batch),
         "cluster": StringAttr(_cluster(work, asked, solution, chosen).to_json()),
-        "reasons": StringAttr(json.dumps(reasons(work, asked, solution, pins.refused))),
+        "reasons": StringAttr(json.dumps(reasons(work, asked, solution, pins.refused, results))),
         "solver": StringAttr(json.dumps(solved)),
         "prediction": StringAttr(
             json.dumps({"step_time_s": solution.time_ns / 10**9, "label": label, **_missing(work, value, solution, chosen)})
@@ -181,10 +183,6 @@ def _missing(work: Workload, value: Value, solution: Solution, chosen: dict[str,
     group = solution.assignment.group
     missing = max(value.memory[group[s]] - work.on(c.kind).cluster.device.usable for s, c in chosen.items())
     return {"missing_gib": round(missing / GIB, 4)} if missing > 0 else {}
-
-
-def _memory(value: Value, solution: Solution, section: str, more: int) -> float:
-    return round((value.memory[solution.assignment.group[section]] + more) / GIB, 4)
 
 
 def _feeds_others(asked: Problem, solution: Solution, section: str) -> bool:

@@ -1,8 +1,8 @@
 """What each part of the allocation is worth: `python -m tools.bench_ablations PLANS [ID ...]` prints a table.
 
 PLANS is a folder with the plan of each workload in a folder of its name, as `tools.bench_baselines` leaves it. From the IR that a plan
-keeps its allocation is made again in other ways, so that nothing is captured or compiled here, and each choice is put into the order that
-ranks run, on the samples that the plan was tried on (`secc.alloc.trial`). A figure is that step over the plan's own.
+keeps its allocation is made again, as `allocate` makes it and in other ways, so that nothing is captured or compiled here. Each choice is
+put into the order that ranks run, on the same samples (`secc.alloc.trial`). A figure is that step over the one of `allocate`'s choice.
 
 solver alone: the best by closed forms, nothing tried. means only: tried on mean samples. uniform: every section on all ranks with one
 micro-batch. greedy: sections apart on ranks in proportion to their work, each run in the fastest way that fits. random: the median of 20
@@ -33,7 +33,6 @@ from secc.cost.overheads import with_overheads
 from secc.ir import samples, text
 from secc.ir.dialect import GraphOp, graph_of
 from secc.passes.allocate import MARGIN, hand_out
-from secc.runtime.plan import load
 from tools.bench_workloads import print_rows
 
 COLUMNS = ("workload", "plan, s", "solver alone", "means only", "uniform", "greedy", "random", "without sink-boundaries")
@@ -129,9 +128,9 @@ def unsunk(directory: Path, graph: GraphOp) -> GraphOp | None:
 def row(name: str, plans: Path) -> list[str]:
     """The cells of a workload."""
     (allocate, *_), path = whatif.before_allocate(plans / name)
-    plan = float(load(plans / name).solver["simulated_s"])
     graph = graph_of(text.parse(path.read_text(), str(path)))
     own = setting(graph, allocate)
+    plan = own.step(own.chosen(own.trial))
     uniform = solve(replace(own.asked, strategy="uniform"), margin=MARGIN)
     kept = graph.attributes.pop(samples.ATTRIBUTE)
     means = own.chosen(Trial(own.work, own.asked, None))
@@ -141,7 +140,7 @@ def row(name: str, plans: Path) -> list[str]:
     other = setting(before, allocate) if (before := unsunk(plans / name, graph)) is not None else None
     without = other.step(other.chosen(other.trial)) if other is not None else None
     steps = [*map(own.step, (alone, means, alike, greedy(own.asked))), statistics.median(times) if times else None, without]
-    return [name, f"{plan:.3f}", *(f"{step / plan:.2f}" if step else "-" for step in steps)]
+    return [name, f"{plan:.3f}" if plan else "-", *(f"{step / plan:.2f}" if step and plan else "-" for step in steps)]
 
 
 def main() -> None:

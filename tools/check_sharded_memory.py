@@ -80,7 +80,7 @@ def dataset():
 
 
 def compare(way: str, folder: Path) -> tuple[float, float]:
-    """(predicted, measured) bytes of the fuller rank under a way to distribute the model."""
+    """(predicted, measured) bytes of the rank that has more resident, under a way to distribute the model."""
     path, plan = folder / "model.py", folder / "plan"
     path.write_text(FILE)
     pins = tuple(f"model.{pin}" for pin in ("sharding=none", "micro_batch=2", "recompute=none", *WAYS[way]))
@@ -89,7 +89,8 @@ def compare(way: str, folder: Path) -> tuple[float, float]:
     compiled.write(plan, page)
     arguments = ["--steps", "3", "--workers", "0", "--log-dir", str(folder / "logs")]
     run(plan, RANKS, arguments, {"MEMORY": str(folder)})
-    return compiled.plan.whole_sections[0].memory_gib * 2**30, max(float((folder / str(r)).read_text()) for r in range(RANKS))
+    seen, rank = max((float((folder / str(r)).read_text()), r) for r in range(RANKS))
+    return next(s.memory_gib for s in compiled.plan.sections if rank in s.mesh.ranks) * 2**30, seen
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from math import ceil
 
 from xdsl.dialects.builtin import StringAttr
 
-from secc.alloc.candidates import Load, Workload, bubbles_ns, busy_ns, in_turn, replica_of, room_of, update_ns
+from secc.alloc.candidates import Load, Workload, bubbles_ns, busy_ns, in_turn, kept_alone, replica_of, room_of, update_ns
 from secc.alloc.types import Candidate
 from secc.cluster import Overheads
 from secc.cost import parallel, time
@@ -82,7 +82,8 @@ def memory_parts(work: Workload, load: Load, c: Candidate, ahead: bool, messages
     rank = replica_of(work, load, c.tp, c.pp, c.ranks)
     found = room_of(work, rank, c)
     count = c.in_flight if ahead and c.in_flight else in_turn(work, rank, c.micro_batches)
-    of = "the largest sample" if found.largest > count * found.activation else f"{count} micro-batch{'es' if count != 1 else ''}"
+    alone = f"the largest sample ({largest_sample(work, rank, c.recompute)})"
+    of = alone if found.largest > count * found.activation else f"{count} micro-batch{'es' if count != 1 else ''}"
     parts = {
         "weights": found.parameters,
         "gradients": found.beside(count),
@@ -93,6 +94,13 @@ def memory_parts(work: Workload, load: Load, c: Candidate, ahead: bool, messages
         "messages": messages,
     }
     return {name: size for name, size in parts.items() if size}
+
+
+def largest_sample(work: Workload, load: Load, recompute: str) -> str:
+    """The sizes of the listed sample that keeps most, as text; `load` is that of a rank."""
+    every = [(size, columns, i) for columns, kept in kept_alone(work, load, recompute) for i, size in enumerate(kept)]
+    _, columns, i = max(every, key=lambda found: found[0])
+    return ", ".join(f"{name}={column[i]}" for name, column in columns.items() if column[i] and name != "B")
 
 
 def largest_tensor(work: Workload, load: Load, c: Candidate) -> tuple[str, int]:

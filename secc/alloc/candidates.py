@@ -9,7 +9,7 @@ the active ones, rounded up. A micro-batch holds samples of one pattern, as the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
@@ -433,14 +433,18 @@ def _largest(work: Workload, load: Load, recompute: str) -> int:
     """Bytes that the largest of the listed samples keeps as a micro-batch of its own."""
     key = "largest", recompute
     if key not in load.memo:
-        found, texts = 0, (load.under(recompute).saved, *_ends(work, load))
-        for pattern in load.active:
-            if columns := work.listed.get(pattern.when):
-                count = len(next(iter(columns.values())))
-                every = {name: [size] * count for name, size in work.sizes(pattern, 1).items()} | columns
-                found = max(found, *map(sum, zip(*(evaluate_columns(text, every, count) for text in texts), strict=True)))
-        load.memo[key] = found, 0
+        load.memo[key] = max((max(kept) for _, kept in kept_alone(work, load, recompute)), default=0), 0
     return load.memo[key][0]
+
+
+def kept_alone(work: Workload, load: Load, recompute: str) -> Iterator[tuple[Mapping[str, Sequence[int]], list[int]]]:
+    """What each listed sample keeps as a micro-batch of its own, for each pattern with the samples' sizes. `load` is that of a rank."""
+    texts = (load.under(recompute).saved, *_ends(work, load))
+    for pattern in load.active:
+        if columns := work.listed.get(pattern.when):
+            count = len(next(iter(columns.values())))
+            every = {name: [size] * count for name, size in work.sizes(pattern, 1).items()} | columns
+            yield columns, list(map(sum, zip(*(evaluate_columns(text, every, count) for text in texts), strict=True)))
 
 
 def _ends(work: Workload, load: Load) -> list[str]:

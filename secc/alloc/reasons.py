@@ -24,8 +24,11 @@ from secc.cost.section import origins
 UNLIMITED = 1 << 62
 
 
-def reasons(work: Workload, asked: Problem, solution: Solution, refused: frozenset[str]) -> dict[str, Any]:
-    """For each section its alternatives, time and memory as plain data for plan.json; times in seconds, memory in bytes."""
+def reasons(work: Workload, asked: Problem, solution: Solution, refused: frozenset[str], results: Mapping[str, int]) -> dict[str, Any]:
+    """For each section its alternatives, time and memory as plain data for plan.json; times in seconds, memory in bytes.
+
+    `results`: bytes on the ranks of groups that keep results for the next step (`secc.alloc.ahead`).
+    """
     assignment = solution.assignment
     chosen = {s: cs[assignment.choice[s]] for s, cs in asked.sections.items()}
     value = evaluate(asked, assignment)
@@ -33,22 +36,23 @@ def reasons(work: Workload, asked: Problem, solution: Solution, refused: frozens
         name: {
             "alternatives": list(_alternatives(work, asked, assignment, chosen, name, Pins(refused=refused))),
             "time_s": {what: ns / 10**9 for what, ns in time_parts(own, own.loads[name], chosen[name]).items()},
-            "memory": _memory(own, asked, assignment, own.loads[name], chosen[name], value.memory[assignment.group[name]]),
+            "memory": _memory(own, asked, assignment, own.loads[name], chosen[name], value.memory[group], results.get(group, 0)),
             "costs": origins(work.graph, load.section),
         }
         for name, load in work.loads.items()
-        for own in [work.on(chosen[name].kind)]
+        for own, group in [(work.on(chosen[name].kind), assignment.group[name])]
     }
 
 
-def _memory(work: Workload, asked: Problem, assignment: Assignment, load: Load, c: Candidate, group: int) -> dict[str, Any]:
+def _memory(work: Workload, asked: Problem, assignment: Assignment, load: Load, c: Candidate, group: int, results: int) -> dict[str, Any]:
     parts = parts_of(work, asked, assignment, load, c)
     shared = group - sum(parts.values())
+    parts |= {"results for the next step": results} if results else {}
     device = work.cluster.device
     tensor, size = largest_tensor(work, load, c)
     return {
         "parts": parts | ({"other sections on these ranks": shared} if shared > 0 else {}),
-        "used": group,
+        "used": group + results,
         "usable": asked.usable(c),
         "margin": device.memory - device.usable,
         "largest_tensor": {"tensor": tensor, "bytes": size},

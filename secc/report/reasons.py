@@ -10,6 +10,12 @@ from secc.report.table import Table, bytes_text, seconds_text
 from secc.runtime.plan import Plan
 
 SAME = 1e-4  # changes of the step by a smaller share are none
+ROOM = "room for what micro-batches keep from forward to backward"
+MEMORY_NOTE = (
+    "Of a rank as allocated: the largest stage's, before layers are cut into stages, which may hold more micro-batches; shares "
+    "are of what tensors can have. Gradients count as far as they come before the backward that makes them has freed as many activations. "
+    "Room is what activations may take together, whatever samples come: a forward without room waits for a backward."
+)
 KINDS = {
     "measured": "measured on such hardware (secc profile)",
     "counted": "counted: FLOPs and bytes of each operation",
@@ -79,14 +85,15 @@ def _memory(plan: Plan) -> Table:
     rows: list[tuple[str, ...]] = []
     for name, memory in ((n, found["memory"]) for n, found in plan.reasons.items() if "memory" in found):
         rows += [(name, part, bytes_text(size), f"{size / memory['usable']:.1%}") for part, size in memory["parts"].items()]
+        rows.append((name, "together", bytes_text(memory["used"]), f"{memory['used'] / memory['usable']:.1%}"))
         free = memory["usable"] - memory["used"]
         rows.append((name, "left", bytes_text(max(0, free)), f"{free / memory['usable']:.1%}"))
         rows.append((name, "kept for the driver and fragments", bytes_text(memory["margin"]), ""))
         if memory["largest_tensor"]["bytes"]:
             largest = memory["largest_tensor"]
             rows.append((name, f"largest tensor between blocks: {largest['tensor']}", bytes_text(largest["bytes"]), ""))
-    note = "Of a rank as allocated: the largest stage's, before layers are cut into stages; shares are of what tensors can have."
-    return Table("Where memory goes", ("section", "part", "size", "share"), tuple(rows), note)
+        rows += [(s.name, ROOM, bytes_text(s.room_bytes), "") for s in plan.sections if s.whole == name and s.room_bytes]
+    return Table("Where memory goes", ("section", "part", "size", "share"), tuple(rows), MEMORY_NOTE)
 
 
 def _costs(plan: Plan) -> Table:

@@ -18,7 +18,7 @@ from secc.ir.dialect import graph_of
 from secc.passes.allocate import Allocate
 from secc.report.facts import tables
 from secc.report.page import page
-from secc.report.table import blocks_text
+from secc.report.table import blocks_text, bytes_text
 from secc.runtime.plan import ModelRef, Plan
 
 TESTS = Path(__file__).parents[1]
@@ -94,7 +94,9 @@ def test_the_report_says_why(plan: Plan) -> None:
     assert ("vision_tower", "2 blocks", "counted: FLOPs and bytes of each operation") in found["Where costs come from"].rows
     assert any(r[0] == "H100" and "datasheet" in r[2] for r in found["Where costs come from"].rows)
     parts = {r[1]: r[2] for r in found["Where memory goes"].rows if r[0] == "language_model"}
-    assert {"weights", "optimizer states", "left", "kept for the driver and fragments"} <= parts.keys()
+    assert {"weights", "optimizer states", "together", "left", "kept for the driver and fragments"} <= parts.keys()
+    room = next(s.room_bytes for s in plan.sections if s.name == "language_model")
+    assert parts["room for what micro-batches keep from forward to backward"] == bytes_text(room)
     assert any(part.startswith("largest tensor between blocks: ") for part in parts)
     assert {r[0] for r in found["What bounds sections"].rows} == {"vision_tower", "language_model"}
     for title in ("What else could be", "What bounds sections", "Where memory goes", "Where costs come from"):
