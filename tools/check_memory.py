@@ -1,6 +1,6 @@
 """Predicted memory of a rank against what PyTorch's memory tracker sees of plain PyTorch on CPU.
 
-    python -m tools.check_memory
+    python -m tools.check_memory [MODEL ...]
 
 Each model is compiled for one rank under each way to run, and the plan's prediction is compared with the peak of
 `torch.distributed._tools.mem_tracker.MemTracker` over two steps of plain PyTorch with the user's optimizer on the same samples, in as
@@ -168,12 +168,12 @@ def compare(name: str, micro_batch: int, again: str) -> tuple[float, float]:
 
 
 def main() -> None:
-    print("| model | micro-batch | recompute | predicted, MiB | tracked, MiB | error |\n| --- | --- | --- | --- | --- | --- |")
+    titles = [f"{n} in a micro-batch{', recompute ' + again if again != 'none' else ''}" for n, again in WAYS]
+    print(f"| model | {' | '.join(titles)} |\n|{' --- |' * (1 + len(WAYS))}")
     for name in sys.argv[1:] or CASES:
-        for way in WAYS:
-            expected, seen = compare(name, *way)
-            cells = (name, *way, f"{expected / 2**20:.0f}", f"{seen / 2**20:.0f}", f"{expected / seen - 1:+.1%}")
-            print(f"| {' | '.join(map(str, cells))} |", flush=True)
+        found = [compare(name, *way) for way in WAYS]
+        cells = (f"{expected / 2**20:.0f} / {seen / 2**20:.0f} {expected / seen - 1:+.1%}" for expected, seen in found)
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -82,8 +82,9 @@ def memory_parts(work: Workload, load: Load, c: Candidate, ahead: bool, messages
     rank = replica_of(work, load, c.tp, c.pp, c.ranks)
     found = room_of(work, rank, c)
     count = c.in_flight if ahead and c.in_flight else in_turn(work, rank, c.micro_batches)
-    alone = f"the largest sample ({largest_sample(work, rank, c.recompute)})"
-    of = alone if found.largest > count * found.activation else f"{count} micro-batch{'es' if count != 1 else ''}"
+    of = f"{count} micro-batch{'es' if count != 1 else ''}"
+    if found.largest > count * found.activation:
+        of = f"the largest sample ({largest_sample(work, rank, c.recompute)})"
     parts = {
         "weights": found.parameters,
         "gradients": found.beside(count),

@@ -30,7 +30,7 @@ def explain(work: Workload, asked: Problem, pins: Pins) -> UserError:
     section, parts = _binding(work, least)
     device = work.cluster.device
     cause = (
-        f"section {section} does not fit: its ranks need {need / GIB:.2f} GiB ({parts}), and of the {device.memory / GIB:.2f} GiB of a "
+        f"section {section} does not fit: its ranks need {need / GIB:.2f} GiB ({parts}), and of the {device.memory / GIB:.2f} GiB of each "
         f"{device.kind} {asked.capacity / GIB:.2f} GiB can be used"
     )
     return UserError(cause, f"cluster {work.cluster.name}", _remedy(work, asked, pins, section, need))

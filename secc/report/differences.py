@@ -86,6 +86,7 @@ def _pairs(first: Mapping[str, str], second: Mapping[str, str]) -> list[tuple[st
 
 HEADLINE: Mapping[str, Callable[[Plan], Any]] = {
     "predicted step, s": lambda p: p.prediction.get("step_time_s"),
+    "step in the order that ranks run, s": lambda p: p.solver.get("simulated_s"),
     "predictions are": lambda p: p.prediction.get("label"),
     "ranks": lambda p: p.world_size,
     "cluster": lambda p: p.cluster.get("name"),
