@@ -12,7 +12,6 @@ from secc.cost.section import SectionCost
 from secc.runtime.buckets import BUCKET_BYTES, WINDOW
 
 OPTIMIZER_STATES = 2  # AdamW keeps two tensors for each trainable parameter, in the parameter's dtype
-SUM_BYTES = 4  # gradients are summed in float32
 MANY = 1 << 30  # micro-batches: more than are in flight
 
 
@@ -109,7 +108,7 @@ def memory(
 
 def _sums(cost: SectionCost, of_bucket: int) -> Sums:
     """The sums of a section's gradients, whose buckets are cut by `of_bucket` bytes in all."""
-    wide = SUM_BYTES * cost.trainable
+    wide = cost.wide_bytes
     return Sums(wide, min(wide, WINDOW * BUCKET_BYTES * wide // of_bucket))
 
 
