@@ -29,7 +29,7 @@ from secc.cost.examples import Samples
 from secc.cost.fused import PREFIX
 from secc.cost.measure import Costs, keep, learn, measure
 from secc.errors import UserError
-from secc.frontend import import_ir, statistics, widths
+from secc.frontend import import_ir, plain, statistics, widths
 from secc.frontend.capture import Capture, capture
 from secc.frontend.cuts.limits import note_limits
 from secc.frontend.fusion.declare import declare
@@ -199,7 +199,10 @@ def front(path: str | Path, options: Options, step: Step) -> tuple[UserModel, nn
         drawn = survey(user, options.stats_samples, skip_bad=options.skip_bad_samples)
         inputs = describe(user, drawn)
     with step("capture"):
-        drawn, inputs, captured = _captured(user, meta, drawn, inputs)
+        try:
+            drawn, inputs, captured = _captured(user, meta, drawn, inputs)
+        except UserError as error:
+            raise _plain_failure(error, user, meta, drawn, options) or error from None
         inputs = statistics.ahead(user, drawn, captured.inputs)
         inputs = inputs if options.stats is None else statistics.read(options.stats, inputs, drawn)
         captured = dataclasses.replace(captured, inputs=inputs)
@@ -260,6 +263,12 @@ def _captured(user: UserModel, meta: nn.Module, drawn: Survey, inputs: Inputs) -
     whole = drawn.without_crops()
     inputs = describe(user, whole)
     return whole, inputs, capture(user, meta, whole, inputs)
+
+
+def _plain_failure(error: UserError, user: UserModel, meta: nn.Module, drawn: Survey, options: Options) -> UserError | None:
+    """What plain PyTorch says of the first samples where the user's code raised an error, if the model is small enough to ask it."""
+    model = _real_model(user, meta, options.small) if plain.is_of_user(error) else None
+    return None if model is None else plain.failure(user, model, [d.sample for d in drawn.drawn if d.sample is not None][:2])
 
 
 def _notes(planned: Planned, drawn: Survey, options: Options) -> dict[str, list[str]]:

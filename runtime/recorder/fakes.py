@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextvars
 import copy
 import hashlib
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -30,6 +31,8 @@ Extents = Mapping[str, tuple[int, ...]]  # shapes of tensors by their access pat
 LARGE = 1 << 20  # entries of floating-point inputs (pictures, sounds) whose values hardly any forward reads and that cost time and memory
 # A result, the ids of those tensors in it that are alone (`Leaf`), whether values of real tensors were read, hazards, random ops.
 Run = tuple[Any, frozenset[int], bool, tuple[Hazard, ...], tuple[Drawn, ...]]
+
+logging.getLogger(FakeTensorMode.__module__).setLevel(logging.CRITICAL)  # what fails is told in messages, without torch's traceback
 
 
 class Guess(BaseException):

@@ -6,6 +6,7 @@ Random ops are named by the module that runs them and the lines that led to them
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -72,6 +73,14 @@ def class_place(cls: type) -> str:
         wrapped = inner
         code = getattr(inner, "__code__", code)
     return short_place(code, code.co_firstlineno) if isinstance(code, CodeType) else ""
+
+
+def raised_at(error: BaseException) -> str:
+    """`file:line` of the innermost frame of the user's or a library's code in a traceback."""
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        if not is_internal(frame.f_code.co_filename):
+            return short_place(frame.f_code, line)
+    return ""
 
 
 def short_place(code: CodeType, line: int) -> str:

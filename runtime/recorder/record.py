@@ -7,7 +7,6 @@ branch on an input takes the way the user's data takes, and a branch on a block'
 from __future__ import annotations
 
 import copy
-import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -32,7 +31,7 @@ from secc.runtime.recorder.glue import Executor, Glue, tensors_of
 from secc.runtime.recorder.hazards import Watch
 from secc.runtime.recorder.modes import Calls, Ops, autograd_functions, idle_autocast, intercept
 from secc.runtime.recorder.origins import Origins
-from secc.runtime.recorder.places import class_place, drawer, is_internal, paths_of, place, short_place
+from secc.runtime.recorder.places import class_place, drawer, paths_of, place, raised_at
 from secc.runtime.recorder.recording import BlockError, Drawn, Hazard, Recording
 from secc.runtime.recorder.settings import Settings, watched
 from secc.runtime.recorder.tape import Tape, here
@@ -170,9 +169,9 @@ class Recorder:
             message = f"forward raises {type(error).__name__}: {error}"
             if (path := next(filter(self._hides, sorted(self.blocks)), None)) is not None and self._around(path) is not None:
                 raise BlockError(
-                    path, self._around(path), message, _raised_at(error) or where, "take a larger module as the block"
+                    path, self._around(path), message, raised_at(error) or where, "take a larger module as the block"
                 ) from error
-            raise UserError(message, _raised_at(error) or where, "correct the model or its data") from error
+            raise UserError(message, raised_at(error) or where, "correct the model or its data") from error
         if not self._executor.unknown(loss):
             raise UserError("the loss depends on none of the model's parameters", where, "return the loss that is to be minimised")
         return loss, scalars_of(output)
@@ -417,7 +416,7 @@ class Recorder:
             raise BlockError(path, self._around(path), f"in block {path}: {error.message}", error.where, error.remedy) from error
         except Exception as error:
             message = f"the shapes of block {path} cannot be found: {type(error).__name__}: {error}"
-            raise BlockError(path, self._around(path), message, _raised_at(error), "take a larger module as the block") from error
+            raise BlockError(path, self._around(path), message, raised_at(error), "take a larger module as the block") from error
         return out, frozenset() if self._watch.reads else alone, self._watch.reads, tuple(self._watch.hazards), tuple(self._watch.draws)
 
     def _hides(self, path: str) -> bool:
@@ -477,11 +476,3 @@ def _named(inputs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     for key, value in inputs.items():
         for path, tensor in structure.tensors(value):
             yield f"{key}{path}", tensor
-
-
-def _raised_at(error: BaseException) -> str:
-    """`file:line` of the innermost frame of the user's or a library's code in a traceback."""
-    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
-        if not is_internal(frame.f_code.co_filename):
-            return short_place(frame.f_code, line)
-    return ""

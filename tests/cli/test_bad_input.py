@@ -20,6 +20,7 @@ REFUSED = [
     ("batchnorm", ["batchnorm.py:", "not separable", "native_batch_norm", "what to do"]),
     ("contrastive", ["contrastive.py:", "not separable", "aten.mm", "what to do"]),
     ("reads_block_value", ["reads_block_value.py:", "what to do"]),
+    ("wrong_width", ["wrong_width.py:13", "fails in plain PyTorch too", "what to do"]),
     ("mixup", ["mixup.py:", "mixes the samples of a batch", "aten.randperm", "what to do"]),
 ]
 
