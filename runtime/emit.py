@@ -14,7 +14,7 @@ programs. There are tens of thousands, and a loop over them would take as long a
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice, repeat
 from typing import NamedTuple, cast
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from secc.runtime.compose import Column, Table
 from secc.runtime.graph import Graph
-from secc.runtime.jobs import Messages, Numbers, Step
+from secc.runtime.jobs import Messages, Numbers
 from secc.runtime.plan import Plan
 from secc.runtime.program import COMPUTE, Instruction, Schedule, returns_gradient
 from secc.runtime.routes import replicas, routes
@@ -43,11 +43,13 @@ class Entries(NamedTuple):
     where: Tensor
 
 
-def emit(plan: Plan, graph: Graph, tables: dict[str, Table], messages: Messages, step: Step, order: Sequence[int]) -> Schedule:
+def emit(
+    plan: Plan, graph: Graph, tables: dict[str, Table], messages: Messages, numbers: Mapping[str, Numbers], order: Sequence[int]
+) -> Schedule:
     """The schedule whose ranks run their jobs in this order."""
     place = torch.empty(len(order), dtype=torch.int64)
     place[_numbers(order)] = torch.arange(len(order))
-    entries = [*_computations(tables, step, place), *_messages(plan, tables, messages, step, place)]
+    entries = [*_computations(tables, numbers, place), *_messages(plan, tables, messages, numbers, place)]
     rank, where = (torch.cat(columns) for columns in zip(*((e.rank, e.where) for e in entries), strict=True))
     instructions = list(chain.from_iterable(e.instructions for e in entries))
     arranged = map(instructions.__getitem__, torch.argsort(rank * (TURNS * len(order)) + where, stable=True).tolist())
@@ -82,9 +84,9 @@ class _Way(NamedTuple):
         return map(_made, zip(repeat(kind), repeat(""), repeat(0), repeat(0), repeat(-1), edge, direction, peer, *self.micros, *self.parts))
 
 
-def _messages(plan: Plan, tables: dict[str, Table], messages: Messages, step: Step, place: Tensor) -> Iterator[Entries]:
+def _messages(plan: Plan, tables: dict[str, Table], messages: Messages, numbers: Mapping[str, Numbers], place: Tensor) -> Iterator[Entries]:
     """What ranks send after each job, and receive before the first job that needs it or a later message of its channel."""
-    ways = list(_ways(plan, tables, messages, step, place))
+    ways = list(_ways(plan, tables, messages, numbers, place))
     if not ways:
         return
     made, used = (torch.cat(columns) for columns in zip(*((w.made, w.used) for w in ways), strict=True))
@@ -112,11 +114,11 @@ def _dues(channel: Tensor, used: Tensor, places: int) -> Tensor:
     return found
 
 
-def _ways(plan: Plan, tables: dict[str, Table], messages: Messages, step: Step, place: Tensor) -> Iterator[_Way]:
+def _ways(plan: Plan, tables: dict[str, Table], messages: Messages, numbers: Mapping[str, Numbers], place: Tensor) -> Iterator[_Way]:
     sections = {s.name: s for s in plan.sections}
     replica = {name: _numbers([m.replica for m in table.micro_batches]) for name, table in tables.items()}
     for edge in sorted(plan.edges, key=lambda e: e.name):
-        src, dst = step.numbers[edge.src], step.numbers[edge.dst]
+        src, dst = numbers[edge.src], numbers[edge.dst]
         if not (pairs := messages[edge.name]):
             continue
         m, n = map(_numbers, zip(*pairs, strict=True))
@@ -149,9 +151,9 @@ def _way(name: tuple[str, str], ends: tuple[Numbers, Numbers], replica: Two, pla
 # -- computations -----------------------------------------------------------------------------------------------------------------
 
 
-def _computations(tables: dict[str, Table], step: Step, place: Tensor) -> Iterator[Entries]:
+def _computations(tables: dict[str, Table], numbers: Mapping[str, Numbers], place: Tensor) -> Iterator[Entries]:
     """The instructions of all jobs: one for each, or two where it is a forward and a backward; on all ranks of a replica."""
-    for name, n in step.numbers.items():
+    for name, n in numbers.items():
         replica = [m.replica for m in tables[name].micro_batches]
         each = zip(*replicas(n.section), strict=True)  # the first rank of each replica, then the second, and so on
         ranks = [_numbers(some)[_numbers(replica)] for some in each]

@@ -14,7 +14,7 @@ of the rank's memory, too, of which large micro-batches take more.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from operator import itemgetter
@@ -50,7 +50,7 @@ class Numbers:
     @property
     def parts(self) -> list[range]:
         """All jobs: forwards, backwards, and what backwards leave for later."""
-        return [range(start, start + self.count) for start in {self.forward, self.backward, self.weight} if start >= 0]
+        return [range(start, start + self.count) for start in dict.fromkeys((self.forward, self.backward, self.weight)) if start >= 0]
 
     def jobs(self, micro: int) -> list[int]:
         """The jobs of a micro-batch."""
@@ -65,21 +65,44 @@ class Step:
     numbers: dict[str, Numbers]
 
 
-def make(plan: Plan, graph: Graph, tables: dict[str, Table], messages: Messages, in_turn: Container[str]) -> Step:
-    """The jobs of these micro-batches, with priorities. Replicas of sections `in_turn` run their forwards in the micro-batches' order."""
-    step = Step(Jobs(plan.world_size), {})
-    fed = {e.src for e in plan.edges}
-    for section in graph.order:
-        _add(step, section, tables[section.name], fused=section.name not in fed)
+def numbered(plan: Plan, graph: Graph, tables: Mapping[str, Table], without: Container[str] = ()) -> dict[str, Numbers]:
+    """Where the jobs of each section stand, but of those `without`."""
+    fed, start = {e.src for e in plan.edges}, 0
+    numbers: dict[str, Numbers] = {}
+    for section in (s for s in graph.order if s.name not in without):
+        name, count = section.name, len(tables[section.name].micro_batches)
+        forward = backward = start
+        if not owes_backward(section):
+            backward = -1
+        elif name in fed:
+            start = backward = start + count
+        start += count
+        weight = start if section.weight_permille and backward >= 0 else -1
+        start += count if weight >= 0 else 0
+        numbers[name] = Numbers(section, count, forward, backward, weight)
+    return numbers
+
+
+def make(
+    plan: Plan, graph: Graph, tables: Mapping[str, Table], messages: Messages, in_turn: Container[str], without: Container[str] = ()
+) -> Step:
+    """The jobs of these micro-batches, with priorities. Replicas of sections `in_turn` run their forwards in the micro-batches' order.
+
+    Sections `without` are left out, and what the others have to do with them.
+    """
+    step = Step(Jobs(plan.world_size), numbered(plan, graph, tables, without))
+    for n in step.numbers.values():
+        _add(step, n, tables[n.section.name])
     _depend(plan, step, messages)
     _in_turn(step, tables, in_turn)
     step.jobs.priority = _priorities(graph, step, tables, in_turn)
     for stages in plan.pipelines.values():
-        _pass_on(step, tables, stages)
+        if stages[0].name not in without:
+            _pass_on(step, tables, stages)
     return step
 
 
-def _pass_on(step: Step, tables: dict[str, Table], stages: Sequence[Section]) -> None:
+def _pass_on(step: Step, tables: Mapping[str, Table], stages: Sequence[Section]) -> None:
     """What binds the stages of a pipeline: one order of micro-batches, and room for so many in flight."""
     numbers = [step.numbers[s.name] for s in stages]
     for before, then in pairwise(numbers):
@@ -94,20 +117,15 @@ def _pass_on(step: Step, tables: dict[str, Table], stages: Sequence[Section]) ->
             step.jobs.limit(section.in_flight, takes, gives, section.room_bytes, tables[section.name].kept)
 
 
-def _add(step: Step, section: Section, table: Table, fused: bool) -> None:
-    jobs, ranks, count = step.jobs, replica_ranks(section), len(table.micro_batches)
-    start, where = len(jobs.rank), [ranks[m.replica] for m in table.micro_batches]
+def _add(step: Step, n: Numbers, table: Table) -> None:
+    jobs, ranks, count, section = step.jobs, replica_ranks(n.section), n.count, n.section
+    start, where = n.forward, [ranks[m.replica] for m in table.micro_batches]
     inputs = list(map(int.__sub__, table.backward, table.weight))
-    if not owes_backward(section):
-        parts, backward = [table.forward], -1
-    elif fused:
-        parts, backward = [list(map(int.__add__, table.forward, inputs))], start
+    if n.backward == start:
+        parts = [list(map(int.__add__, table.forward, inputs))]
     else:
-        parts, backward = [table.forward, inputs], start + count
-    weight = -1
-    if section.weight_permille and backward >= 0:
-        weight = start + len(parts) * count
-        parts.append(table.weight)
+        parts = [table.forward, inputs] if n.backward >= 0 else [table.forward]
+    parts += [table.weight] if n.weight >= 0 else []
     for part, durations in enumerate(parts, 1):
         jobs.rank += where
         jobs.duration += durations
@@ -116,13 +134,12 @@ def _add(step: Step, section: Section, table: Table, fused: bool) -> None:
     for of_round in dict.fromkeys(rounds([section], {section.name: table.micro_batches}).values()):
         for first in range(start, start + len(parts) * count, count):
             jobs.join([first + m.index for m in of_round])
-    step.numbers[section.name] = Numbers(section, count, start, backward, weight)
 
 
 def _depend(plan: Plan, step: Step, messages: Messages) -> None:
     """Consumers' forwards wait for producers', and producers' backwards for consumers' where a gradient returns."""
     sections, successors, waits = {s.name: s for s in plan.sections}, step.jobs.successors, step.jobs.waits
-    for edge in plan.edges:
+    for edge in (e for e in plan.edges if e.src in step.numbers and e.dst in step.numbers):
         src, dst, gradient = step.numbers[edge.src], step.numbers[edge.dst], returns_gradient(edge, sections)
         for a, b in messages[edge.name]:
             successors[src.forward + a].append(dst.forward + b)
@@ -132,7 +149,7 @@ def _depend(plan: Plan, step: Step, messages: Messages) -> None:
                 waits[src.backward + a] += 1
 
 
-def _in_turn(step: Step, tables: dict[str, Table], some: Container[str]) -> None:
+def _in_turn(step: Step, tables: Mapping[str, Table], some: Container[str]) -> None:
     for name, numbers in step.numbers.items():
         last: dict[int, int] = {}
         for m in tables[name].micro_batches if name in some else ():
@@ -148,7 +165,7 @@ BACKWARD, AHEAD, FORWARD, BACKWARD_AHEAD, WEIGHT = range(5)  # bands, the most u
 _job = itemgetter(-1)
 
 
-def _priorities(graph: Graph, step: Step, tables: dict[str, Table], in_turn: Container[str]) -> Column:
+def _priorities(graph: Graph, step: Step, tables: Mapping[str, Table], in_turn: Container[str]) -> Column:
     """Each job's place in the order of urgency: by bands, in most of which downstream sections go first, then by keys, the job the last.
 
     Bands: backwards, forwards that run ahead, forwards, backwards of those ahead, and what nobody waits for: the second parts of backwards.

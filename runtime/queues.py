@@ -34,6 +34,7 @@ Queue = list[int]
 Shape = Callable[[Sequence[int], "Load"], Queue]
 ENDS = 2  # micro-batches that need nothing upstream at each end of a pyramid
 MOVES = 8  # tries for each replica
+PATIENCE = 300  # tries without a gain after which there is little hope
 MANY = 16  # replicas; of more, this many are simulated in the first round
 GUESSES = 2  # rounds of dealing by what replicas are guessed to lose
 LITTLE = 50  # a replica that loses one part in so many of its work, or less, keeps its shape
@@ -149,10 +150,11 @@ OTHERS = (Manner(650, 4, (pyramid,)), Manner(650, 4), Manner(500, 4), Manner(800
 
 @dataclass
 class Queues:
-    """Queues, when their replicas end by the simulation of each alone, when micro-batches are wanted, when upstream has them, when the
-    first stage ends the backward of each, and when upstream then ends."""
+    """Queues, their passages by the simulation of each replica alone, when they end, when micro-batches are wanted, when upstream has
+    them, when the first stage ends the backward of each, and when upstream then ends."""
 
     queues: list[Queue]
+    passages: list[Passage]
     ends: list[int]
     wanted: list[int]
     ready: list[int]
@@ -166,9 +168,16 @@ class Queues:
 
     def put(self, load: Load, replica: int, queue: Queue, passage: Passage) -> None:
         """Give a replica this queue, whose passage is known."""
-        self.queues[replica], self.ends[replica] = queue, load.end(queue, passage)
+        self.queues[replica], self.passages[replica], self.ends[replica] = queue, passage, load.end(queue, passage)
         for m, back in zip(queue, passage.backs, strict=True):
             self.backs[m] = back
+
+    def try_queue(self, load: Load, replica: int, queue: Queue) -> bool:
+        """Give a replica this queue if it then ends sooner."""
+        passage = load.lane.run(queue, self.ready)
+        if better := load.end(queue, passage) < self.ends[replica]:
+            self.put(load, replica, queue, passage)
+        return better
 
 
 def plan(load: Load, manner: Manner) -> Queues:
@@ -223,26 +232,39 @@ def _aims(ends: Sequence[int], work: Sequence[int]) -> list[int]:
 def _shaped(load: Load, dealt: Sequence[Sequence[int]], shapes: list[Shape], tried: Sequence[Shape], yields: bool) -> Queues:
     """Queues of what was dealt. Each replica that loses much takes the shape of `tried` that ends first, which changes `shapes`.
 
-    One that waits for upstream may take the queue in which turns are given away (`yields`).
+    One that waits for upstream may take the queue in which turns are given away (`yields`), which mostly ends sooner: the one in which they
+    are not is looked at where it decides when the step ends.
     """
     queues = [shape(some, load) for shape, some in zip(shapes, dealt, strict=True)]
     passages, wanted = load.all_there(queues)
-    found = Queues(queues, [0] * len(queues), wanted, load.ready(wanted), [0] * len(wanted))
-    for replica, (queue, passage) in enumerate(zip(queues.copy(), passages, strict=True)):
-        in_time = all(found.ready[m] <= start for m, start in zip(queue, passage.starts, strict=True))
-        found.put(load, replica, queue, passage if in_time else load.lane.run(queue, found.ready))
-        if yields and not in_time:
-            other = _yielding(queue, passage.starts, found.ready)
+    found = Queues(queues.copy(), passages, [0] * len(queues), wanted, load.ready(wanted), [0] * len(wanted))
+    yielding = set[int]()
+    for replica, (queue, passage) in enumerate(zip(queues, passages.copy(), strict=True)):
+        if any(found.ready[m] > start for m, start in zip(queue, passage.starts, strict=True)):
+            other = _yielding(queue, passage.starts, found.ready) if yields else queue
             passage = load.lane.run(other, found.ready)
-            if load.end(other, passage) < found.ends[replica]:
-                found.put(load, replica, other, passage)
+            yielding |= {replica} if other != queue else set()
+            found.put(load, replica, other, passage)
+        else:
+            found.put(load, replica, queue, passage)
         work = sum(load.size[m] for m in queue)
         for shape in tried if found.ends[replica] > work + work // LITTLE else ():
-            other = shape(queue, load)
-            passage = load.lane.run(other, found.ready)
-            if load.end(other, passage) < found.ends[replica]:
-                found.put(load, replica, other, passage)
+            if found.try_queue(load, replica, shape(queue, load)):
                 shapes[replica] = shape
+    while (last := max(range(len(queues)), key=found.ends.__getitem__)) in yielding:
+        yielding.remove(last)
+        found.try_queue(load, last, queues[last])
+    found.drained = load.drained(found.backs)
+    return found
+
+
+def _settled(load: Load, queues: Sequence[Queue]) -> Queues:
+    """These queues, if upstream takes micro-batches as they are wanted in them."""
+    passages, wanted = load.all_there(queues)
+    found = Queues([*queues], passages, [0] * len(queues), wanted, load.ready(wanted), [0] * len(wanted))
+    for replica, (queue, passage) in enumerate(zip(queues, passages.copy(), strict=True)):
+        late = any(found.ready[m] > start for m, start in zip(queue, passage.starts, strict=True))
+        found.put(load, replica, queue, load.lane.run(queue, found.ready) if late else passage)
     found.drained = load.drained(found.backs)
     return found
 
@@ -285,10 +307,43 @@ def _moved(load: Load, plan: Queues, draw: random.Random) -> Queues:
     changed = {source: [other for other in plan.queues[source] if other != m]}
     changed.setdefault(target, plan.queues[target].copy())
     changed[target].insert(draw.randrange(len(changed[target]) + 1), m)
-    found = replace(plan, queues=plan.queues.copy(), ends=plan.ends.copy(), backs=plan.backs.copy())
+    copies = {name: getattr(plan, name).copy() for name in ("queues", "passages", "ends", "backs")}
+    found = replace(plan, **copies)
     for replica, queue in changed.items():
         found.put(load, replica, queue, load.lane.run(queue, plan.ready))
         if found.ends[replica] > plan.end:
             return plan
     found.drained = load.drained(found.backs)
+    return found
+
+
+def search(load: Load, plan: Queues, count: int) -> Queues:
+    """The plan after so many tries to make the step shorter, in each of which upstream takes micro-batches in the order that then suits.
+
+    A try puts a micro-batch elsewhere, most often one of the queue that ends last, or lets two change places.
+    """
+    draw, failed = random.Random(0), 0
+    while count > 0 and failed < PATIENCE and any(plan.queues):
+        count, failed = count - 1, failed + 1
+        found = _settled(load, _changed(plan, draw))
+        if found.end <= plan.end:
+            failed = failed if found.end == plan.end else 0
+            plan = found
+    return plan
+
+
+def _changed(plan: Queues, draw: random.Random) -> list[Queue]:
+    """The queues with one micro-batch in another place, or two in each other's."""
+    found = [queue.copy() for queue in plan.queues]
+    some = [r for r, queue in enumerate(found) if queue]
+    last = max(some, key=plan.ends.__getitem__)
+    source, target = (last if draw.random() < 0.5 else draw.choice(some) for _ in range(2))
+    a = draw.randrange(len(found[source]))
+    if draw.random() < 0.5:
+        b = draw.randrange(len(found[target]))
+        found[source][a], found[target][b] = found[target][b], found[source][a]
+        return found
+    m = found[source].pop(a)
+    target = target if draw.random() < 0.5 else draw.randrange(len(found))
+    found[target].insert(draw.randrange(len(found[target]) + 1), m)
     return found

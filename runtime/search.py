@@ -23,7 +23,7 @@ from secc.runtime.timeline import run
 SHARE = 50  # of the step's modelled time, the part that may go into planning it
 GAIN = 4  # of what could be won at best, the part that may go into winning it
 FEW = 4  # fewer tries than one for so many jobs find nothing
-TRY_NS = 800  # what one try takes for each job
+TRY_NS = 1400  # what one try takes for each job
 MOST_TRIES = 2000
 PATIENCE = 300  # tries without a gain after which there is little hope
 NEAR = 200  # a step within one part in so many of its work evenly spread has nothing to gain
@@ -44,14 +44,14 @@ class Block:
 
 
 def improve(
-    step: Step, graph: Graph, tables: Mapping[str, Table], early: Micros, found: Order, least: int
+    step: Step, graph: Graph, tables: Mapping[str, Table], early: Micros, found: Order, count: int
 ) -> tuple[dict[str, Table], Order]:
-    """A step at least as short as `found`: its tables, with replicas as they are now, and its order. Changes the step's jobs.
+    """A step at least as short as `found`, after `count` tries: its tables, with replicas as they are now, and its order. Changes the
+    step's jobs.
 
-    `early` micro-batches stay where they are: they are computed in another step. `least` is a time in ns that no order can beat.
+    `early` micro-batches stay where they are: they are computed in another step.
     """
-    count = tries(len(step.jobs.rank), found[1], least)
-    if count == 0 or _symmetric(step):
+    if _symmetric(step):
         return dict(tables), found
     search = _Search(step, _blocks(step, graph, tables, early), found)
     for _ in range(count):

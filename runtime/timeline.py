@@ -51,6 +51,21 @@ class Jobs:
         self.successors[first].append(then)
         self.waits[then] += 1
 
+    def arrive(self, time: int, some: Sequence[int]) -> int:
+        """Make these jobs wait for a time: for a job of that length, which this returns, on a rank of its own."""
+        job = len(self.rank)
+        for column, value in ((self.rank, self.ranks), (self.duration, time), (self.priority, job), (self.waits, 0)):
+            column.append(value)
+        self.successors.append([])
+        if self.followers:
+            for column in (self.followers, self.line_of, self.takes, self.gives):
+                column.append(-1)
+            self.sizes.append(0)
+        self.ranks += 1
+        for then in some:
+            self.before(job, then)
+        return job
+
     def follow(self, first: range, then: range) -> None:
         """Make the jobs `then` go in the order of the jobs `first`, each of which its follower waits for. All must have priorities."""
         self._bind()
@@ -86,7 +101,16 @@ def run(jobs: Jobs) -> tuple[list[int], int]:
 
     Raises ValueError if jobs wait for each other in a circle.
     """
-    return _Run(jobs).run()
+    found = _Run(jobs)
+    found.run()
+    return found.order, found.time
+
+
+def timed(jobs: Jobs) -> tuple[list[int], list[int]]:
+    """The same jobs, and when each of them starts."""
+    found = _Run(jobs)
+    found.run()
+    return found.order, found.starts
 
 
 class _Run:
@@ -108,13 +132,15 @@ class _Run:
         self.space = [space for space in jobs.spaces for _ in range(jobs.ranks)]
         self.forced = set[int]()  # jobs that start whatever their size
         self.kept: defaultdict[int, list[int]] = defaultdict(list)  # priorities by slot
+        self.order, self.starts, self.time = list[int](), list[int](), 0
 
-    def run(self) -> tuple[list[int], int]:
+    def run(self) -> None:
         jobs, waits, ready, free, joined = self.jobs, self.waits, self.ready, self.free, self.jobs.joined
         rank, duration, successors, ranks = jobs.rank, jobs.duration, jobs.successors, jobs.ranks
         by_priority, priority, takes, gives, followers = self.by_priority, self.priority, self.takes, self.gives, self.followers
         bound, bits = bool(jobs.followers), max(1, len(priority)).bit_length()
-        mask, time, ends, order = (1 << bits) - 1, 0, list[int](), list[int]()  # `ends`: (time << bits) + job, which orders by time
+        mask, time, ends, order, starts = (1 << bits) - 1, 0, list[int](), self.order, self.starts
+        # `ends`: (time << bits) + job, which orders by time
         self.offer_first()
         touched: Iterable[int] = range(ranks)
         while True:
@@ -126,6 +152,7 @@ class _Run:
                         if self.joins(job, r):
                             end = time + max(duration[j] for j in joined[job]) << bits
                             order += joined[job]
+                            starts += [time] * len(joined[job])
                             for j in joined[job]:
                                 heappush(ends, end + j)
                         if r in self.held:
@@ -141,6 +168,7 @@ class _Run:
                         self.pass_on(job)
                     free[r] = False
                     order.append(job)
+                    starts.append(time)
                     heappush(ends, (time + duration[job] << bits) + job)
             if not ends:
                 if (r := self.make_room()) < 0:
@@ -165,7 +193,7 @@ class _Run:
                         touched.append(r)
         if len(order) < len(priority):
             raise ValueError(f"{len(priority) - len(order)} jobs wait for each other in a circle")
-        return order, time
+        self.time = time
 
     def offer_first(self) -> None:
         """Make ready what waits for nothing."""

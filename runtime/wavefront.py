@@ -27,17 +27,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from secc.runtime import queues
 from secc.runtime.ahead import early, ready
+from secc.runtime.apart import Apart
 from secc.runtime.collector import collector_paused
 from secc.runtime.compose import Composer, Cut, Table
 from secc.runtime.emit import emit
 from secc.runtime.graph import Graph
-from secc.runtime.jobs import Messages, Step, make
+from secc.runtime.jobs import Messages, Step, make, numbered
 from secc.runtime.lots import Lot
-from secc.runtime.plan import Plan
+from secc.runtime.plan import Plan, Section
 from secc.runtime.program import Micros, SampleMeta, Schedule, pairs
 from secc.runtime.search import affordable, improve, tries
 from secc.runtime.timeline import run
@@ -45,20 +47,33 @@ from secc.runtime.upstream import critical_load
 
 ORDERS = ("wavefront", "dataset")
 STYLE_TRIES = 8  # what a style takes, in tries of the search
-QUEUE_TRIES = 10  # what other queues of a pipeline take, of which every move looks at all that upstream does: more with many replicas
+QUEUE_TRIES = 6  # what other queues of a pipeline take, of which every move looks at all that upstream does: more with many replicas
 NOTHING_SHORTER = 1 << 62  # ns, as the time that no order can beat
 
 
 @dataclass
 class Candidate:
-    """A way to run the step: its micro-batches, its jobs, the order in which they start, and how long that takes."""
+    """A way to run the step: its micro-batches, those that the step before may compute, and the sections whose replicas run their forwards
+    in the micro-batches' order; the messages between micro-batches, and where their jobs stand; the order in which the jobs start, and how
+    long that takes."""
 
+    composer: Composer
     tables: dict[str, Table]
-    messages: Messages
-    step: Step
-    order: list[int]
-    makespan: int
     early: Micros
+    in_turn: Container[str] = ()
+    order: list[int] = field(default_factory=list[int])
+    makespan: int = 0
+
+    def __post_init__(self) -> None:
+        micros = Schedule({name: t.micro_batches for name, t in self.tables.items()}, ())
+        self.messages: Messages = {e.name: sorted(pairs(e, micros)) for e in self.composer.plan.edges}
+        self.numbers = numbered(self.composer.plan, self.composer.graph, self.tables)
+        self.count = sum(len(part) for n in self.numbers.values() for part in n.parts)
+
+    @cached_property
+    def step(self) -> Step:
+        """The jobs, which take a while to make and not every order needs."""
+        return make(self.composer.plan, self.composer.graph, self.tables, self.messages, self.in_turn)
 
 
 def schedule(plan: Plan, samples: Sequence[SampleMeta], *, order: str = "wavefront") -> Schedule:
@@ -119,7 +134,7 @@ def arranged_schedule(plan: Plan, samples: Sequence[SampleMeta], cuts: Mapping[s
                 for p in positions:
                     turn[p] = place
             tables[s.name] = composer.table(s, cuts[s.whole], turn)
-        return _emitted(composer, _candidate(composer, tables, tables))
+        return _emitted(_candidate(composer, tables, tables))
 
 
 def _timed_schedule(plan: Plan, samples: Sequence[SampleMeta], order: str) -> tuple[Schedule, int]:
@@ -127,16 +142,17 @@ def _timed_schedule(plan: Plan, samples: Sequence[SampleMeta], order: str) -> tu
     if order == "dataset":
         tables = composer.dataset_order()
         found = _candidate(composer, tables, tables)
-        return _emitted(composer, found), found.makespan
+        return _emitted(found), found.makespan
     best = _ordered(composer, composer.least())
-    return _emitted(composer, best), best.makespan
+    return _emitted(best), best.makespan
 
 
 def _ordered(composer: Composer, least: int) -> Candidate:
     """The shortest order found; `least` is a time in ns that none can beat, which bounds what looking for others is worth."""
     best = _best(composer, least)
-    found = best.order, best.makespan
-    best.tables, (best.order, best.makespan) = improve(best.step, composer.graph, best.tables, best.early, found, least)
+    if count := tries(best.count, best.makespan, least) // (2 if best.in_turn else 1):  # queues took the other half
+        found = best.order, best.makespan
+        best.tables, (best.order, best.makespan) = improve(best.step, composer.graph, best.tables, best.early, found, count)
     return best
 
 
@@ -147,7 +163,7 @@ def _best(composer: Composer, least: int) -> Candidate:
     first, *others = composer.styles()
     best = _candidate(composer, composer.wavefront(first))
     for style in others:
-        if tries(len(best.step.jobs.rank), best.makespan, least) < STYLE_TRIES:
+        if tries(best.count, best.makespan, least) < STYLE_TRIES:
             break
         found = _candidate(composer, composer.wavefront(style))
         best = found if found.makespan < best.makespan else best
@@ -156,34 +172,45 @@ def _best(composer: Composer, least: int) -> Candidate:
 
 def _best_queues(composer: Composer, load: queues.Load, lots: Sequence[Lot], least: int) -> Candidate:
     """A critical pipeline's queues: planned in the likeliest manner first, in others and with moves as long as the step is worth it."""
-    best, spent = queue_candidate(composer, lots, queues.plan(load, queues.LIKELIEST)), 0
+    plan, spent = queues.plan(load, queues.LIKELIEST), 0
+    best = queue_candidate(composer, load, lots, plan)
     for manner in queues.OTHERS:
         spent += QUEUE_TRIES * (1 + load.replicas // queues.MANY)
-        if affordable(len(best.step.jobs.rank), best.makespan, least) < spent:
+        if affordable(best.count, best.makespan, least) < spent:
             break
-        found = queue_candidate(composer, lots, queues.move(load, queues.plan(load, manner)))
+        other = queues.move(load, queues.plan(load, manner))
+        found = queue_candidate(composer, load, lots, other)
+        best, plan = (found, other) if found.makespan < best.makespan else (best, plan)
+    if count := tries(best.count, best.makespan, least):
+        found = queue_candidate(composer, load, lots, queues.search(load, plan, count // 2))
         best = found if found.makespan < best.makespan else best
     return best
 
 
-def queue_candidate(composer: Composer, lots: Sequence[Lot], plan: queues.Queues) -> Candidate:
+def queue_candidate(composer: Composer, load: queues.Load, lots: Sequence[Lot], plan: queues.Queues) -> Candidate:
     """The step in which the critical pipeline's replicas keep to these queues of lots."""
     turn = [0] * composer.count
     for lot, wanted in zip(lots, plan.wanted, strict=True):
         for p in lot:
             turn[p] = wanted
-    first = composer.graph.stages[composer.critical.name][0].name
-    return _candidate(composer, composer.queued([[lots[m] for m in q] for q in plan.queues], turn), {first})
+    stages = composer.graph.stages[composer.critical.name]
+    tables = composer.queued([[lots[m] for m in q] for q in plan.queues], turn)
+    return _candidate(composer, tables, {stages[0].name}, (stages, load, plan))
 
 
-def _candidate(composer: Composer, tables: dict[str, Table], in_turn: Container[str] = ()) -> Candidate:
+def _candidate(
+    composer: Composer,
+    tables: dict[str, Table],
+    in_turn: Container[str] = (),
+    planned: tuple[Sequence[Section], queues.Load, queues.Queues] | None = None,
+) -> Candidate:
+    """The step of these micro-batches, in virtual time; `planned` are the stages and the queues of a pipeline that keeps to them."""
     chosen = early(composer.plan, composer.graph, tables, composer.samples)
-    tables = ready(tables, chosen)
-    micros = Schedule({name: t.micro_batches for name, t in tables.items()}, ())
-    messages = {e.name: sorted(pairs(e, micros)) for e in composer.plan.edges}
-    step = make(composer.plan, composer.graph, tables, messages, in_turn)
-    return Candidate(tables, messages, step, *run(step.jobs), chosen)
+    found = Candidate(composer, ready(tables, chosen), chosen, in_turn)
+    order = Apart(composer, found.tables, found.messages, found.numbers, *planned).order() if planned is not None else None
+    found.order, found.makespan = run(found.step.jobs) if order is None else order
+    return found
 
 
-def _emitted(composer: Composer, c: Candidate) -> Schedule:
-    return replace(emit(composer.plan, composer.graph, c.tables, c.messages, c.step, c.order), early=c.early)
+def _emitted(c: Candidate) -> Schedule:
+    return replace(emit(c.composer.plan, c.composer.graph, c.tables, c.messages, c.numbers, c.order), early=c.early)

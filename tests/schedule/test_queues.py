@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from secc.runtime import queues
+from secc.runtime.check import check
 from secc.runtime.compose import Composer
+from secc.runtime.emit import emit
 from secc.runtime.graph import Graph
 from secc.runtime.jobs import make
 from secc.runtime.lane import Lane
@@ -65,7 +67,52 @@ def _end_over_plan(seed, replicas, stages, split):
     composer = Composer(p, samples, Graph(p))
     load, lots = critical_load(composer)
     plan = queues.move(load, queues.plan(load, queues.LIKELIEST)) if seed % 2 else queues.plan(load, queues.LIKELIEST)
-    return queue_candidate(composer, lots, plan).makespan / plan.end
+    return queue_candidate(composer, load, lots, plan).makespan / plan.end
+
+
+@pytest.mark.parametrize("mode", ["train", "forward"])
+@pytest.mark.parametrize(("stages", "split", "together"), [(2, True, 1), (3, False, 3), (4, True, 2)])
+def test_a_step_run_in_parts_is_what_its_jobs_run_together_take(mode, stages, split, together):
+    """Each job waits for its rank and for what it needs alone: none ends later than the parts said, and no sample is wanting."""
+    for seed in range(4):
+        samples = mixes.multimodal(24, 0.5, seed)
+        p = mixes.vlm(samples, 2, 3, 0.9, mode=mode, pipeline=mixes.Pipeline(stages, stages, split))
+        p = dataclasses.replace(p, sections=(dataclasses.replace(p.sections[0], micro_batch=together), *p.sections[1:]))
+        composer = Composer(p, samples, Graph(p))
+        load, lots = critical_load(composer)
+        found = queue_candidate(composer, load, lots, queues.plan(load, queues.LIKELIEST))
+        assert "step" not in vars(found)
+        jobs, ready, free = found.step.jobs, [0] * found.count, [0] * p.world_size
+        assert sorted(found.order) == list(range(found.count))
+        waits = jobs.waits.copy()
+        for job in found.order:
+            assert waits[job] == 0
+            free[jobs.rank[job]] = end = max(free[jobs.rank[job]], ready[job]) + jobs.duration[job]
+            for then in jobs.successors[job]:
+                ready[then], waits[then] = max(ready[then], end), waits[then] - 1
+        assert max(free) <= found.makespan <= 1.1 * run(jobs)[1]
+        check(p, samples, emit(p, composer.graph, found.tables, found.messages, found.numbers, found.order))
+
+
+def test_stages_that_others_feed_are_run_together():
+    """What a teacher says comes to the student's last stage: the step is not one of parts."""
+    samples = mixes.distillation(16, 0)
+    p = mixes.teacher_student(samples, 2, 2, 0.8, mixes.Pipeline(2, 4, True))
+    composer = Composer(p, samples, Graph(p))
+    load, lots = critical_load(composer)
+    found = queue_candidate(composer, load, lots, queues.plan(load, queues.LIKELIEST))
+    assert "step" in vars(found) and (found.order, found.makespan) == run(found.step.jobs)
+
+
+def test_a_search_finds_the_better_of_two_orders():
+    """A long micro-batch that needs the encoder stands first, so that all wait for it."""
+    samples = mixes.multimodal(6, 0.5, 1)
+    p = mixes.vlm(samples, 1, 1, 0.8, pipeline=mixes.Pipeline(2, 2, False))
+    load, _ = critical_load(Composer(p, samples, Graph(p)))
+    plan = queues._settled(load, [sorted(range(6), key=lambda m: (not load.needs[m], -load.size[m]))])
+    found = queues.search(load, plan, 200)
+    assert found.end < plan.end and sorted(found.queues[0]) == list(range(6))
+    assert queues.search(load, plan, 200).queues == found.queues and queues.search(load, plan, 0) is plan
 
 
 def test_long_micro_batches_are_dealt_to_few_replicas():
