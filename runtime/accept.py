@@ -1,45 +1,55 @@
 """Whether a schedule is valid, in one pass: what every rank asks before every step, so it must take little time.
 
-The programs are run, instruction by instruction, against counters: what each computation still needs on its rank, what was sent on each
-channel and not received, what is left to compute. An instruction that nothing calls for, that comes too early or twice, or on a wrong
-rank ends the run at once; a rank that waits for a message or a reduction is left until it comes. The schedule is valid if all programs
-end with nothing left. The rules are those of `runtime/check.py`, which says what is wrong where this says no.
+There are tens of thousands of instructions, so they are compared as columns of numbers. Each of them must be one that the micro-batches
+call for, once and on its rank; on each rank what makes something must stand before what uses it, and the receives of a channel in the
+order of its sends. Then the programs are run, as far as ranks wait at all: at receives, at reductions, and at what several ranks compute
+together. The schedule is valid if all programs end. The rules are those of `runtime/check.py`, which says what is wrong where this says no.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
-from itertools import pairwise
+from array import array
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import chain, pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from secc.runtime.ahead import sections
 from secc.runtime.collector import collector_paused
 from secc.runtime.graph import Graph
-from secc.runtime.plan import Plan, Section
-from secc.runtime.program import Instruction, SampleMeta, Schedule, active, computations, gathers, pairs, returns_gradient, rounds
-from secc.runtime.routes import Ranks, replicas, routes
+from secc.runtime.plan import Edge, Plan, Section
+from secc.runtime.program import SampleMeta, Schedule, active, computations, gathers, pairs, returns_gradient, rounds
+from secc.runtime.routes import replicas, routes
 
-Job = tuple[str, str, int, int]  # kind, section, micro-batch, rank
-Key = tuple[str, str, int, int, int, int]  # edge, direction, producer's and consumer's micro-batch, sender, receiver
-Link = tuple[Job, Job, tuple[int, int]]  # the jobs that make and use the message, and which part of how many it is
-Half = tuple[str, str, int]  # a job on any rank
-Channel = tuple[str, str, int, int]  # edge, direction, sender, receiver
+KINDS = ("F", "B", "W", "SEND", "RECV", "REDUCE", "STEP")
+FORWARD, BACKWARD, WEIGHT, SEND, RECEIVE, REDUCE, STEP = range(len(KINDS))
+BLANK, UNKNOWN = -1, -2  # numbers of texts that say nothing, and of those that the plan does not have
+NEVER = 1 << 62
 
 
 class _Wrong(Exception):
-    """An instruction that must not stand where it stands."""
+    """A schedule that is not valid."""
 
 
 def accepts(plan: Plan, samples: Sequence[SampleMeta], schedule: Schedule) -> bool:
     """Whether `schedule` is complete, in order and free of deadlock for this global batch."""
     same = schedule.micro_batches.keys() == {s.name for s in plan.sections} and len(schedule.programs) == plan.world_size
-    if not (same and _complete(plan, samples, schedule)):
+    if not (same and all(schedule.programs) and _complete(plan, samples, schedule)):
         return False
     try:
         with collector_paused():
-            return _Run(plan, schedule).ends()
+            _Check(plan, schedule).run()
     except _Wrong:
         return False
+    return True
+
+
+def _need(holds: bool) -> None:
+    if not holds:
+        raise _Wrong
 
 
 def _complete(plan: Plan, samples: Sequence[SampleMeta], schedule: Schedule) -> bool:
@@ -76,149 +86,304 @@ def _may_cross(samples: Sequence[SampleMeta], schedule: Schedule, section: Secti
     return section in able and known and computed <= set(range(len(micros) - len(later)))
 
 
-class _Run:
-    """One run of all programs."""
+# -- instructions as numbers ------------------------------------------------------------------------------------------------------
+
+
+class _Rows(NamedTuple):
+    """Instructions, a column for each of their fields, in which texts are numbered; and the rank in whose program each stands."""
+
+    kind: Tensor
+    section: Tensor
+    replica: Tensor
+    stage: Tensor
+    micro: Tensor
+    edge: Tensor
+    direction: Tensor
+    peer: Tensor
+    src: Tensor
+    dst: Tensor
+    part: Tensor
+    parts: Tensor
+    rank: Tensor
+
+    def at(self, places: Tensor) -> _Rows:
+        """Those that stand at these places."""
+        return _Rows(*(column[places] for column in self))
+
+
+_NO_MESSAGE = {"edge": BLANK, "direction": BLANK, "peer": -1, "src": -1, "dst": -1, "part": 0, "parts": 1}
+_NO_COMPUTATION = {"section": BLANK, "replica": 0, "stage": 0, "micro": -1}
+
+
+def _says(rows: _Rows, **values: int) -> bool:
+    """Whether all rows have these values."""
+    return all(bool((getattr(rows, name) == value).all()) for name, value in values.items())
+
+
+def _within(column: Tensor, count: int) -> bool:
+    return len(column) == 0 or (int(column.min()) >= 0 and int(column.max()) < count)
+
+
+def _column(numbers: Iterable[int]) -> Tensor:
+    found = array("q", numbers)
+    return torch.frombuffer(found, dtype=torch.int64) if found else torch.empty(0, dtype=torch.int64)
+
+
+class _Numbers(dict[str, int]):
+    """Numbers of texts."""
+
+    def __missing__(self, text: str) -> int:
+        return UNKNOWN
+
+
+def _read(plan: Plan, schedule: Schedule) -> _Rows:
+    """All instructions, program after program."""
+    texts = {0: KINDS, 1: [s.name for s in plan.sections], 5: [e.name for e in plan.edges], 6: ("fwd", "bwd")}
+    numbers = {field: _Numbers({"": BLANK} | {name: i for i, name in enumerate(names)}) for field, names in texts.items()}
+    fields = enumerate(zip(*chain.from_iterable(schedule.programs), strict=True))
+    found = [_column(map(numbers[i].__getitem__, field) if i in numbers else field) for i, field in fields]
+    lengths = _column(map(len, schedule.programs))
+    return _Rows._make([*found, torch.arange(len(lengths)).repeat_interleave(lengths)])
+
+
+class _Own(NamedTuple):
+    """The jobs of a section: those of micro-batch m, kind k have numbers from `starts[k] + m * tp` on, one for each rank of its replica."""
+
+    starts: dict[int, int]
+    ranks: Tensor  # of each replica
+    replica: Tensor  # of each micro-batch
+    computed: Tensor  # micro-batches of which the step before has made the forward
+
+    def jobs(self, kind: int, micros: Tensor) -> Tensor:
+        """Jobs of micro-batches, on all ranks of their replicas."""
+        tp = self.ranks.shape[1]
+        return self.starts[kind] + (micros * tp)[:, None] + torch.arange(tp)
+
+
+class _Links(NamedTuple):
+    """What passes between jobs on an edge one way: within a rank, or from one to another in parts."""
+
+    way: Tensor
+    src: Tensor
+    dst: Tensor
+    sender: Tensor
+    receiver: Tensor
+    part: Tensor
+    parts: Tensor  # 0 within a rank
+    made: Tensor  # jobs
+    used: Tensor
+
+    def at(self, places: Tensor) -> _Links:
+        """Some of them."""
+        return _Links(*(column[places] for column in self))
+
+
+# -- the check --------------------------------------------------------------------------------------------------------------------
+
+
+class _Check:
+    """The check of all programs. A *job* is a computation of a micro-batch on a rank; `place` is where it stands among all instructions."""
 
     def __init__(self, plan: Plan, schedule: Schedule) -> None:
-        self.programs, self.is_computed = schedule.programs, schedule.is_computed
-        self.stage = {s.name: s.stage for s in plan.sections}
-        self.replicas = {s.name: replicas(s) for s in plan.sections}
-        self.replica = {name: {rank: r for r, ranks in enumerate(some) for rank in ranks} for name, some in self.replicas.items()}
-        self.rounds = rounds(plan.sections, schedule.micro_batches)
-        self.open: set[Job] = set()  # jobs that are not yet computed
-        self.left: Counter[tuple[str, int]] = Counter()  # backwards on a rank that are not yet computed
-        self.needs: defaultdict[Job, int] = defaultdict(int)  # inputs that are not yet on the job's rank
-        self.feeds: defaultdict[Job, list[Job]] = defaultdict(list)  # jobs of the same rank that use what a job makes
-        self.unsent: dict[Key, Link] = {}
-        self.sent: defaultdict[Channel, deque[tuple[Key, Link]]] = defaultdict(deque)  # messages not yet received
-        self.reached: defaultdict[object, set[int]] = defaultdict(set)  # ranks that reached a reduction, or a job of their replica
-        self.passed: set[tuple[str, int]] = set()  # ... and completed the reduction
-        self.waiting: defaultdict[object, list[int]] = defaultdict(list)  # ranks that wait for a message on a channel or for others
-        self.runnable = deque(range(len(self.programs)))
-        self._add(plan, schedule)
-        self._connect(plan, schedule)
+        self.plan, self.schedule, self.world = plan, schedule, plan.world_size
+        self.rows, self.ends = _read(plan, schedule), _column(map(len, schedule.programs)).cumsum(0)
+        self.own: dict[str, _Own] = {}
+        self.count = 0
+        for s in plan.sections:
+            micros, ranks = schedule.micro_batches[s.name], torch.tensor(replicas(s), dtype=torch.int64)
+            starts = {KINDS.index(kind): self.count + k * len(micros) * ranks.shape[1] for k, kind in enumerate(computations(s))}
+            self.count += len(starts) * len(micros) * ranks.shape[1]
+            done = torch.zeros(len(micros), dtype=torch.bool)
+            done[_column(schedule.computed.get(s.name, ()))] = True
+            self.own[s.name] = _Own(starts, ranks, _column(m.replica for m in micros), done)
+        self.place = torch.full((self.count,), BLANK)
 
-    def _add(self, plan: Plan, schedule: Schedule) -> None:
-        for section in plan.sections:
-            name, kinds = section.name, computations(section)
-            for m in schedule.micro_batches[name]:
-                for rank in self.replicas[name][m.replica]:
-                    self.open |= {(kind, name, m.index, rank) for kind in kinds if not self.is_computed(name, m.index)}
-                    self.left[name, rank] += len(kinds) - 1
-                    for first, then in pairwise(kinds):
-                        self._feed((first, name, m.index, rank), (then, name, m.index, rank))
+    def run(self) -> None:
+        """Raises _Wrong for a schedule that is not valid."""
+        kind = self.rows.kind
+        _need(bool((kind >= 0).all()) and torch.equal((kind == STEP).nonzero()[:, 0], self.ends - 1))
+        for i, s in enumerate(self.plan.sections):
+            self.computations(s, (self.rows.section == i) & (kind <= WEIGHT))
+        _need(int((self.place >= 0).sum()) == int((kind <= WEIGHT).sum()))
+        self.reductions()
+        received, senders, sent = self.messages()
+        self.programs_end(received, senders, sent)
 
-    def _connect(self, plan: Plan, schedule: Schedule) -> None:
-        sections = {s.name: s for s in plan.sections}
-        for edge in plan.edges:
-            gradient = returns_gradient(edge, sections)
-            sources, targets = schedule.micro_batches[edge.src], schedule.micro_batches[edge.dst]
-            for src, dst in pairs(edge, schedule):
-                a, b = self.replicas[edge.src][sources[src].replica], self.replicas[edge.dst][targets[dst].replica]
-                self._link(edge.name, "fwd", (src, dst), ("F", edge.src, src), ("F", edge.dst, dst), a, b)
-                if gradient:
-                    self._link(edge.name, "bwd", (src, dst), ("B", edge.dst, dst), ("B", edge.src, src), b, a)
+    def computations(self, section: Section, mine: Tensor) -> None:
+        """Each job of a section stands once and on its rank, and those of a micro-batch in their order."""
+        at, own = mine.nonzero()[:, 0], self.own[section.name]
+        rows, tp, micros = self.rows.at(at), own.ranks.shape[1], len(own.replica)
+        _need(_within(rows.micro, micros) and _says(rows, stage=section.stage, **_NO_MESSAGE))
+        start, index = torch.full((len(KINDS),), BLANK), torch.full((self.world,), BLANK)
+        start[list(own.starts)] = _column(own.starts.values())
+        index[own.ranks] = torch.arange(tp).expand_as(own.ranks)
+        replica = own.replica[rows.micro]
+        _need(torch.equal(rows.replica, replica) and bool((start[rows.kind] >= 0).all()))
+        _need(bool((index[rows.rank] >= 0).all()) and torch.equal(own.ranks[replica, index[rows.rank]], rows.rank))
+        jobs = start[rows.kind] + rows.micro * tp + index[rows.rank]
+        self.place[jobs] = at
+        owed = torch.arange(micros)[~own.computed]
+        expected = [own.jobs(kind, owed).flatten() for kind in own.starts]
+        _need(len(jobs) == sum(map(len, expected)))
+        for first, then in pairwise([torch.empty(0, dtype=torch.int64), *expected]):
+            _need(bool((self.place[then] >= 0).all()) and (not len(first) or bool((self.place[first] < self.place[then]).all())))
 
-    def _feed(self, made: Job, used: Job) -> None:
-        if made[0] == "F" and self.is_computed(made[1], made[2]):
-            return
-        self.needs[used] += 1
-        self.feeds[made].append(used)
+    def reductions(self) -> None:
+        """Each rank reduces each of its sections once, behind the section's backwards."""
+        at = (self.rows.kind == REDUCE).nonzero()[:, 0]
+        rows, count = self.rows.at(at), len(self.plan.sections)
+        _need(_within(rows.section, count) and _says(rows, stage=0, micro=-1, **_NO_MESSAGE))
+        replica, last = (torch.full((count, self.world), value) for value in (BLANK, -1))
+        for i, s in enumerate(self.plan.sections):
+            own = self.own[s.name]
+            replica[i, own.ranks] = torch.arange(len(own.ranks))[:, None].expand_as(own.ranks)
+            for kind in own.starts.keys() - {FORWARD}:
+                jobs = own.jobs(kind, torch.arange(len(own.replica)))
+                last[i].scatter_reduce_(0, own.ranks[own.replica].flatten(), self.place[jobs].flatten(), "amax")
+        reduced = torch.full((count, self.world), BLANK)
+        reduced[rows.section, rows.rank] = at
+        _need(torch.equal(rows.replica, replica[rows.section, rows.rank]) and torch.equal(reduced >= 0, replica >= 0))
+        _need(len(at) == int((replica >= 0).sum()) and bool((last[replica >= 0] < reduced[replica >= 0]).all()))
 
-    def _link(self, edge: str, direction: str, pair: tuple[int, int], made: Half, used: Half, sources: Ranks, targets: Ranks) -> None:
-        """What travels from the ranks of one job to those of another; a rank that has both needs no message."""
-        for rank in targets:
-            if rank in sources:
-                self._feed((*made, rank), (*used, rank))
-        for part in routes(sources, targets):
-            self.needs[*used, part.receiver] += 1
-            self.unsent[edge, direction, *pair, part.sender, part.receiver] = (*made, part.sender), (*used, part.receiver), part[2:]
+    # -- messages -----------------------------------------------------------------------------------------------------------------
+
+    def messages(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Each message is sent behind what makes it and received before what uses it, in the order of its channel.
+
+        Where messages are received, their senders, and where they are sent.
+        """
+        sections = {s.name: s for s in self.plan.sections}
+        found: list[_Links] = []
+        for i, edge in enumerate(self.plan.edges):
+            if not (micros := pairs(edge, self.schedule)):
+                continue
+            src, dst = (_column(column) for column in zip(*micros, strict=True))
+            found.append(self.links(edge, 2 * i, src, dst))
+            if returns_gradient(edge, sections):
+                found.append(self.links(edge, 2 * i + 1, src, dst))
+        links = _Links(*(torch.cat(columns) for columns in zip(*found, strict=True))) if found else _Links(*[_column(())] * 9)
+        made, used = (
+            torch.where(jobs >= 0, self.place[jobs.clamp(min=0)], BLANK) if len(jobs) else jobs for jobs in (links.made, links.used)
+        )
+        within, crossing = (links.parts == 0).nonzero()[:, 0], (links.parts > 0).nonzero()[:, 0]
+        _need(bool((made[within] < used[within]).all()))
+        links, made, used = links.at(crossing), made[crossing], used[crossing]
+        sent, received = self.carried(SEND, links), self.carried(RECEIVE, links)
+        _need(bool((made < sent).all()) and bool((received < used).all()))
+        channel = (links.way * self.world + links.sender) * self.world + links.receiver
+        order = torch.argsort(sent)
+        order = order[torch.argsort(channel[order], stable=True)]
+        alike = channel[order][1:] == channel[order][:-1]
+        _need(bool((received[order][1:] > received[order][:-1])[alike].all()))
+        return received, links.sender, sent
+
+    def links(self, edge: Edge, way: int, src: Tensor, dst: Tensor) -> _Links:
+        """What passes on an edge between these pairs of micro-batches: forward, or backward where `way` is odd."""
+        back = way % 2
+        kind, ends = (BACKWARD, (edge.dst, edge.src)) if back else (FORWARD, (edge.src, edge.dst))
+        (a, m), (b, n) = zip((self.own[end] for end in ends), ((dst, src) if back else (src, dst)), strict=True)
+        made, used = a.jobs(kind, m), b.jobs(kind, n)
+        if not back:
+            made = torch.where(a.computed[m][:, None], BLANK, made)
+        sources, targets = a.ranks[a.replica[m]], b.ranks[b.replica[n]]
+        if made.shape[1] == used.shape[1] == 1:
+            crosses = (sources != targets).long()[:, 0]
+            none = torch.zeros_like(src)
+            return _Links(none + way, src, dst, sources[:, 0], targets[:, 0], none, crosses, made[:, 0], used[:, 0])
+        found: list[tuple[int, ...]] = []
+        for i, (some, others) in enumerate(zip(sources.tolist(), targets.tolist(), strict=True)):
+            found += [(i, r, r, 0, 0, some.index(r), k) for k, r in enumerate(others) if r in some]
+            found += [(i, *part, some.index(part.sender), others.index(part.receiver)) for part in routes(tuple(some), tuple(others))]
+        i, sender, receiver, part, parts, at, to = (_column(column) for column in zip(*found, strict=True)) if found else [_column(())] * 7
+        return _Links(torch.full_like(i, way), src[i], dst[i], sender, receiver, part, parts, made[i, at], used[i, to])
+
+    def carried(self, kind: int, links: _Links) -> Tensor:
+        """Where the messages are sent, or received; each must be, once and by its rank, and no other."""
+        at = (self.rows.kind == kind).nonzero()[:, 0]
+        rows = self.rows.at(at)
+        ways, most = 2 * len(self.plan.edges), max((len(own.replica) for own in self.own.values()), default=0)
+        _need(len(at) == len(links.way) and _says(rows, **_NO_COMPUTATION))
+        _need(_within(rows.edge, ways) and _within(rows.direction, 2) and _within(rows.peer, self.world))
+        _need(_within(rows.src, most) and _within(rows.dst, most))
+        sender, receiver = (rows.rank, rows.peer) if kind == SEND else (rows.peer, rows.rank)
+        pairs = [
+            (way * most + a) * most + b
+            for way, a, b in ((links.way, links.src, links.dst), (2 * rows.edge + rows.direction, rows.src, rows.dst))
+        ]
+        wanted, found = torch.unique(torch.cat(pairs), return_inverse=True)[1].view(2, len(at))
+        (want, which), (have, where) = (
+            ((p * self.world + a) * self.world + b).sort()
+            for p, a, b in ((wanted, links.sender, links.receiver), (found, sender, receiver))
+        )
+        _need(torch.equal(want, have) and bool((have[1:] > have[:-1]).all()))
+        _need(torch.equal(links.part[which], rows.part[where]) and torch.equal(links.parts[which], rows.parts[where]))
+        place = torch.empty_like(at)
+        place[which] = at[where]
+        return place
 
     # -- running ------------------------------------------------------------------------------------------------------------------
 
-    def ends(self) -> bool:
-        """Whether every program runs to its end and nothing is left. Raises _Wrong at an instruction that must not stand where it does."""
-        at = [0] * len(self.programs)
-        steps = {"F": self.compute, "B": self.compute, "W": self.compute, "SEND": self.send, "RECV": self.receive, "REDUCE": self.reduce}
-        while self.runnable:
-            rank = self.runnable.popleft()
-            program = self.programs[rank]
-            while at[rank] < len(program):
-                i = program[at[rank]]
-                kind = i[0]
-                if kind in steps:
-                    if not steps[kind](rank, i):
-                        break
-                elif kind != "STEP" or at[rank] != len(program) - 1:
-                    return False
-                at[rank] += 1
-        ended = all(program and program[-1].kind == "STEP" and i == len(program) for i, program in zip(at, self.programs, strict=True))
-        reduced = len(self.passed) == sum(len(ranks) for ranks in self.replica.values())
-        return ended and reduced and not self.open and not self.unsent and not any(self.sent.values())
+    def programs_end(self, received: Tensor, senders: Tensor, sent: Tensor) -> None:
+        """Whether no rank waits for ever, at a receive or for others."""
+        places, groups = self.meetings()
+        at = torch.cat([received, places])
+        awaited, until = torch.cat([senders, -1 - groups]), torch.cat([sent, torch.zeros_like(groups)])
+        order = torch.argsort(at)
+        firsts = torch.searchsorted(at[order], torch.cat([self.ends.new_zeros(1), self.ends])).tolist()
+        starts = [0, *self.ends.tolist()[:-1]]
+        left = torch.bincount(groups).tolist() if len(groups) else []
+        _need(_all_end(at[order].tolist(), awaited[order].tolist(), until[order].tolist(), firsts, starts, left))
 
-    def compute(self, rank: int, i: Instruction) -> bool:
-        kind, section, replica, stage, micro = i[:5]
-        job = (kind, section, micro, rank)
-        if job not in self.open or self.needs[job] or i[5:] != _NO_MESSAGE:
-            raise _Wrong
-        if replica != self.replica[section][rank] or stage != self.stage[section]:
-            raise _Wrong
-        together = self.replicas[section][replica]
-        in_step = self.rounds.get((section, micro))
-        if in_step is not None:
-            if not self._joined((kind, in_step[0]), rank, len(together) * len(in_step)):
-                return False
-        elif len(together) > 1 and not self._joined(i[:5], rank, len(together)):
-            return False
-        self.open.discard(job)
-        for used in self.feeds.get(job, ()):
-            self.needs[used] -= 1
-        if kind != "F":
-            self.left[section, rank] -= 1
-        return True
-
-    def _joined(self, what: object, rank: int, count: int) -> bool:
-        """Whether all `count` ranks have reached what they do together; a rank that has to wait is woken by the last one."""
-        self.reached[what].add(rank)
-        if len(self.reached[what]) < count:
-            self.waiting[what].append(rank)
-            return False
-        self.runnable += self.waiting.pop(what, ())
-        return True
-
-    def send(self, rank: int, i: Instruction) -> bool:
-        edge, direction, peer, src, dst, *part = i[5:]
-        made, _, which = found = self.unsent.pop((edge, direction, src, dst, rank, peer), _NOTHING)
-        if which != tuple(part) or made in self.open or i[1:5] != _NO_COMPUTE:
-            raise _Wrong
-        channel = (edge, direction, rank, peer)
-        self.sent[channel].append(((edge, direction, src, dst, rank, peer), found))
-        if channel in self.waiting:
-            self.runnable += self.waiting.pop(channel)
-        return True
-
-    def receive(self, rank: int, i: Instruction) -> bool:
-        edge, direction, peer, src, dst, *part = i[5:]
-        channel = (edge, direction, peer, rank)
-        if not self.sent[channel]:
-            self.waiting[channel].append(rank)
-            return False
-        key, (_, used, which) = self.sent[channel].popleft()
-        if key != (edge, direction, src, dst, peer, rank) or which != tuple(part) or i[1:5] != _NO_COMPUTE:
-            raise _Wrong
-        self.needs[used] -= 1
-        return True
-
-    def reduce(self, rank: int, i: Instruction) -> bool:
-        name, replica = i[1:3]
-        ranks = self.replica.get(name, {})
-        if ranks.get(rank) != replica or self.left[name, rank] or (name, rank) in self.passed or i[3:] != _NO_REST:
-            raise _Wrong
-        if not self._joined(name, rank, len(ranks)):
-            return False
-        self.passed.add((name, rank))
-        return True
+    def meetings(self) -> tuple[Tensor, Tensor]:
+        """Where ranks wait for others: at reductions, and at jobs of replicas of several ranks or that gather; and for each with whom."""
+        reduced = (self.rows.kind == REDUCE).nonzero()[:, 0]
+        places, groups, count = [reduced], [self.rows.section[reduced]], len(self.plan.sections)
+        rounds_of = rounds(self.plan.sections, self.schedule.micro_batches)
+        for s in self.plan.sections:
+            own = self.own[s.name]
+            if own.ranks.shape[1] == 1 and not gathers(s):
+                continue
+            micros = torch.arange(len(own.replica))[~own.computed]
+            first = _column(rounds_of[s.name, m][0].index if (s.name, m) in rounds_of else m for m in range(len(own.replica)))
+            for kind in own.starts:
+                at = self.place[own.jobs(kind, micros)]
+                places.append(at.flatten())
+                groups.append((count + first[micros])[:, None].expand_as(at).flatten())
+                count += len(own.replica)
+        return torch.cat(places), torch.cat(groups)
 
 
-_NO_MESSAGE, _NO_COMPUTE, _NO_REST = ("", "", -1, -1, -1, 0, 1), ("", 0, 0, -1), (0, -1, "", "", -1, -1, -1, 0, 1)
-_NOTHING: Link = (("", "", -1, -1), ("", "", -1, -1), (-1, -1))
+def _all_end(at: list[int], awaited: list[int], until: list[int], firsts: list[int], starts: list[int], left: list[int]) -> bool:
+    """Whether all ranks pass all that they wait for, rank r at the instructions `at[firsts[r]:firsts[r + 1]]`.
+
+    They wait until rank `awaited` has passed instruction `until`, or, where it is -1 - g, until all of group g have come, of whom there are
+    `left[g]`. `now` is where each rank waits.
+    """
+    now, following = list(starts), firsts[:-1]
+    here, waiting, meeting = set[int](), [list[int]() for _ in starts], [list[int]() for _ in left]
+    runnable = deque(range(len(starts)))
+    while runnable:
+        rank = runnable.popleft()
+        i, end = following[rank], firsts[rank + 1]
+        while i < end:
+            if (other := awaited[i]) >= 0:
+                if now[other] <= until[i]:
+                    waiting[other].append(rank)
+                    break
+            else:
+                group = -1 - other
+                if i not in here:
+                    here.add(i)
+                    left[group] -= 1
+                    if not left[group]:
+                        runnable += meeting[group]
+                if left[group]:
+                    meeting[group].append(rank)
+                    break
+            i += 1
+        following[rank], place = i, at[i] if i < end else NEVER
+        if place != now[rank]:
+            now[rank] = place
+            runnable += waiting[rank]
+            waiting[rank] = []
+    return all(place == NEVER for place in now)

@@ -12,7 +12,8 @@ left, up to a *share* of the work it is to have, and short ones fill the replica
 3. *Upstream* takes samples in the order in which the first stages would start them if they were there. The first stages keep to their
    queues, so that replicas alone and upstream's times (`upstream`) tell when the step ends.
 4. *Moves*. What the step is still worth goes into other manners of planning, and into changes of the queue that ends last: another place
-   for one of its micro-batches, or another replica; or of that which upstream waits for, where upstream ends last.
+   for one of its micro-batches, or another replica; or of that which upstream waits for, where upstream ends last. Where it is worth many
+   tries, they change any queue, and upstream's order with it (`search`).
 
 All of it is integers, a fixed seed and counted tries, so every rank finds the same. Where it loses: eight stages with fewer than 64
 micro-batches a replica, where the longest chains leave stages idle whatever comes before and behind; stages that share ranks with other

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from secc.runtime.balance import Ranks
@@ -28,6 +28,7 @@ MOST_TRIES = 2000
 PATIENCE = 300  # tries without a gain after which there is little hope
 NEAR = 200  # a step within one part in so many of its work evenly spread has nothing to gain
 
+Least = Callable[[], int]  # tells a time in ns that no order can beat
 Order = tuple[list[int], int]  # the jobs as they start, and how long they take
 
 
@@ -68,17 +69,19 @@ def _symmetric(step: Step) -> bool:
     return len({n.count for n in numbers}) == 1 and all(len(set(some)) == 1 for some in kinds)
 
 
-def tries(jobs: int, makespan: int, least: int) -> int:
+def tries(jobs: int, makespan: int, least: Least) -> int:
     """How many tries a step of this length is worth, none where they are too few."""
-    count = affordable(jobs, makespan, least)
-    return min(MOST_TRIES, count) if count >= jobs // FEW else 0
+    return min(MOST_TRIES, affordable(jobs, makespan, least, jobs // FEW))
 
 
-def affordable(jobs: int, makespan: int, least: int) -> int:
-    """How many runs of so many jobs a step of this length is worth: they may take a share of it, and less than what can be won."""
-    if makespan - least <= makespan // NEAR:
+def affordable(jobs: int, makespan: int, least: Least, few: int) -> int:
+    """How many runs of so many jobs a step of this length is worth: they may take a share of it, and less than what can be won. None where
+    these are less than `few`."""
+    count = makespan // SHARE // (TRY_NS * jobs) if jobs else 0
+    if count < few or makespan - (bound := least()) <= makespan // NEAR:
         return 0
-    return min(makespan // SHARE, (makespan - least) // GAIN) // (TRY_NS * jobs)
+    count = min(count, (makespan - bound) // GAIN // (TRY_NS * jobs))
+    return count if count >= few else 0
 
 
 def _blocks(step: Step, graph: Graph, tables: Mapping[str, Table], early: Micros) -> list[list[Block]]:

@@ -9,8 +9,9 @@ readiness, prefers what owes an upstream backward, and so ends with samples that
    sample's turn is the work before it in that queue, and upstream sections take samples by turn, all forwards first, then backwards,
    the largest first; the others run a backward as soon as they can, which frees memory soonest. Where the critical section is a pipeline,
    its replicas' queues are planned instead (`queues`, `upstream`), with long micro-batches on few replicas.
-3. *Virtual time* (`timeline`). Every rank, whenever it is free, takes the most urgent job that is ready. Where the time that this takes is
-   not close to the work spread evenly, other styles of queue are tried, and then small changes (`search`), as long as the step is worth it.
+3. *Virtual time* (`timeline`). Every rank, whenever it is free, takes the most urgent job that is ready; replicas of a pipeline that keep
+   to their queues are run by themselves (`lane`), and the others beside them (`apart`). Where the time that this takes is not close to the
+   work spread evenly, other styles of queue are tried, and then small changes (`search`), as long as the step is worth it.
 4. *Programs* (`emit`) follow that one global order, which is why they cannot deadlock: each job waits only for jobs before it.
 5. *Running ahead* (`ahead`). Where the plan has memory for it, frozen sections upstream compute their first micro-batches in the step
    before; in virtual time these take none.
@@ -28,7 +29,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 from secc.runtime import queues
 from secc.runtime.ahead import early, ready
@@ -41,7 +42,7 @@ from secc.runtime.jobs import Messages, Step, make, numbered
 from secc.runtime.lots import Lot
 from secc.runtime.plan import Plan, Section
 from secc.runtime.program import Micros, SampleMeta, Schedule, pairs
-from secc.runtime.search import affordable, improve, tries
+from secc.runtime.search import Least, affordable, improve, tries
 from secc.runtime.timeline import run
 from secc.runtime.upstream import critical_load
 
@@ -66,7 +67,13 @@ class Candidate:
 
     def __post_init__(self) -> None:
         micros = Schedule({name: t.micro_batches for name, t in self.tables.items()}, ())
-        self.messages: Messages = {e.name: sorted(pairs(e, micros)) for e in self.composer.plan.edges}
+        whole = {s.name: s.whole for s in self.composer.plan.sections}  # stages have the same micro-batches
+        self.messages: Messages = {
+            e.name: [(m.index, m.index) for m in self.tables[e.src].micro_batches if m.samples]
+            if whole[e.src] == whole[e.dst]
+            else sorted(pairs(e, micros))
+            for e in self.composer.plan.edges
+        }
         self.numbers = numbered(self.composer.plan, self.composer.graph, self.tables)
         self.count = sum(len(part) for n in self.numbers.values() for part in n.parts)
 
@@ -115,7 +122,7 @@ def ordered(plan: Plan, samples: Sequence[SampleMeta], *, soon: bool = False) ->
     """The order that `schedule` makes programs of; with `soon` the first of those that it tries, which takes a part of the time."""
     with collector_paused():
         composer = Composer(plan, samples, Graph(plan))
-        return _ordered(composer, NOTHING_SHORTER if soon else composer.least())
+        return _ordered(composer, (lambda: NOTHING_SHORTER) if soon else cache(composer.least))
 
 
 def arranged_schedule(plan: Plan, samples: Sequence[SampleMeta], cuts: Mapping[str, Cut], ahead: Iterable[str] = ()) -> Schedule:
@@ -143,12 +150,12 @@ def _timed_schedule(plan: Plan, samples: Sequence[SampleMeta], order: str) -> tu
         tables = composer.dataset_order()
         found = _candidate(composer, tables, tables)
         return _emitted(found), found.makespan
-    best = _ordered(composer, composer.least())
+    best = _ordered(composer, cache(composer.least))
     return _emitted(best), best.makespan
 
 
-def _ordered(composer: Composer, least: int) -> Candidate:
-    """The shortest order found; `least` is a time in ns that none can beat, which bounds what looking for others is worth."""
+def _ordered(composer: Composer, least: Least) -> Candidate:
+    """The shortest order found; `least` tells a time in ns that none can beat, which bounds what looking for others is worth."""
     best = _best(composer, least)
     if count := tries(best.count, best.makespan, least) // (2 if best.in_turn else 1):  # queues took the other half
         found = best.order, best.makespan
@@ -156,7 +163,7 @@ def _ordered(composer: Composer, least: int) -> Candidate:
     return best
 
 
-def _best(composer: Composer, least: int) -> Candidate:
+def _best(composer: Composer, least: Least) -> Candidate:
     """The shortest of the candidates; the later ones are tried only where there is something to gain."""
     if (found := critical_load(composer)) is not None:
         return _best_queues(composer, *found, least)
@@ -170,13 +177,13 @@ def _best(composer: Composer, least: int) -> Candidate:
     return best
 
 
-def _best_queues(composer: Composer, load: queues.Load, lots: Sequence[Lot], least: int) -> Candidate:
+def _best_queues(composer: Composer, load: queues.Load, lots: Sequence[Lot], least: Least) -> Candidate:
     """A critical pipeline's queues: planned in the likeliest manner first, in others and with moves as long as the step is worth it."""
     plan, spent = queues.plan(load, queues.LIKELIEST), 0
     best = queue_candidate(composer, load, lots, plan)
     for manner in queues.OTHERS:
         spent += QUEUE_TRIES * (1 + load.replicas // queues.MANY)
-        if affordable(best.count, best.makespan, least) < spent:
+        if not affordable(best.count, best.makespan, least, spent):
             break
         other = queues.move(load, queues.plan(load, manner))
         found = queue_candidate(composer, load, lots, other)
