@@ -163,11 +163,12 @@ class Composer:
         return [AWAITED if any(on[k] for on in awaited) else NEEDY if any(on[k] for on in needed) else FREE for k in kinds]
 
     def _set_style(self, style: Style) -> None:
-        self._style, self.urgency = style, {s.name: self._urgency(s, style) for s in self.plan.sections}
+        last = {s.name: self.graph.stages[s.name][-1].name for s in self.plan.sections}
+        urgency = {name: self._urgency(name, style) for name in dict.fromkeys(last.values())}
+        self._style, self.urgency = style, {name: urgency[stage] for name, stage in last.items()}
 
-    def _urgency(self, section: Section, style: Style) -> Column:
+    def _urgency(self, name: str, style: Style) -> Column:
         """Of samples of one wave the least goes first: what owes most upstream, what upstream has ready soonest, or the largest."""
-        name = self.graph.stages[section.name][-1].name
         size = self.size[name]
         second = self.head[name] if style.soonest else [-s for s in size]
         columns = zip(self.upstream[name], second, size, self.kind, strict=True)
@@ -283,7 +284,26 @@ class Composer:
         for name, stages in self.plan.pipelines.items():
             if name not in cuts:
                 cuts[name] = self._cut(stages[-1], self.dealt.positions[stages[-1].name], turn)
-        return {s.name: self.table(s, cuts[s.whole], turn) for s in self.plan.sections}
+        found: dict[str, Table] = {}
+        for s in self.plan.sections:
+            first = found.get(self.graph.stages[s.name][0].name)
+            found[s.name] = self.table(s, cuts[s.whole], turn) if first is None else self._at_stage(s, first)
+        return found
+
+    def _at_stage(self, section: Section, first: Table) -> Table:
+        """The table of a later stage, whose micro-batches are as urgent as at the first one."""
+        lots = [m.samples for m in first.micro_batches]
+        micros = tuple(map(MicroBatch, range(len(lots)), repeat(section.name), [m.replica for m in first.micro_batches], lots))
+        forward, backward = self.times(section, lots)
+        kept = self.costs.kept(section, lots)
+        return replace(first, micro_batches=micros, forward=forward, backward=backward, weight=weight_parts(section, backward), kept=kept)
+
+    def times(self, section: Section, lots: Sequence[Lot]) -> tuple[Column, Column]:
+        """(forward, backward) ns of micro-batches, which all pass the section."""
+        if any(len(lot) != 1 for lot in lots):
+            return self.costs.of(section, lots)
+        at, (forward, backward) = [p for (p,) in lots], self.alone[section.name]
+        return list(map(forward.__getitem__, at)), list(map(backward.__getitem__, at))
 
     def turns(self, dealt: Dealt, lead: int) -> Column:
         """When the critical section wants each sample: how long its replica has work before it that is more urgent.

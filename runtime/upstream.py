@@ -29,7 +29,7 @@ def critical_load(composer: Composer) -> tuple[Load, list[Lot]] | None:
     lots = list(chain.from_iterable(composer.dealt.critical))
     if not lots or not _apart(composer, stages):
         return None
-    times = [composer.costs.of(s, lots) for s in stages]
+    times = [composer.times(s, lots) for s in stages]
     later = [weight_parts(s, backward) for s, (_, backward) in zip(stages, times, strict=True)]
     first = [list(map(int.__sub__, backward, weight)) for (_, backward), weight in zip(times, later, strict=True)]
     kept, spaces = [composer.costs.kept(s, lots) for s in stages], [s.room_bytes for s in stages]
