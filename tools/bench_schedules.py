@@ -5,7 +5,7 @@ python -m tools.bench_schedules pipelines          the same of language models i
 python -m tools.bench_schedules loads              the same of 32 samples a replica, by mixes, loads, stages and room
 python -m tools.bench_schedules small --count 300  against optima proven by CP-SAT (minutes)
 python -m tools.bench_schedules rooms --count 20    the same of pipelines alone, by stages and room
-python -m tools.bench_schedules cost               seconds of one core over four decades of batch sizes
+python -m tools.bench_schedules cost               milliseconds of one core over four decades of batch sizes
 
 Costs are linear and transfers take no time; `tools/mixes.py` has the mixes. Prints Markdown.
 """
@@ -199,11 +199,11 @@ def _spread(values: list[float]) -> str:
 MANY_JOBS = 200_000  # from so many on one run is enough
 
 
-def cost(repeats: int) -> None:
+def cost(repeats: int, most: int) -> None:
     """Milliseconds of one core for the order and for the check before the step, the least of some runs; fewer runs of large ones."""
     print("| samples | replicas | stages | order, ms | us a job | check, ms |\n| --- | --- | --- | --- | --- | --- |")
     for stages in (1, 2, 4, 8):
-        pipeline, largest = mixes.Pipeline(stages, 2 * stages, stages > 1), 131072 if stages <= 2 else 16384
+        pipeline, largest = mixes.Pipeline(stages, 2 * stages, stages > 1), min(most, 131072 if stages <= 2 else 16384)
         for count, encoders, replicas in ((16, 1, 2), (128, 4, 8), (1024, 16, 64), (4096, 32, 128), (16384, 64, 256), (131072, 512, 2048)):
             if count > largest:
                 continue
@@ -231,6 +231,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--count", type=int, default=300, help="instances of small, batches of each row of rooms")
     parser.add_argument("--limit", type=float, default=5.0, help="CP-SAT's deterministic time for each instance, about seconds")
     parser.add_argument("--repeats", type=int, default=7, help="runs of cost")
+    parser.add_argument("--most", type=int, default=131072, help="samples of the largest batch of cost")
     options = parser.parse_args(arguments)
     match options.what:
         case "quality":
@@ -244,7 +245,7 @@ def main(arguments: list[str]) -> int:
         case "rooms":
             rooms(options.count, options.limit)
         case _:
-            cost(options.repeats)
+            cost(options.repeats, options.most)
     return 0
 
 
