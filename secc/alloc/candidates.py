@@ -23,7 +23,7 @@ from secc.alloc.types import Candidate
 from secc.cluster import Cluster
 from secc.cost import parallel, time
 from secc.cost.collectives import Span, in_a_row
-from secc.cost.gathering import passing
+from secc.cost.gathering import Passing, passing
 from secc.cost.load import Crossing, Pattern, crossings, is_active, micro_batch, patterns
 from secc.cost.memory import Memory, memory
 from secc.cost.section import SectionCost, ops_in, section_cost
@@ -47,9 +47,8 @@ class Load:
     """A section as the cost model sees it: its cost, times as texts, and the patterns it is active for.
 
     `backward_ns` has a text for each way to recompute. With `tp` and `pp`, cost and times are those of one rank of a replica; `spread` is
-    that of its samples' times. `memo` keeps
-    what the texts gave, `dealt` and `busy` what
-    the busiest of so many replicas has to do.
+    that of its samples' times. `memo` keeps what the texts gave, `dealt` and `busy` what the busiest of so many replicas has to do,
+    `gathers` what so many replicas gather under `zero3`.
     """
 
     section: SectionOp
@@ -65,6 +64,7 @@ class Load:
     memo: dict[object, tuple[int, int]] = field(init=False, repr=False, compare=False, default_factory=dict[object, tuple[int, int]])
     dealt: dict[tuple[int, int], Dealt] = field(init=False, repr=False, compare=False, default_factory=dict[tuple[int, int], Dealt])
     busy: dict[tuple[int, int, str], Busy] = field(init=False, repr=False, compare=False, default_factory=dict[tuple[int, int, str], Busy])
+    gathers: dict[int, Passing | None] = field(init=False, repr=False, compare=False, default_factory=dict[int, "Passing | None"])
 
     @cached_property
     def name(self) -> str:
@@ -95,7 +95,7 @@ class Workload:
     crossings: tuple[Crossing, ...]
     unshardable: str = ""
     kinds: tuple[Workload, ...] = ()
-    active: dict[Fraction, int] = field(init=False, repr=False, compare=False, default_factory=dict[Fraction, int])
+    active: dict[str, int] = field(init=False, repr=False, compare=False, default_factory=dict[str, int])
     sized: dict[tuple[frozenset[str], int], dict[str, int]] = field(
         init=False, repr=False, compare=False, default_factory=dict[tuple[frozenset[str], int], dict[str, int]]
     )
@@ -137,9 +137,9 @@ class Workload:
 
     def samples(self, load: Load) -> int:
         """Active samples of a section in a global batch, as expected and rounded up; at least 1."""
-        if load.share not in self.active:
-            self.active[load.share] = max(1, ceil(self.global_batch * load.share))
-        return self.active[load.share]
+        if load.name not in self.active:
+            self.active[load.name] = max(1, ceil(self.global_batch * load.share))
+        return self.active[load.name]
 
 
 def workload(graph: GraphOp, cluster: Cluster, global_batch: int) -> Workload:
@@ -326,6 +326,13 @@ def held(work: Workload, load: Load, c: Candidate) -> list[Candidate]:
 
 def update_ns(work: Workload, load: Load, dp: int, sharding: str) -> int:
     """From the last backward to the end of the step: gradients summed, the optimizer's step."""
+    key = "update", dp, sharding
+    if key not in load.memo:
+        load.memo[key] = _update_ns(work, load, dp, sharding), 0
+    return load.memo[key][0]
+
+
+def _update_ns(work: Workload, load: Load, dp: int, sharding: str) -> int:
     cost, cluster = load.cost, work.cluster
     if load.mode != "train":
         return 0
@@ -354,7 +361,7 @@ def _span(work: Workload, load: Load, dp: int) -> Span:
 
 def busy_ns(work: Workload, load: Load, dp: int, size: int, sharding: str, recompute: str) -> Busy:
     """Of the busiest of `dp` replicas: ns of its micro-batches, their number, ns of the longest forward and of the longest backward."""
-    gathers = passing(load.cost, sharding, work.cluster, _span(work, load, dp)) if sharding == "zero3" else None
+    gathers = _gathers(work, load, dp) if sharding == "zero3" else None
     busiest = -(-work.samples(load) // dp)
     key = busiest, size, recompute
     if gathers is None and key in load.busy:
@@ -373,6 +380,13 @@ def busy_ns(work: Workload, load: Load, dp: int, size: int, sharding: str, recom
     if gathers is None:
         load.busy[key] = found
     return found
+
+
+def _gathers(work: Workload, load: Load, dp: int) -> Passing | None:
+    """The collectives of passes under `zero3`."""
+    if dp not in load.gathers:
+        load.gathers[dp] = passing(load.cost, "zero3", work.cluster, _span(work, load, dp))
+    return load.gathers[dp]
 
 
 def _dealt(load: Load, busiest: int, size: int) -> Dealt:

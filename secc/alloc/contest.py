@@ -8,10 +8,11 @@ until none is shorter or so many have been tried, or their orders became so long
 there is does not count.
 
 A trial searches orders of several batches. So plans are looked at first: one batch, in the first order found. Those that are far behind
-the best in that are not tried. Looks and trials run on all cores.
+the best in that are not tried, and those far behind in the order searched for this batch not on the others. Looks and trials run on all
+cores.
 
 Under `zero3` replicas wait for each other in every micro-batch, and on shared ranks for whatever else these are at, which closed forms do
-not price: such steps take up to twice their time. So these plans only take part where nothing else fits.
+not price: such steps take up to twice their time. So the solver's best plan is tried with and without, and those near it are without.
 
 As in the solver, replicas of several ranks have to be faster by a margin. Everything is counted and nothing timed, so that the same
 inputs give the same plan.
@@ -24,17 +25,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, product
 
-from secc import parallel
 from secc.alloc.evaluate import evaluate
 from secc.alloc.layouts import IN_STEP
 from secc.alloc.model import solve
-from secc.alloc.trial import Ranks, Trial, Tried, mean
+from secc.alloc.trial import Ranks, Trial, Tried, mapped, mean
 from secc.alloc.types import Assignment, Candidate, Problem
 
 MOST_TRIALS = 60
 MOST_JOBS = 600_000  # forwards and backwards in the orders of all looks and trials, tens of microseconds each
-FEW_JOBS = 10_000  # in orders together, for which copies of the process would take longer
 CLOSE = 1 / 16  # a plan whose look takes longer than the best one's by more is not tried
+CLOSER = 1 / 32  # a plan whose first batch takes longer than the best one's by more is not tried on others
 TRIED_AT_ONCE = 8  # neighbours of the best one, before the best of them goes on
 ALIKE = 6  # ways to run one section on as many ranks, of those that the closed forms like best
 ALIKE_STEPS = 1000  # steps that differ by less than one part in so many are about alike
@@ -65,28 +65,38 @@ def contest(
     """
     if known is not None and (tried := trial.run(known, hand_out(known))).fits:
         return Winner(known, tried, evaluate(problem, known).time_ns, 1)
-    plain = _without(problem, lambda c: c.sharding == IN_STEP)
-    if plain != problem and problem.deadline is None and (found := solve(plain, margin=margin)) is not None:
-        problem, best = plain, found.assignment
-    return _Contest(trial, problem, hand_out, margin).run(best)
+    plain, starts = _plain(problem, best, margin)
+    return _Contest(trial, problem, plain, hand_out, margin).run(starts)
+
+
+def _plain(problem: Problem, best: Assignment, margin: float) -> tuple[Problem, list[Assignment]]:
+    """The problem without replicas in step, and its best plan before that of the whole one; the problem itself where nothing else fits."""
+    if problem.deadline is not None:
+        return problem, [best]
+    plain = _without(problem, _in_step)
+    if not any(_in_step(problem.sections[s][i]) for s, i in best.choice.items()):
+        return plain, [best]
+    found = solve(plain, margin=margin)
+    return (problem, [best]) if found is None else (plain, [found.assignment, best])
 
 
 Key = tuple[tuple[int, ...], tuple[str, ...]]
 
 
 class _Contest:
-    """`looks` and `known` are what plans took at a look and in a trial."""
+    """`looks` are what plans took at a look, `firsts` on the first batch, and `known` in a trial. Plans of `plain` are sought."""
 
-    def __init__(self, trial: Trial, problem: Problem, hand_out: Callable[[Assignment], Ranks], margin: float) -> None:
-        self.trial, self.problem, self.hand_out, self.margin = trial, problem, hand_out, margin
+    def __init__(self, trial: Trial, problem: Problem, plain: Problem, hand_out: Callable[[Assignment], Ranks], margin: float) -> None:
+        self.trial, self.problem, self.plain, self.hand_out, self.margin = trial, problem, plain, hand_out, margin
         self.looks: dict[Key, Tried] = {}
+        self.firsts: dict[Key, Tried] = {}
         self.known: dict[Key, Tried] = {}
         self.step = 1  # ns that make a difference
-        self.by_ranks = {s: _by_ranks(cs) for s, cs in problem.sections.items()}
+        self.by_ranks = {s: _by_ranks(cs, plain != problem) for s, cs in problem.sections.items()}
 
-    def run(self, best: Assignment) -> Winner:
+    def run(self, best: Sequence[Assignment]) -> Winner:
         free = self.problem.deadline is None  # with a deadline the fewest devices are wanted, and the solver has them
-        starts = {_key(a): a for a in (best, *(self._others(best) if free else ()))}
+        starts = {_key(a): a for a in (*best, *(self._others(best[0]) if free else ()))}
         tried = self._tried([*starts.values()])
         self.step = max(1, self.known[_key(tried[0])].time_ns // ALIKE_STEPS)
         shortest = min(tried, key=self._score)
@@ -109,14 +119,13 @@ class _Contest:
     def _tried(self, plans: Sequence[Assignment]) -> list[Assignment]:
         """Those of new plans that were tried: which are close to the best at a look, or all where nothing was found that fits."""
         self.looks |= zip(map(_key, plans), self._run([(a, None) for a in plans]), strict=True)
-        looks = [tried for tried in self.looks.values() if tried.fits]
-        most = min((tried.time_ns for tried in looks), default=0) * (1 + CLOSE)
-        close = [a for a in plans if not looks or (self.looks[_key(a)].fits and self.looks[_key(a)].time_ns <= most)]
-        batches = range(len(self.trial.batches))
-        steps = self._run([(a, i) for a in close for i in batches])
-        for i, a in enumerate(close):
-            self.known[_key(a)] = mean(steps[i * len(batches) : (i + 1) * len(batches)])
-        return close
+        close = _close(plans, self.looks, CLOSE)
+        self.firsts |= zip(map(_key, close), self._run([(a, 0) for a in close]), strict=True)
+        closer = _close(close, self.firsts, CLOSER)
+        others = range(1, len(self.trial.batches))
+        steps = iter(self._run([(a, i) for a in closer for i in others]))
+        self.known |= {(k := _key(a)): mean([self.firsts[k], *islice(steps, len(others))]) for a in closer}
+        return closer
 
     def _run(self, wanted: Sequence[tuple[Assignment, int | None]]) -> list[Tried]:
         """The steps of plans on batches, or looks at them."""
@@ -127,19 +136,27 @@ class _Contest:
             return self.trial.look(a, ranks) if batch is None else self.trial.step(a, ranks, self.trial.batches[batch])
 
         jobs = max((tried.jobs for tried in self.looks.values()), default=2 * len(self.trial.batches[0]) * len(self.by_ranks))
-        return parallel.mapped(run, wanted) if jobs * len(wanted) >= FEW_JOBS else [run(item) for item in wanted]
+        return mapped(run, wanted, jobs * len(wanted))
 
     def _others(self, best: Assignment) -> Iterator[Assignment]:
         """The solver's best plans of other kinds, where it was free to choose and they may come near: also without replicas of several
         ranks, because what stages wait for on devices that sections share is more than closed forms say."""
-        for strategy in ("apart", "colocate") if self.problem.strategy == "auto" and len(self.problem.sections) > 1 else ():
-            free = replace(self.problem, strategy=strategy)
-            for problem in (free, _without(free, lambda c: c.width > 0)):
-                if (found := solve(problem, margin=self.margin, beside=best)) is None:
-                    continue
-                yield found.assignment
-                if not any(free.sections[s][i].width for s, i in found.assignment.choice.items()):
-                    break
+        groups = len(set(best.group.values()))
+        for strategy, count in (("apart", len(best.group)), ("colocate", 1)) if self._chooses() else ():
+            free = replace(self.plain, strategy=strategy)
+            found = best if groups == count else self._solved(free, best)
+            if found is not None:
+                yield found
+            if found is not None and any(free.sections[s][i].width for s, i in found.choice.items()):
+                narrow = self._solved(_without(free, lambda c: c.width > 0), best)
+                yield from () if narrow is None else (narrow,)
+
+    def _chooses(self) -> bool:
+        return self.problem.strategy == "auto" and len(self.problem.sections) > 1
+
+    def _solved(self, problem: Problem, beside: Assignment) -> Assignment | None:
+        found = solve(problem, margin=self.margin, beside=beside)
+        return None if found is None else found.assignment
 
     # -- what a plan is worth -----------------------------------------------------------------------------------------------------
 
@@ -213,6 +230,17 @@ class _Contest:
         return sorted(options, key=lambda o: sum(self.problem.sections[s][i].time_ns for s, i in o.choice.items()))
 
 
+def _close(plans: Sequence[Assignment], tried: Mapping[Key, Tried], share: float) -> list[Assignment]:
+    """Those of the plans that take no longer than the shortest of all by more than a share, or all where nothing was found that fits."""
+    steps = [t.time_ns for t in tried.values() if t.fits]
+    most = min(steps, default=0) * (1 + share)
+    return [a for a in plans if not steps or (tried[_key(a)].fits and tried[_key(a)].time_ns <= most)]
+
+
+def _in_step(c: Candidate) -> bool:
+    return c.sharding == IN_STEP
+
+
 def _without(problem: Problem, test: Callable[[Candidate], bool]) -> Problem:
     """The problem in which no candidate fits of which the test holds."""
     full = 2 * problem.capacity
@@ -224,9 +252,9 @@ def _key(a: Assignment) -> Key:
     return tuple(a.choice.values()), tuple(a.group.values())
 
 
-def _by_ranks(candidates: Iterable[Candidate]) -> dict[int, list[int]]:
-    """The places of the candidates on so many ranks."""
+def _by_ranks(candidates: Iterable[Candidate], plain: bool) -> dict[int, list[int]]:
+    """The places of the candidates on so many ranks; `plain`: of those that are not in step."""
     found: dict[int, list[int]] = {}
     for i, c in enumerate(candidates):
-        found.setdefault(c.ranks, []).append(i)
+        found.setdefault(c.ranks, []).extend(() if plain and _in_step(c) else (i,))
     return found

@@ -19,7 +19,7 @@ Constraints, each family by the function that adds it
     sum_c x[s,c] = 1,  sum_g y[s,g] = 1,  y[s,g] <= y[g,g]                       `_choose`
     y[s,g] => R[g] = r[s],  not y[g,g] => R[g] = 0,  sum_g R[g] <= N, whole nodes  `_ranks`
     the same for the ranks of each kind of device, and each kind's memory        `_pools`
-    W[g] = sum of w[s] over s in g                                               `_work`
+    W[g] = sum of w[s] over s in g,  sum of w[s] r[s] over S <= N T               `_work`
     sum of m[s] over s in g <= K, with m'[s] for m[s] where a[s,t] for some t, and messages where a    `_memory`
     a[u,s] = 1 iff no group holds both                                           `_apart`
     D[s] >= D[u] + a[u,s] (latency[u] - free[s] + messages[s]),  D[s] >= 0         `_delays`
@@ -30,26 +30,28 @@ Constraints, each family by the function that adds it
 where r, w, m, latency, ... of a section stand for their sums over c weighted with x[s,c].
 
 Objective: the least T under K <= capacity, among equals the fewest ranks, then the plainest candidates. With a deadline: the fewest
-ranks under T <= deadline, among equals the least T. Or the least K (`least_memory`), the least T on any ranks (`least_time`). Fixed seed,
-one worker and a deterministic time limit make the answer the same on every machine; the bound that CP-SAT proves gives the gap. Then,
-under T <= (1 + margin) T*, and on no more ranks than a deadline needs, the fewest doublings of a replica's ranks.
+ranks under T <= deadline, among equals the least T. Or the least K (`least_memory`), the least T on any ranks (`least_time`). A large
+problem is solved with few candidates first; that step rules most of the others out (`secc.alloc.parts`). Fixed seed, one worker and a
+deterministic time limit make the answer the same on every machine; the bound that CP-SAT proves gives the gap. Then, under
+T <= (1 + margin) T*, and on no more ranks than a deadline needs, the fewest doublings of a replica's ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ortools.sat.python import cp_model
 
+from secc.alloc import parts
 from secc.alloc.evaluate import evaluate
 from secc.alloc.types import Assignment, Problem, Solution
 
 DETERMINISTIC_LIMIT = 20.0  # CP-SAT's unit, about a second on a fast machine
 RESOLUTION = 10**8  # times above it are solved in coarser units, so that sums stay far from CP-SAT's 64 bits
 SEED = 7
-MANY = 1000  # candidates of all sections, from which on a search finds its first solution late
+MANY = 1000  # candidates of all sections, from which on a search starts from a solution among few of them
 PLAINEST = 1 << 12  # more than `extras` summed over sections
 
 
@@ -62,48 +64,62 @@ def solve(problem: Problem, limit: float = DETERMINISTIC_LIMIT, margin: float = 
     among those that are slower than the fastest by at most this share.
     """
     coarse = _coarsened(problem)
-    model = Model(coarse)
-    model.cp.minimize(model.objective())
-    if (together := _together(problem, limit)) is not None:
-        model.hint(together)
-        model.within(evaluate(coarse, together).time_ns if coarse.deadline is None else coarse.deadline)
+    most = _horizon(coarse) if coarse.deadline is None else coarse.deadline
     if beside is not None:
-        model.within(2 * evaluate(replace(coarse, strategy="auto", capacity=1 << 62, pools=(), deadline=None), beside).time_ns)
+        most = min(most, 2 * evaluate(replace(coarse, strategy="auto", capacity=1 << 62, pools=(), deadline=None), beside).time_ns)
+    if (start := _start(coarse, most, limit)) is not None and coarse.deadline is None:
+        most = min(most, evaluate(coarse, start).time_ns)
+    if (part := parts.within(coarse, most)) is None:
+        return None
+    model = Model(part.problem, most)
+    if start is not None:
+        model.hint({s: part.places[s].index(i) for s, i in start.choice.items()}, start.group)
+    model.cp.minimize(model.objective())
     solver, status = _run(model, limit)
     if status == cp_model.INFEASIBLE:
         return None
-    assignment, first = model.assignment(solver), model.first(solver)
+    assignment, first = part.whole(model.assignment(solver)), model.first(solver)
     bound = first if status == cp_model.OPTIMAL else int(solver.best_objective_bound) // model.weight
     if margin and any(problem.sections[s][i].width for s, i in assignment.choice.items()):
-        plain, found = Model(coarse), solver.value(model.time)
-        plain.within(int(found * (1 + margin)))
-        spread = int(found * margin)  # of times, where the second part of the objective counts less than a doubling
-        if problem.deadline is not None:
-            plain.cp.add(plain.used == first)
-            spread = int(found * (1 + margin))
-        plain.cp.minimize(plain.objective() + plain.total("width") * (PLAINEST * (problem.ranks + 1) * (spread + 2)))
-        solver, _ = _run(plain, limit)
-        assignment, first = plain.assignment(solver), plain.first(solver)
+        assignment, first = _plainer(coarse, solver.value(model.time), first, margin, limit)
     value, gap = evaluate(problem, assignment), max(0.0, (first - bound) / max(first, 1))
     return Solution(assignment, value.time_ns, solver.status_name(status), round(gap, 6), value.ranks)
 
 
-def _together(problem: Problem, limit: float) -> Assignment | None:
-    """Of a large problem an assignment to start from: all sections on the same ranks, which is found at once where there is one."""
-    if problem.strategy != "auto" or sum(map(len, problem.sections.values())) < MANY:
+def _start(problem: Problem, most: int, limit: float) -> Assignment | None:
+    """Of a large problem an assignment to start from, of a few candidates on each number of ranks; None where these do not do."""
+    if sum(map(len, problem.sections.values())) < MANY:
         return None
+    part = parts.few(problem)
+    model = Model(part.problem, most)
+    model.cp.minimize(model.objective())
     try:
-        found = solve(replace(problem, strategy="colocate"), limit / 4)
+        solver, status = _run(model, limit / 4)
     except RuntimeError:
         return None
-    return found.assignment if found is not None else None
+    return None if status == cp_model.INFEASIBLE else part.whole(model.assignment(solver))
+
+
+def _plainer(problem: Problem, time: int, first: int, margin: float, limit: float) -> tuple[Assignment, int]:
+    """The assignment with the fewest doublings that takes at most a margin more than the best, and its first part of the objective."""
+    most, spread = int(time * (1 + margin)), int(time * margin)  # of times, where the objective's second part counts less than a doubling
+    part = parts.within(problem, most)
+    assert part is not None, "the best assignment is among these"
+    model = Model(part.problem, most)
+    if problem.deadline is not None:
+        model.cp.add(model.used == first)
+        spread = most
+    model.cp.minimize(model.objective() + model.total("width") * (PLAINEST * (problem.ranks + 1) * (spread + 2)))
+    solver, _ = _run(model, limit)
+    return part.whole(model.assignment(solver)), model.first(solver)
 
 
 def least_memory(problem: Problem, limit: float = DETERMINISTIC_LIMIT) -> int | None:
     """The bytes a rank needs at least, whatever the time, or None if no assignment meets the other constraints."""
     total = _total_memory(problem)
     pools = tuple(replace(pool, capacity=total) for pool in problem.pools)
-    model = Model(_coarsened(replace(problem, capacity=total, pools=pools)))
+    asked = _coarsened(replace(problem, capacity=total, pools=pools))
+    model = Model(asked, _horizon(asked) if asked.deadline is None else asked.deadline)
     model.cp.minimize(model.capacity)
     solver, status = _run(model, limit)
     return None if status == cp_model.INFEASIBLE else solver.value(model.capacity) << 20
@@ -112,7 +128,8 @@ def least_memory(problem: Problem, limit: float = DETERMINISTIC_LIMIT) -> int | 
 def least_time(problem: Problem, limit: float = DETERMINISTIC_LIMIT) -> int | None:
     """The shortest step on any of the ranks, in ns, or None if nothing fits them."""
     free = replace(problem, deadline=_horizon(problem))
-    model = Model(_coarsened(free))
+    coarse = _coarsened(free)
+    model = Model(coarse, _horizon(coarse))
     model.cp.minimize(model.time)
     solver, status = _run(model, limit)
     return None if status == cp_model.INFEASIBLE else evaluate(free, model.assignment(solver)).time_ns
@@ -154,9 +171,10 @@ def _coarsened(problem: Problem) -> Problem:
 
 
 class Model:
-    """The constraints of a problem; `time` is its step time, `capacity` the MiB on the fullest rank. Objectives are the callers'."""
+    """The constraints of a problem, in which a step takes at most `most`; `time` is its step time, `capacity` the MiB on the fullest rank.
+    Objectives are the callers'."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, most: int | None = None) -> None:
         self.problem, self.cp = problem, cp_model.CpModel()
         self.names = list(problem.sections)
         self.horizon = _horizon(problem)
@@ -166,8 +184,7 @@ class Model:
         self.ranks = {g: self.cp.new_int_var(0, problem.ranks, f"R[{g}]") for g in self.names}
         self.work = {g: self.cp.new_int_var(0, self.horizon, f"W[{g}]") for g in self.names}
         self.delay = {s: self.cp.new_int_var(0, self.horizon, f"D[{s}]") for s in self.names}
-        most = self.horizon if problem.deadline is None else min(self.horizon, problem.deadline)
-        self.time = self.cp.new_int_var(0, most, "T")
+        self.time = self.cp.new_int_var(0, min(n for n in (self.horizon, most, problem.deadline) if n is not None), "T")
         self.used = sum(self.ranks.values())
         self.capacity = self.cp.new_int_var(0, problem.capacity >> 20, "K")
         for family in (
@@ -184,24 +201,13 @@ class Model:
         ):
             family()
 
-    def hint(self, assignment: Assignment) -> None:
+    def hint(self, choice: Mapping[str, int], group: Mapping[str, str]) -> None:
         """Let the search begin with an assignment."""
-        for s, chosen in assignment.choice.items():
+        for s, chosen in choice.items():
             for i, x in enumerate(self.x[s]):
                 self.cp.add_hint(x, i == chosen)
         for (s, g), y in self.y.items():
-            self.cp.add_hint(y, assignment.group[s] == g)
-
-    def within(self, most: int) -> None:
-        """Let a step take at most so long: candidates that take longer by themselves, or leave the others too few ranks, are out."""
-        self.cp.add(self.time <= most)
-        least = {s: min((c.ranks for c in cs if c.time_ns <= most), default=0) for s, cs in self.problem.sections.items()}
-        for s, candidates in self.problem.sections.items():
-            others = [n for other, n in least.items() if other != s] or [0]
-            for x, c in zip(self.x[s], candidates, strict=True):
-                beside = c.ranks + max(others) <= self.problem.ranks
-                if c.time_ns > most or not (beside or c.ranks >= min(others)):
-                    self.cp.add(x == 0)
+            self.cp.add_hint(y, group[s] == g)
 
     def assignment(self, solver: cp_model.CpSolver) -> Assignment:
         """The assignment that a solver found."""
@@ -255,6 +261,7 @@ class Model:
 
     def _work(self) -> None:
         self._sum_over_groups("time_ns", self.work)
+        self.cp.add(self.total("work") <= self.problem.ranks * self.time)
 
     def _memory(self) -> None:
         """Bytes as MiB, rounded up for each candidate."""

@@ -68,6 +68,7 @@ class _Padding:
         self.graph, self.mean, self.time_ns, self.listed = graph, mean, time_ns, listed[:DEALT]
         self.widths = [name for name, op in graph.symbols.items() if op.kind.data == "width"]
         self.known: dict[tuple[int, int], int] = {}
+        self.means: dict[tuple[When, int], Mapping[str, int]] = {}
 
     def __call__(self, share: int, size: int) -> int:
         key = 1 << (share - 1).bit_length(), 1 << (size - 1).bit_length()
@@ -89,7 +90,9 @@ class _Padding:
                     yield self._time(when, some[a:b], max), self._time(when, some[a:b], lambda widths: sum(widths) // len(widths))
 
     def _time(self, when: When, lot: Sequence[SampleMeta], width: Callable[[list[int]], int]) -> int:
-        sizes = dict(micro_batch(self.graph, self.mean[when], len(lot)))
+        if (when, len(lot)) not in self.means:
+            self.means[when, len(lot)] = micro_batch(self.graph, self.mean[when], len(lot))
+        sizes = dict(self.means[when, len(lot)])
         for name in lot[0].sizes:
             found = [s.sizes[name] for s in lot]
             sizes[name] = width(found) if name in self.widths else sum(found)

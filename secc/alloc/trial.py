@@ -16,7 +16,9 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from itertools import accumulate, pairwise
+from typing import TypeVar
 
+from secc import parallel
 from secc.alloc import ahead
 from secc.alloc.candidates import Load, Workload, on_rank, room_of, times_of, update_ns
 from secc.alloc.evaluate import evaluate as value
@@ -35,10 +37,12 @@ from secc.runtime.wavefront import Candidate as Order
 from secc.runtime.wavefront import ordered
 
 UNLIMITED = 1 << 62  # bytes
+FEW_JOBS = 10_000  # in orders together, for which copies of the process would take longer
 BATCHES, SAMPLES = 4, 2048  # that a choice is tried on at most; large batches differ less
 
 Ranks = Mapping[str, Sequence[int]]  # of each group
 Samples = Sequence[SampleMeta]
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,11 @@ class Tried:
     time_ns: int
     fits: bool
     jobs: int
+
+
+def mapped(function: Callable[[Item], Tried], items: Sequence[Item], jobs: int) -> list[Tried]:
+    """`function` of each item, on all cores where the orders have enough jobs together."""
+    return parallel.mapped(function, items) if jobs >= FEW_JOBS else list(map(function, items))
 
 
 def mean(steps: Sequence[Tried]) -> Tried:
@@ -65,11 +74,14 @@ class Trial:
         self.work, self.problem, self.run_ahead = work, problem, run_ahead
         count = max(1, min(BATCHES, SAMPLES // work.global_batch))
         self.batches = drawn_samples.drawn(work.graph, work.global_batch, count) or [_means(work)]
+        self.loads: dict[tuple[str, int, int, int], Load] = {}
         self.waits = {(e.src, e.dst): self._message_ns(e.src, e.dst) for e in problem.edges}
 
     def run(self, assignment: Assignment, ranks: Ranks) -> Tried:
         """The steps of the choice on these ranks."""
-        return mean([self.step(assignment, ranks, batch) for batch in self.batches])
+        stages = sum(self.problem.sections[s][i].pp for s, i in assignment.choice.items())
+        jobs = 2 * stages * sum(map(len, self.batches))
+        return mean(mapped(lambda batch: self.step(assignment, ranks, batch), self.batches, jobs))
 
     def look(self, assignment: Assignment, ranks: Ranks) -> Tried:
         """The step of the first batch in the first order that is found, which takes a small part of the time."""
@@ -151,8 +163,10 @@ class Trial:
 
     def _load(self, section: str, c: Candidate) -> tuple[Workload, Load]:
         """The workload on the candidate's kind of device, and the section on one of its ranks."""
-        work = self.work.on(c.kind)
-        return work, on_rank(work.loads[section], c.tp, c.pp, work.cluster)
+        work, key = self.work.on(c.kind), (section, c.kind, c.tp, c.pp)
+        if key not in self.loads:
+            self.loads[key] = on_rank(work.loads[section], c.tp, c.pp, work.cluster)
+        return work, self.loads[key]
 
     # -- what the order leaves out --------------------------------------------------------------------------------------------------
 

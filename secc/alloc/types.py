@@ -39,6 +39,11 @@ class Candidate:
         return self.dp * self.tp * self.pp
 
     @property
+    def work(self) -> int:
+        """ns of all ranks together."""
+        return self.time_ns * self.ranks
+
+    @property
     def width(self) -> int:
         """How often the ranks of a replica were doubled."""
         return (self.tp - 1).bit_length() + (self.pp - 1).bit_length()

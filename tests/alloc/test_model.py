@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from secc.alloc import model
+from secc.alloc import model, parts
 from secc.alloc.evaluate import evaluate
 from secc.alloc.model import least_memory, least_time, solve
 from secc.alloc.types import Assignment, Candidate, Edge, Problem, Solution
@@ -39,6 +39,18 @@ def test_what_a_large_problem_rules_out_is_not_missed(problem: Problem, deadline
     known, plainer = solve(asked), solve(asked, margin=0.25)
     assert _figures(found) == _figures(known)
     assert _figures(plain) == _figures(plainer)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.one_of(instances.problems(), instances.mixed()), st.integers(10, 200))
+def test_a_bound_leaves_every_assignment_within_it(problem: Problem, most: int) -> None:
+    left, whole = parts.within(problem, most), [(v.time_ns, v.ranks) for v in instances.values(problem)]
+    found = [] if left is None else [(v.time_ns, v.ranks) for v in instances.values(left.problem)]
+    assert sorted(v for v in found if v[0] <= most) == sorted(v for v in whole if v[0] <= most)
+    if left is not None:
+        for a in instances.assignments(left.problem):
+            for s, i in left.whole(a).choice.items():
+                assert problem.sections[s][i] == left.problem.sections[s][a.choice[s]]
 
 
 def _figures(solution: Solution | None) -> tuple[int, int] | None:

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from secc.alloc import contest as contests
 from secc.alloc import known
 from secc.alloc import problem as problems
+from secc.alloc import trial as trials
 from secc.alloc.candidates import room, workload
 from secc.alloc.contest import contest
 from secc.alloc.evaluate import evaluate
+from secc.alloc.layouts import IN_STEP
 from secc.alloc.model import solve
 from secc.alloc.pins import Pins
 from secc.alloc.problem import problem
@@ -106,7 +107,7 @@ def test_looks_and_trials_in_other_processes_find_the_same(monkeypatch: pytest.M
     solution = solve(asked)
     assert solution is not None
     alone = contest(trial, asked, solution.assignment, lambda a: handed(asked, a), 0.0)
-    monkeypatch.setattr(contests, "FEW_JOBS", 0)
+    monkeypatch.setattr(trials, "FEW_JOBS", 0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     assert contest(trial, asked, solution.assignment, lambda a: handed(asked, a), 0.0) == alone
 
@@ -125,6 +126,29 @@ def test_plans_far_behind_at_a_look_are_not_tried(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Trial, "step", counted)
     won = contest(trial, asked, solution.assignment, lambda a: handed(asked, a), 0.0)
     assert runs.count(True) == won.trials and len(trial.batches) <= runs.count(False) < len(trial.batches) * won.trials
+
+
+def test_replicas_in_step_win_only_where_the_order_says_so() -> None:
+    """Closed forms that promise too much of zero3 have it tried; what it takes is what counts."""
+    _, asked, trial = vlm()
+    cheap = {s: tuple(replace(c, sharding=IN_STEP, time_ns=c.time_ns // 2) for c in cs) for s, cs in asked.sections.items()}
+    both = {s: (*cs, *cheap[s]) for s, cs in asked.sections.items()}
+    asked = replace(asked, sections=both, edges=problems.edges(trial.work, both))
+    trial, solution = Trial(trial.work, asked), solve(asked)
+    assert solution is not None and in_step(asked, solution.assignment)
+    looked: list[Assignment] = []
+
+    def hand_out(a: Assignment) -> dict[str, list[int]]:
+        looked.append(a)
+        return handed(asked, a)
+
+    won = contest(trial, asked, solution.assignment, hand_out, 0.0)
+    assert any(in_step(asked, a) for a in looked) and not in_step(asked, won.assignment)
+    assert won.tried.time_ns <= trial.run(solution.assignment, handed(asked, solution.assignment)).time_ns
+
+
+def in_step(asked: Problem, a: Assignment) -> bool:
+    return any(asked.sections[s][i].sharding == IN_STEP for s, i in a.choice.items())
 
 
 def test_candidates_made_in_other_processes_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
