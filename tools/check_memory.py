@@ -9,6 +9,7 @@ many micro-batches and with the same layers run again (`torch.utils.checkpoint`)
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -121,9 +122,11 @@ def sample(name: str, g: torch.Generator) -> dict[str, torch.Tensor]:
 
 def planned(path: Path, micro_batch: int, again: str) -> Section:
     """The one section of the plan for one rank."""
-    pins = tuple(f"model.{pin}" for pin in (f"micro_batch={micro_batch}", f"recompute={again}"))
-    options = Options(cluster="1x1xcpu", global_batch=SAMPLES, max_sections=1, fuse=False, set=pins)
+    options = Options(cluster="1x1xcpu", global_batch=SAMPLES, max_sections=1, fuse=False)
     (section,) = compile_model(path, options).plan.sections
+    if (section.micro_batch, section.recompute) != (micro_batch, again):
+        pins = (f"{section.name}.micro_batch={micro_batch}", f"{section.name}.recompute={again}")
+        (section,) = compile_model(path, dataclasses.replace(options, set=pins)).plan.sections
     return section
 
 
