@@ -55,8 +55,13 @@ def _branches(node: ast.expr, symbols: tuple[Symbol, ...]) -> list[Branch]:
             return [([f"({_sum(a)})//{by}"], [f"({_sum(b)})//{by}"]) for a, b in _branches(left, symbols)]
         case ast.Call(func=ast.Name(id="max"), args=args):
             return [branch for arg in args for branch in _branches(arg, symbols)]
-        case ast.BinOp(left=ast.Constant(value=int(by)), op=ast.Mult(), right=right) if by >= 0 and not _polynomial(right):
-            return [([f"{by}*({_sum(a)})"], [f"{by}*({_sum(b)})"]) for a, b in _branches(right, symbols)]
+        case (
+            ast.BinOp(left=ast.Constant(value=int(by)), op=ast.Mult(), right=time)
+            | ast.BinOp(left=time, op=ast.Mult(), right=ast.Constant(value=int(by)))
+        ) if by >= 0 and not _polynomial(time):
+            return [([f"{by}*({_sum(a)})"], [f"{by}*({_sum(b)})"]) for a, b in _branches(time, symbols)]
+        case ast.BinOp(left=time, op=ast.Sub(), right=ast.Constant(value=int(less))) if not _polynomial(time):
+            return [(a, [*b, f"-{less}"]) for a, b in _branches(time, symbols)]
     return [_monomials(node, symbols)] if _polynomial(node) else [([], [ast.unparse(node)])]
 
 

@@ -105,16 +105,22 @@ def test_room_for_one_makes_a_pipeline_take_one_sample_after_another():
     assert (bound.ns, bound.reason) == (4 * 3 * 30, "what lm_0 has room for")
 
 
-@given(
-    st.sampled_from(["B*S", "7 + B*S", "5*I + 3*B*S - 3*B", "(B*S*S + 4*I)//3", "max(B*S, 3*I + 2)", "40*S", "2*(max(I, 3)) + S*B"]),
-    batches,
-)
+TIMES = ["B*S", "7 + B*S", "5*I + 3*B*S - 3*B", "(B*S*S + 4*I)//3", "max(B*S, 3*I + 2)", "40*S", "2*(max(I, 3)) + S*B"]
+IN_PARTS = ["20*((7*I)//2)*21//80", "(max(B*I + 9, 3*I + 7) - (7))*8//17"]
+
+
+@given(st.sampled_from(TIMES + IN_PARTS), batches)
 def test_a_micro_batch_takes_at_least_the_sum_of_its_samples_weights(text, samples):
     sizes = [s.sizes for s in samples]
     together = {"B": sum(s["B"] for s in sizes), "I": sum(s["I"] for s in sizes), "S": max((s["S"] for s in sizes), default=0)}
     for branch in parts(text, SYMBOLS):
         weights = sum(evaluate(branch.additive, s) + Fraction(evaluate(branch.rest, s), len(samples)) for s in sizes)
         assert weights <= evaluate(text, together)
+
+
+@pytest.mark.parametrize("text", IN_PARTS)
+def test_what_adds_up_is_found_in_products_and_differences(text):
+    assert any("I" in branch.additive for branch in parts(text, SYMBOLS))
 
 
 def test_work_spread_over_replicas_bounds_a_step():
