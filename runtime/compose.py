@@ -21,12 +21,11 @@ from operator import mul
 from secc.runtime.balance import Ranks, balance, balance_rounds
 from secc.runtime.costs import Costs
 from secc.runtime.graph import Graph
-from secc.runtime.lots import Lot, lots, too_large
+from secc.runtime.lots import Cut, Lot, halved, lots
 from secc.runtime.plan import Plan, Section
 from secc.runtime.program import MicroBatch, SampleMeta, active, gathers, replica_ranks, returns_gradient, weight_parts
 from secc.runtime.routes import replicas
 
-Cut = list[tuple[int, Lot]]  # a section's micro-batches: (replica, positions of the samples)
 Column = list[int]  # one number for each sample of the global batch
 
 
@@ -348,16 +347,7 @@ class Composer:
                 count = -(-len(group) // section.micro_batch)
                 bounds = [i * len(group) // count for i in range(count + 1)]
                 cut += [(r, tuple(group[a:b])) for a, b in pairwise(bounds)]
-        return self._halved(self.graph.stages[section.name], cut)
-
-    def _halved(self, stages: Sequence[Section], cut: Cut) -> Cut:
-        """The cut, with lots of several samples halved until none keeps more than the stages have room for."""
-        while any(s.room_bytes for s in stages):
-            large = too_large(self.costs, stages, self.costs.columns_of([lot for _, lot in cut]), len(cut))
-            if not any(is_large and len(lot) > 1 for is_large, (_, lot) in zip(large, cut, strict=True)):
-                break
-            cut = [(r, part) for is_large, (r, lot) in zip(large, cut, strict=True) for part in _halves(lot, is_large)]
-        return cut
+        return halved(self.costs, self.graph.stages[section.name], cut)
 
     def table(self, section: Section, cut: Cut, turn: Column) -> Table:
         """The columns of a section's micro-batches; with empty ones, where all replicas of the section must have equally many."""
@@ -381,11 +371,6 @@ class Composer:
         turns = [min((turn[p] for p in t), default=0) for t in lots]
         kept = self.costs.kept(section, lots)
         return Table(micros, forward, backward, weight_parts(section, backward), kept, upstream, wave, urgencies, turns)
-
-
-def _halves(lot: Lot, wanted: bool) -> list[Lot]:
-    half = len(lot) // 2
-    return [lot[:half], lot[half:]] if wanted and half else [lot]
 
 
 def _evened(cut: Cut, replicas: int) -> Cut:

@@ -18,6 +18,7 @@ from secc.runtime.plan import Section
 from secc.runtime.program import gathers
 
 Lot = tuple[int, ...]
+Cut = list[tuple[int, Lot]]  # a section's micro-batches: (replica, positions of the samples)
 
 FOR_EVER = 1 << 62  # ns
 
@@ -29,6 +30,21 @@ def too_large(costs: Costs, stages: Sequence[Section], columns: Columns, count: 
         room = s.room_bytes // (len(stages) - s.stage)
         found = [large or kept > room for large, kept in zip(found, costs.kept_at(s, columns, count), strict=True)]
     return found
+
+
+def halved(costs: Costs, stages: Sequence[Section], cut: Cut) -> Cut:
+    """The cut, with lots of several samples halved until none keeps more than the stages have room for."""
+    while any(s.room_bytes for s in stages):
+        large = too_large(costs, stages, costs.columns_of([lot for _, lot in cut]), len(cut))
+        if not any(is_large and len(lot) > 1 for is_large, (_, lot) in zip(large, cut, strict=True)):
+            break
+        cut = [(r, part) for is_large, (r, lot) in zip(large, cut, strict=True) for part in _halves(lot, is_large)]
+    return cut
+
+
+def _halves(lot: Lot, wanted: bool) -> list[Lot]:
+    half = len(lot) // 2
+    return [lot[:half], lot[half:]] if wanted and half else [lot]
 
 
 def lots(

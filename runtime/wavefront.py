@@ -35,11 +35,11 @@ from secc.runtime import queues
 from secc.runtime.ahead import early, ready
 from secc.runtime.apart import Apart
 from secc.runtime.collector import collector_paused
-from secc.runtime.compose import Composer, Cut, Table
+from secc.runtime.compose import Composer, Table
 from secc.runtime.emit import emit
 from secc.runtime.graph import Graph
 from secc.runtime.jobs import Messages, Step, make, numbered
-from secc.runtime.lots import Lot
+from secc.runtime.lots import Cut, Lot
 from secc.runtime.plan import Plan, Section
 from secc.runtime.program import Micros, SampleMeta, Schedule, pairs
 from secc.runtime.search import Least, affordable, improve, tries
@@ -125,23 +125,35 @@ def ordered(plan: Plan, samples: Sequence[SampleMeta], *, soon: bool = False) ->
         return _ordered(composer, (lambda: NOTHING_SHORTER) if soon else cache(composer.least))
 
 
-def arranged_schedule(plan: Plan, samples: Sequence[SampleMeta], cuts: Mapping[str, Cut], ahead: Iterable[str] = ()) -> Schedule:
-    """The schedule of micro-batches that are given, each section's replicas taking theirs in the order in which they stand in `cuts`.
+class Arranged:
+    """The step of micro-batches that are given, each section's replicas taking theirs in the order in which they stand in `cuts`.
 
     `cuts` is by whole sections; stages of a pipeline share theirs. Sections in `ahead` do all forwards first, the others a backward as soon
     as they can; nothing is computed ahead of the step. Raises ValueError where the micro-batches wait for each other in a circle.
     """
-    plan = replace(plan, run_ahead_gib=0.0)
-    with collector_paused():
-        composer = Composer(plan, samples, Graph(plan, frozenset(ahead)))
-        tables: dict[str, Table] = {}
-        for s in plan.sections:
-            turn = [0] * len(samples)
-            for place, (_, positions) in enumerate(cuts[s.whole]):
-                for p in positions:
-                    turn[p] = place
-            tables[s.name] = composer.table(s, cuts[s.whole], turn)
-        return _emitted(_candidate(composer, tables, tables))
+
+    def __init__(self, plan: Plan, samples: Sequence[SampleMeta], cuts: Mapping[str, Cut], ahead: Iterable[str] = ()) -> None:
+        plan = replace(plan, run_ahead_gib=0.0)
+        with collector_paused():
+            composer = Composer(plan, samples, Graph(plan, frozenset(ahead)))
+            tables: dict[str, Table] = {}
+            for s in plan.sections:
+                turn = [0] * len(samples)
+                for place, (_, positions) in enumerate(cuts[s.whole]):
+                    for p in positions:
+                        turn[p] = place
+                tables[s.name] = composer.table(s, cuts[s.whole], turn)
+            self._candidate = _candidate(composer, tables, tables)
+
+    @property
+    def makespan(self) -> int:
+        """Ns by the plan's costs, without transfers and the optimizer."""
+        return self._candidate.makespan
+
+    def schedule(self) -> Schedule:
+        """Its programs."""
+        with collector_paused():
+            return _emitted(self._candidate)
 
 
 def _timed_schedule(plan: Plan, samples: Sequence[SampleMeta], order: str) -> tuple[Schedule, int]:

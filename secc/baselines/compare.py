@@ -1,27 +1,33 @@
 """Each baseline's best step on the same samples, devices and costs as a plan of secc.
 
-Layouts are ranked in closed form from the dataset's mean samples; the best few are simulated on the samples themselves, and the shortest
-counts.
+Layouts are ranked in closed form from the dataset's mean samples; of the best the order is computed, without programs and messages; those
+whose order is shortest are simulated, and the shortest step that holds no more than there is memory counts.
 """
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
+from secc.alloc.candidates import update_ns
 from secc.baselines.layout import Base, Layout, base, planned
 from secc.baselines.packing import Batch, cuts
 from secc.baselines.schemes import SCHEMES, Scheme
 from secc.baselines.space import Space
 from secc.errors import UserError
+from secc.parallel import mapped
+from secc.runtime.costs import Costs
 from secc.runtime.plan import Plan
 from secc.runtime.program import SampleMeta
-from secc.runtime.wavefront import arranged_schedule
+from secc.runtime.wavefront import Arranged
 from secc.simulate.events import Simulated
 from secc.simulate.machine import simulate
 
 ALL = "all"
+SIMULATED = 5  # layouts of a baseline that are simulated
 
 
 @dataclass(frozen=True)
@@ -52,21 +58,59 @@ class Comparison:
     def best(self, name: str, batches: Sequence[Sequence[SampleMeta]]) -> Found:
         """The best layout of a baseline, by its mean step over the global batches."""
         scheme = SCHEMES[name]
-        anchor = Batch(self.base.plan, batches[0]).anchor
-        found: list[tuple[int, Layout]] = []
-        for layout in scheme.layouts(self.space, anchor):
-            plan = planned(self.base, layout)
-            found.append((sum(step(plan, samples, scheme, layout).end for samples in batches), layout))
-        if not found:
+        layouts = scheme.layouts(self.space, Batch(self.base.plan, batches[0]).anchor)
+        looks = mapped(lambda layout: self._look(layout, scheme, batches[0]), layouts)
+        ranked = sorted(range(len(layouts)), key=lambda i: looks[i])[:SIMULATED]
+        times = mapped(lambda i: self._mean(layouts[i], scheme, batches), ranked)
+        fitting = [(time, i) for time, i in zip(times, ranked, strict=True) if time is not None]
+        if not fitting:
             return Found(None, None, "no layout fits")
-        time, layout = min(found, key=lambda pair: pair[0])
-        return Found(time / len(batches) / 1e9, layout.ranks, describe(layout))
+        time, i = min(fitting)
+        return Found(time / len(batches) / 1e9, layouts[i].ranks, describe(layouts[i]))
+
+    def _look(self, layout: Layout, scheme: Scheme, samples: Sequence[SampleMeta]) -> int:
+        """Ns of a step by its order alone, and of the longest update."""
+        plan, work = planned(self.base, layout), self.base.work
+        parts = ((self.space.rank(n, p.chosen.tp, p.chosen.pp), p.chosen) for n, p in layout.parts.items())
+        return arranged(plan, samples, scheme, layout).makespan + max(update_ns(work, load, c.dp, c.sharding) for load, c in parts)
+
+    def _mean(self, layout: Layout, scheme: Scheme, batches: Sequence[Sequence[SampleMeta]]) -> int | None:
+        """Ns of the steps together, None where one of them holds more than a rank has memory for."""
+        plan, total = planned(self.base, layout), 0
+        for samples in batches:
+            found = step(plan, samples, scheme, layout)
+            if fullest(found, layout) > self.space.capacity:
+                return None
+            total += found.end
+        return total
+
+
+def arranged(plan: Plan, samples: Sequence[SampleMeta], scheme: Scheme, layout: Layout) -> Arranged:
+    """The order of one step of a baseline."""
+    return Arranged(plan, samples, cuts(Batch(plan, samples), scheme.order, layout.samples), layout.ahead)
 
 
 def step(plan: Plan, samples: Sequence[SampleMeta], scheme: Scheme, layout: Layout) -> Simulated:
     """One step of a baseline. Raises ScheduleError for a schedule that must not run, which would be an error of this package."""
-    batch = Batch(plan, samples)
-    return simulate(plan, samples, arranged_schedule(plan, samples, cuts(batch, scheme.order, layout.samples), layout.ahead))
+    return simulate(plan, samples, arranged(plan, samples, scheme, layout).schedule())
+
+
+def fullest(found: Simulated, layout: Layout) -> int:
+    """Bytes on the rank of a step that holds the most: what stays, and of each section the most that is in flight at once."""
+    plan, needs = found.plan, Counter[int]()
+    costs = Costs(plan, found.samples)
+    kept = {s.name: costs.kept(s, [m.samples for m in found.schedule.micro_batches[s.name]]) for s in plan.sections}
+    changes: dict[tuple[str, int], list[tuple[int, int, int]]] = defaultdict(list)
+    for c in (c for c in found.compute if kept[c.section]):
+        size = kept[c.section][c.micro]
+        changes[c.section, c.rank].append((c.start, 1, size) if c.kind == "F" else (c.end, -1, -size))
+    for s in plan.sections:
+        memory = layout.parts[s.whole].memory
+        for rank in s.mesh.ranks[:: s.mesh.tp]:
+            own = sorted(changes[s.name, rank])
+            number, size = (max(accumulate(change[i] for change in own), default=0) for i in (1, 2))
+            needs[rank] += memory.total(1) if s.mode == "forward" else memory.total(number) - memory.kept(number) + size
+    return max(needs.values())
 
 
 def describe(layout: Layout) -> str:

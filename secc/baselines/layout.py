@@ -20,21 +20,27 @@ from typing import Any
 from xdsl.dialects.builtin import ModuleOp
 
 from secc import pipeline, whatif
-from secc.alloc.candidates import Workload, on_rank, places, workload
+from secc.alloc.candidates import Load, Workload, on_rank, places, workload
+from secc.alloc.rooms import size
 from secc.alloc.types import Candidate
 from secc.cluster import Cluster, parse
 from secc.codegen import plan as plan_codegen
+from secc.cost.load import Pattern
+from secc.cost.memory import Memory
 from secc.ir import text
 from secc.ir.dialect import BodyOp, CallOp, ReceiveOp, graph_of
+from secc.runtime.expr import evaluate
 from secc.runtime.plan import Cost, Edge, Mesh, ModelRef, Plan, Section, load
 from secc.schedule.traffic import parameter_bytes
 
 SEVERAL = 2  # calls behind an edge: more than a head beside the layers
+ANY = 1 << 30  # micro-batches in flight: more than a step has
 
 
 @dataclass(frozen=True)
 class Base:
-    """What all baselines of a plan share: `plan` has every section whole, on rank 0; `ranks` is how many devices there are.
+    """What all baselines of a plan share: `plan` has every section whole, on rank 0; `ranks` is how many devices there are, also where the
+    plan leaves some idle.
 
     `late` has the edges that only the last stage of their consumer needs, such as a teacher's hidden states for a student's loss.
     """
@@ -44,17 +50,44 @@ class Base:
     ranks: int
     late: frozenset[str]
 
+    def tokens(self, pattern: Pattern) -> int:
+        """Of the mean sample of a pattern."""
+        return tokens(self.plan, self.work.sizes(pattern, 1))
+
 
 @dataclass(frozen=True)
 class Part:
     """A section under a layout: its configuration and its ranks, ordered (dp, pp, tp) with tp fastest.
 
-    `room` is how many micro-batches more than 1F1B needs a stage may hold between forward and backward, None for any number.
+    `memory` is that of one of its ranks, `turns` how many micro-batches that counts where their number is not bounded, and `room` how
+    many more than 1F1B needs a stage may hold between forward and backward, None for as many as bytes allow.
     """
 
     chosen: Candidate
     ranks: tuple[int, ...]
+    memory: Memory
+    turns: int = 1
     room: int | None = 0
+
+    def in_flight(self, stage: int) -> int:
+        """How many micro-batches a stage may hold, 0 where nothing else asks for more than a few."""
+        if self.room is None:
+            return ANY
+        return self.chosen.pp - stage + self.room if self.chosen.pp > 1 else self.room
+
+    def counted(self, stage: int) -> int:
+        """How many of them its memory is counted with."""
+        bounded = 0 if self.room is None else self.in_flight(stage)
+        return min(bounded or self.turns, self.chosen.micro_batches)
+
+    def stage_of(self, rank: int) -> int:
+        """The stage that a rank has, -1 for ranks of other sections."""
+        return self.ranks.index(rank) // self.chosen.tp % self.chosen.pp if rank in self.ranks else -1
+
+    def needs(self, rank: int) -> int:
+        """Bytes on a rank."""
+        stage = self.stage_of(rank)
+        return self.memory.total(self.counted(stage)) if stage >= 0 else 0
 
 
 @dataclass(frozen=True)
@@ -64,6 +97,14 @@ class Layout:
     parts: Mapping[str, Part]
     samples: int
     ahead: frozenset[str] = frozenset()
+
+    def needs(self, rank: int) -> int:
+        """Bytes on a rank."""
+        return sum(part.needs(rank) for part in self.parts.values())
+
+    def fullest(self) -> int:
+        """Bytes on the rank that needs the most. Parts of alike ranks: the first ones of their stages tell."""
+        return max(self.needs(r) for part in self.parts.values() for r in part.ranks[: part.chosen.tp * part.chosen.pp : part.chosen.tp])
 
     @property
     def ranks(self) -> int:
@@ -86,7 +127,8 @@ def base(directory: Path) -> Base:
     fresh = graph_of(text.parse(path.read_text(), str(path)))
     cluster = Cluster.from_dict(plan.cluster) or parse(asked.cluster)
     late = frozenset(e.name for e in whole.edges if not e.grad and not _reaches_layers(module, e))
-    return Base(dataclasses.replace(whole, cluster=plan.cluster), workload(fresh, cluster, plan.global_batch), plan.world_size, late)
+    ranks = plan.world_size if allocate.objective == "gpus" else allocate.ranks or cluster.ranks
+    return Base(dataclasses.replace(whole, cluster=plan.cluster), workload(fresh, cluster, plan.global_batch), ranks, late)
 
 
 def _reaches_layers(module: ModuleOp, edge: Edge) -> bool:
@@ -104,9 +146,15 @@ def _reaches_layers(module: ModuleOp, edge: Edge) -> bool:
     return False
 
 
+def tokens(plan: Plan, sizes: Mapping[str, int]) -> int:
+    """The entries of a sample's labels; at least 1."""
+    labels = next((i for i in plan.inputs if i.key == plan.labels_key), None)
+    return max(1, prod(evaluate(d, sizes) for d in labels.dims)) if labels is not None else 1
+
+
 def planned(base: Base, layout: Layout) -> Plan:
     """The plan of a layout."""
-    stages = {s.name: list(_stages(base, s, layout.parts[s.name])) for s in base.plan.sections}
+    stages = {s.name: list(_stages(base, s, layout)) for s in base.plan.sections}
     edges = [
         dataclasses.replace(e, src=stages[e.src][-1].name, dst=stages[e.dst][-1 if e.name in base.late else 0].name)
         for e in base.plan.edges
@@ -122,37 +170,47 @@ def planned(base: Base, layout: Layout) -> Plan:
     return dataclasses.replace(base.plan, sections=tuple(sections), edges=tuple(edges), world_size=world, model=model, ties=())
 
 
-def _stages(base: Base, section: Section, part: Part) -> Iterator[Section]:
+def _stages(base: Base, section: Section, layout: Layout) -> Iterator[Section]:
     """A section's stages, alike in time; itself alone without pipeline."""
+    part = layout.parts[section.name]
     c = part.chosen
     rank = on_rank(base.work.loads[section.name], c.tp, c.pp, base.work.cluster)
-    cost = Cost(rank.forward_ns, rank.backward_ns[c.recompute], rank.label)
+    cost = Cost(rank.forward_ns, rank.backward_ns[c.recompute], rank.label, saved=rank.under(c.recompute).saved)
     shares = list(_shares(base.plan, section.params, c.pp))
     for i in range(c.pp):
         own = tuple(r for k, r in enumerate(part.ranks) if k // c.tp % c.pp == i)
         named = {"name": f"{section.name}.{i}", "pipeline": section.name, "stage": i} if c.pp > 1 else {}
-        room = 0 if part.room is None else c.pp - i + part.room if c.pp > 1 else part.room
         yield dataclasses.replace(
             section,
             **named,
             mesh=Mesh(own, c.dp, 1, c.tp),
             params=shares[i],
             cost=cost,
-            micro_batch=base.plan.global_batch,  # tokens bound what is packed
-            in_flight=room,
-            room_bytes=0,
+            micro_batch=base.plan.global_batch,  # tokens and bytes bound what is packed
+            in_flight=part.in_flight(i),
+            room_bytes=_room_bytes(base.work, rank, layout, i),
             sharding=c.sharding,
             recompute=c.recompute,
         )
+
+
+def _room_bytes(work: Workload, load: Load, layout: Layout, stage: int) -> int:
+    """What the micro-batches of a stage may keep, as plans bound it (`secc.alloc.rooms`)."""
+    if load.mode == "forward":
+        return 0
+    part = layout.parts[load.name]
+    rank = part.ranks[stage * part.chosen.tp]
+    holders = sum(rank in p.ranks and work.loads[name].mode != "forward" for name, p in layout.parts.items())
+    return size(work, part.memory, part.counted(stage), layout.needs(rank) - part.needs(rank), holders)
 
 
 def _shares(plan: Plan, params: tuple[str, ...], parts: int) -> Iterator[tuple[str, ...]]:
     """Parameters cut in their order into parts of about the same bytes."""
     sizes = [parameter_bytes(plan, name) for name in params]
     total, found, passed = sum(sizes), [list[str]() for _ in range(parts)], 0
-    for name, size in zip(params, sizes, strict=True):
-        found[min(parts - 1, (passed + size // 2) * parts // max(total, 1))].append(name)
-        passed += size
+    for name, own in zip(params, sizes, strict=True):
+        found[min(parts - 1, (passed + own // 2) * parts // max(total, 1))].append(name)
+        passed += own
     yield from map(tuple, found)
 
 

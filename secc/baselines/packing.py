@@ -9,11 +9,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from math import prod
 
-from secc.runtime.compose import Cut
+from secc.baselines.layout import tokens
 from secc.runtime.costs import Costs
-from secc.runtime.expr import evaluate
+from secc.runtime.lots import Cut, halved
 from secc.runtime.plan import Plan, Section
 from secc.runtime.program import SampleMeta, active
 
@@ -29,13 +28,13 @@ class Batch:
     sections: dict[str, Section] = field(init=False)  # the first stage of each, whose replicas count for all
     anchor: str = field(init=False)
     tokens: list[int] = field(init=False)
+    costs: Costs = field(init=False)
 
     def __post_init__(self) -> None:
         self.sections = {name: stages[0] for name, stages in self.plan.pipelines.items()}
         self.anchor = max(self.sections, key=lambda name: (len(self.active(name)), list(self.sections).index(name)))
-        key = next((i for i in self.plan.inputs if i.key == self.plan.labels_key), None)
-        sizes = [s.sizes for s in self.samples]
-        self.tokens = [max(1, prod(evaluate(d, size) for d in key.dims)) if key is not None else 1 for size in sizes]
+        self.costs = Costs(self.plan, self.samples)
+        self.tokens = [tokens(self.plan, s.sizes) for s in self.samples]
 
     def active(self, section: str) -> list[int]:
         """The positions of the samples that pass through a section."""
@@ -50,10 +49,10 @@ class Batch:
 
     def times(self, section: str) -> list[int]:
         """Ns of each sample in a section (all its stages), forward and backward, 0 where it does not pass through."""
-        costs, on = Costs(self.plan, self.samples), set(self.active(section))
+        on = set(self.active(section))
         found = [0] * len(self.samples)
         for stage in self.plan.pipelines[section]:
-            both = zip(*costs.alone(stage), strict=True)
+            both = zip(*self.costs.alone(stage), strict=True)
             found = [t + (f + b if p in on else 0) for p, (t, (f, b)) in enumerate(zip(found, both, strict=True))]
         return found
 
@@ -151,7 +150,10 @@ def _defer(lots: Lots, own: Sequence[int], others: Sequence[int]) -> Lots:
 
 
 def cuts(batch: Batch, order: Order, samples: int) -> dict[str, Cut]:
-    """The micro-batches of every section: the anchor's, round by round over the replicas, and the others' after it."""
+    """The micro-batches of every section: the anchor's, round by round over the replicas, and the others' after it.
+
+    Those of several samples are halved until a rank has room for them.
+    """
     anchored, followed = order(batch, samples)
     found = {batch.anchor: _rounds(anchored)}
     passed = {p for lots in followed for lot in lots for p in lot}
@@ -165,7 +167,7 @@ def cuts(batch: Batch, order: Order, samples: int) -> dict[str, Cut]:
         for r in range(dp):
             mine[r] += first_fit(alone[r::dp], batch.tokens, batch.budget(samples))
         found[name] = _rounds([[lot for lot in lots if lot] for lots in mine])
-    return found
+    return {name: halved(batch.costs, batch.plan.pipelines[name], cut) for name, cut in found.items()}
 
 
 def _following(followed: Sequence[Lots], times: Sequence[int], dp: int) -> list[Lots]:

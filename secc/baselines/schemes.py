@@ -15,15 +15,15 @@ docs/baselines.md says what of each is not modelled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import product
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate, product
 
-from secc.alloc.candidates import candidate, room
-from secc.alloc.pins import WORDS
 from secc.baselines.layout import Layout, Part
 from secc.baselines.packing import Order, in_turn, largest_first, stratified
-from secc.baselines.space import SIMULATED, SIZES, Chosen, Space
+from secc.baselines.space import RANKED, SIZES, Chosen, Space
+from secc.cost.memory import Sums
 
 
 @dataclass(frozen=True)
@@ -35,28 +35,35 @@ class Scheme:
 
 
 def _best(found: Iterator[tuple[int, Layout]]) -> list[Layout]:
-    return [layout for _, layout in sorted(found, key=lambda pair: pair[0])[:SIMULATED]]
+    return [layout for _, layout in sorted(found, key=lambda pair: pair[0])[:RANKED]]
+
+
+def _summed(chosen: Chosen) -> int:
+    """What a step takes where all sections are on all devices."""
+    return sum(c.time_ns for c in chosen.values())
 
 
 # -- sections apart --------------------------------------------------------------------------------------------------------------------
 
 
 def _mimo(space: Space, anchor: str) -> list[Layout]:
-    return _apart(space, space.apart(lambda most: [1 << i for i in range(most.bit_length())]), anchor)
+    return _apart(space, space.apart(True, anchor), anchor)
 
 
 def _any_replicas(space: Space, anchor: str) -> list[Layout]:
-    return _apart(space, space.apart(lambda most: range(1, most + 1)), anchor)
+    return _apart(space, space.apart(False, anchor), anchor)
 
 
 def _apart(space: Space, ways: Sequence[Chosen], anchor: str) -> list[Layout]:
+    """Sections that wait for others' backwards hold as many micro-batches as they have memory for."""
     found: list[Layout] = []
     for chosen in ways:
         parts, start = dict[str, Part](), 0
         for name in sorted(chosen, key=lambda n: n != anchor):
             c = chosen[name]
-            held = space.in_flight(name, c) if c.pp == 1 else 0
-            parts[name] = Part(c, tuple(range(start, start + c.ranks)), held)
+            held = space.in_flight(name, c)
+            more = max(0, held - c.pp) if name in space.awaited else 0
+            parts[name] = space.part(name, c, range(start, start + c.ranks), held if c.pp == 1 else more)
             start += c.ranks
         found.append(Layout({n: parts[n] for n in chosen}, chosen[anchor].micro_batch))
     return found
@@ -66,25 +73,29 @@ def _apart(space: Space, ways: Sequence[Chosen], anchor: str) -> list[Layout]:
 
 
 def _uniform(space: Space, anchor: str) -> list[Layout]:
-    return _best(_meshes(space, anchor, space.widths(), space.depths(anchor)))
+    return _best(_meshes(space, anchor))
 
 
-def _meshes(space: Space, anchor: str, widths: Sequence[int], depths: Sequence[int]) -> Iterator[tuple[int, Layout]]:
+def _meshes(space: Space, anchor: str) -> Iterator[tuple[int, Layout]]:
     """One mesh on all devices; the other sections whole in the first stage, or cut into as many stages as the anchor."""
-    for tp, pp, size, deep in product(widths, depths, SIZES, (False, True)):
+    for tp, pp, dp, size in _everywhere(space, anchor):
+        for deep in (False, True) if pp > 1 else (False,):
+            stages = {n: pp if n == anchor or (deep and pp in space.depths(n)) else 1 for n in space.names}
+            ways = {n: space.ways(n, (tp, stages[n], dp), size) for n in space.names}
+            yield from space.fitting(ways, partial(_meshed, space, pp, size), _summed)
+
+
+def _meshed(space: Space, pp: int, size: int, chosen: Chosen) -> Layout:
+    first = {n: tuple(r for r in range(space.ranks) if r // c.tp % pp == 0) for n, c in chosen.items() if c.pp < pp}
+    return Layout({n: space.part(n, c, first.get(n, range(space.ranks)), pp if n in first else 0) for n, c in chosen.items()}, size)
+
+
+def _everywhere(space: Space, anchor: str) -> Iterator[tuple[int, int, int, int]]:
+    """(tp, pp, dp, mean samples in a micro-batch) of an anchor that takes all devices, or as many as its replicas fill."""
+    for tp, pp, size in product(space.widths(), space.depths(anchor), SIZES):
         dp = space.ranks // (tp * pp)
-        if not dp or dp * tp * pp != space.ranks or (deep and pp == 1) or size not in space.sizes(anchor, dp):
-            continue
-        stages = {n: pp if n == anchor or (deep and pp in space.depths(n)) else 1 for n in space.names}
-        chosen = {n: c for n in space.names if (c := space.at(n, tp, stages[n], dp, size)) is not None}
-        if len(chosen) == len(space.names) and _fits(space, chosen):
-            first = tuple(r for r in range(space.ranks) if r // tp % pp == 0)
-            parts = {n: Part(c, tuple(range(space.ranks)) if c.pp == pp else first, pp if c.pp < pp else 0) for n, c in chosen.items()}
-            yield sum(c.time_ns for c in chosen.values()), Layout(parts, size)
-
-
-def _fits(space: Space, chosen: Chosen) -> bool:
-    return sum(c.memory for c in chosen.values()) <= space.capacity
+        if dp and dp * tp * pp == space.ranks and size in space.sizes(anchor, dp):
+            yield tp, pp, dp, size
 
 
 def _colocate(space: Space, anchor: str) -> list[Layout]:
@@ -93,14 +104,20 @@ def _colocate(space: Space, anchor: str) -> list[Layout]:
 
 
 def _sharded(space: Space, anchor: str) -> Iterator[tuple[int, Layout]]:
-    everywhere, work = tuple(range(space.ranks)), space.base.work
-    for size, recompute in product(space.sizes(anchor, space.ranks), WORDS["recompute"]):
-        loads = {n: (work.loads[n], recompute if work.loads[n].mode != "forward" else "none") for n in space.names}
-        chosen = {n: candidate(work, load, space.ranks, size, recompute=way) for n, (load, way) in loads.items()}
-        held = [room(work, load, space.ranks, size, "none", way, 1) for load, way in loads.values()]
-        states = sum(m.parameters + m.gradients + m.optimizer for m in held) // space.ranks
-        if states + sum(m.sums.window + m.activation + m.working for m in held) <= space.capacity:
-            yield sum(c.time_ns for c in chosen.values()), Layout({n: Part(c, everywhere) for n, c in chosen.items()}, size)
+    for size in space.sizes(anchor, space.ranks):
+        ways = {n: space.ways(n, (1, 1, space.ranks), size) for n in space.names}
+        yield from space.fitting(ways, partial(_spread, space, size), _summed)
+
+
+def _spread(space: Space, size: int, chosen: Chosen) -> Layout:
+    return Layout({n: _over_all(space.part(n, c, range(space.ranks)), space.ranks) for n, c in chosen.items()}, size)
+
+
+def _over_all(part: Part, ranks: int) -> Part:
+    """With the states of a rank's shards, and gradients only while they are on their way."""
+    m, whole = part.memory, ("optimizer",) if part.chosen.sharding == "none" else ()
+    shards = {key: getattr(m, key) // ranks for key in ("parameters", "gradients", *whole)}
+    return replace(part, memory=replace(m, **shards, buffers=m.sums.window, sums=Sums()))
 
 
 def _bubble(space: Space, anchor: str) -> list[Layout]:
@@ -110,16 +127,15 @@ def _bubble(space: Space, anchor: str) -> list[Layout]:
 
 def _filling(space: Space, anchor: str) -> Iterator[tuple[int, Layout]]:
     others = frozenset(n for n in space.names if n != anchor)
-    for tp, pp, size in product(space.widths(), space.depths(anchor), SIZES):
-        dp = space.ranks // (tp * pp)
-        if not dp or dp * tp * pp != space.ranks or size not in space.sizes(anchor, dp):
-            continue
-        meshes = {n: (pp, dp) if n == anchor else (1, dp * pp) for n in space.names}
-        chosen = {n: c for n, (p, d) in meshes.items() if (c := space.at(n, tp, p, d, size)) is not None}
-        if len(chosen) == len(space.names) and _fits(space, chosen):
-            parts = {n: Part(c, tuple(range(space.ranks)), None if n != anchor else 0) for n, c in chosen.items()}
-            for ahead in (frozenset[str](), others):
-                yield sum(c.time_ns for c in chosen.values()), Layout(parts, size, ahead)
+    for tp, pp, dp, size in _everywhere(space, anchor):
+        meshes = {n: (tp, pp, dp) if n == anchor else (tp, 1, dp * pp) for n in space.names}
+        ways = {n: space.ways(n, mesh, size) for n, mesh in meshes.items()}
+        for time, layout in space.fitting(ways, partial(_filled, space, anchor, size), _summed):
+            yield from ((time, replace(layout, ahead=ahead)) for ahead in (frozenset[str](), others))
+
+
+def _filled(space: Space, anchor: str, size: int, chosen: Chosen) -> Layout:
+    return Layout({n: space.part(n, c, range(space.ranks), 0 if n == anchor else None) for n, c in chosen.items()}, size)
 
 
 # -- level by level --------------------------------------------------------------------------------------------------------------------
@@ -131,20 +147,27 @@ def _spindle(space: Space, anchor: str) -> list[Layout]:
 
 def _waves(space: Space, anchor: str) -> Iterator[tuple[int, Layout]]:
     levels = _levels(space)
-    ahead = frozenset(n for level in levels[:-1] for n in level)
+
+    def time(chosen: Chosen) -> int:
+        return sum(max(chosen[n].time_ns for n in level) for level in levels)
+
     for tp, size in product(space.widths(), SIZES):
-        parts: dict[str, Part] = {}
-        time = 0
-        for level in levels:
-            counts = _counts([max(1, _alone(space, n, tp)) for n in level], space.ranks // tp)
-            start = 0
-            for name, dp in zip(level, counts, strict=True):
-                if (c := space.at(name, tp, 1, dp, size) if dp else None) is not None:
-                    parts[name] = Part(c, tuple(range(start, start + c.ranks)), None)
-                start += dp * tp
-            time += max((parts[n].chosen.time_ns for n in level if n in parts), default=0)
-        if len(parts) == len(space.names) and _fits(space, {n: p.chosen for n, p in parts.items()}):
-            yield time, Layout({n: parts[n] for n in space.names}, size, ahead)
+        replicas = {n: (start, dp) for level in levels for n, start, dp in _shared(space, level, tp)}
+        if all(dp for _, dp in replicas.values()):
+            ways = {n: space.ways(n, (tp, 1, replicas[n][1]), size) for n in space.names}
+            first = {n: start * tp for n, (start, _) in replicas.items()}
+            ahead = frozenset(n for level in levels[:-1] for n in level)
+            yield from space.fitting(ways, partial(_in_waves, space, first, size, ahead), time)
+
+
+def _in_waves(space: Space, first: Mapping[str, int], size: int, ahead: frozenset[str], chosen: Chosen) -> Layout:
+    return Layout({n: space.part(n, c, range(first[n], first[n] + c.ranks), None) for n, c in chosen.items()}, size, ahead)
+
+
+def _shared(space: Space, level: Sequence[str], tp: int) -> Iterator[tuple[str, int, int]]:
+    """(section, first replica, replicas) of a level's sections, side by side."""
+    counts = _counts([max(1, _alone(space, n, tp)) for n in level], space.ranks // tp)
+    yield from zip(level, accumulate(counts, initial=0), counts, strict=False)
 
 
 def _levels(space: Space) -> list[list[str]]:
@@ -159,8 +182,7 @@ def _levels(space: Space) -> list[list[str]]:
 
 def _alone(space: Space, section: str, tp: int) -> int:
     """What a section takes on one replica."""
-    found = space.at(section, tp, 1, 1, 1, 0)
-    return found.time_ns if found is not None else 1
+    return space.ways(section, (tp, 1, 1), 1)[0].time_ns
 
 
 def _counts(work: Sequence[int], replicas: int) -> list[int]:

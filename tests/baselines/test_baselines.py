@@ -10,12 +10,14 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from secc.baselines.compare import Comparison, step
-from secc.baselines.layout import Layout, planned
+from secc.alloc.types import Candidate
+from secc.baselines.compare import Comparison, fullest, step
+from secc.baselines.layout import Layout, Part, planned
 from secc.baselines.packing import Batch, cuts, first_fit, in_turn, largest_first, stratified
 from secc.baselines.schemes import SCHEMES, Scheme
 from secc.cli import main
 from secc.compiler import Options, compile_model
+from secc.cost.memory import Memory
 from secc.runtime.plan import load
 from secc.schedule.bounds import schedule_bound
 from secc.simulate.batches import global_batches
@@ -70,12 +72,44 @@ def test_what_a_micro_batch_has_too_much_of_waits_for_a_lighter_one():
     assert max(map(len, deferred[0])) <= 2 and sorted(s for lot in deferred[0] for s in lot) == [0, 1, 2, 3]
 
 
+def with_room(p, space, **room):
+    """The plan with as many bytes on a rank for what micro-batches keep: one for each place of the longest sample."""
+    cost = dataclasses.replace(p.sections[0].cost, saved="S")
+    return dataclasses.replace(p, sections=tuple(dataclasses.replace(s, cost=cost, room_bytes=space, **room) for s in p.sections))
+
+
+def test_no_micro_batch_of_several_samples_keeps_more_than_there_is_room_for():
+    p = with_room(packed(plan([section("lm", [0], forward="10*S", backward="10*S")], [], 1)), 25)
+    samples = [sample(i, length=n) for i, n in enumerate((20, 10, 20, 40))]
+    assert [lot for _, lot in cuts(Batch(p, samples), in_turn, 99)["lm"]] == [(0, 1), (2,), (3,)]  # the last is too large even alone
+
+
+@pytest.mark.parametrize(("space", "held"), [(99, 10 + 20 + 30), (45, 10 + 20)])
+def test_the_fullest_rank_has_what_stays_and_the_most_that_is_in_flight_at_once(space, held):
+    p = with_room(packed(vlm()), space, in_flight=9)
+    samples = [sample(i, *IMAGE, length=10 * (i + 1)) for i in range(3)]
+    memory = Memory(parameters=1000, gradients=100, optimizer=0, activation=50)
+    one = Layout({s.name: Part(Candidate(1, 1, 0), s.mesh.ranks, memory) for s in p.sections}, 1)
+    found = step(p, samples, SCHEMES["uniform"], one)
+    assert fullest(found, one) == 1100 + held
+
+
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A plan with the sections apart on four ranks."""
     path = tmp_path_factory.mktemp("plan") / "plan"
     compile_model(MODEL, Options(cluster="local:4", strategy="apart")).write(path, lambda plan: "")
     return path
+
+
+def bounded(p, one, rank):
+    """Bytes on a rank whose micro-batches in flight take all the room that they have."""
+    total = 0
+    for s in (s for s in p.sections if rank in s.mesh.ranks):
+        part = one.parts[s.whole]
+        held = part.counted(s.stage)
+        total += part.memory.total(held) + max(0, s.room_bytes - part.memory.kept(held))
+    return total
 
 
 def test_every_layout_of_every_baseline_runs_on_the_same_devices(directory):
@@ -88,6 +122,7 @@ def test_every_layout_of_every_baseline_runs_on_the_same_devices(directory):
         assert layouts, name
         for one in layouts:
             p = planned(comparison.base, one)
+            assert max(bounded(p, one, rank) for rank in range(p.world_size)) <= comparison.space.capacity
             assert p.world_size <= own.world_size and {s.whole for s in p.sections} == {s.whole for s in own.sections}
             assert schedule_bound(p, samples).ns <= step(p, samples, Scheme(scheme.layouts, scheme.order), one).end
 
