@@ -1,35 +1,65 @@
-"""Plans of the reference workloads against all baselines: `python -m tools.bench_baselines PLANS [ID ...]` prints a table.
+"""Plans of the reference workloads against all baselines: `python -m tools.bench_baselines PLANS [ID[@SHARE] ...]` prints a table.
 
 PLANS is a folder with the plan of each workload in a folder of its name; those that are missing are compiled first
-(`tools.bench_workloads` has their clusters and batches). A plan and all baselines train the same global batches on the same devices, in
-one simulator with one cost model (docs/baselines.md). Columns: the plan's step, its ratio to the bounds for its allocation and for any,
-and each baseline's step over the plan's: below 1 the plan loses, in bold.
+(`tools.bench_workloads` has their clusters and batches). `vlm_7b@0.75` is the workload with images in 75% of its samples. A plan and all
+baselines train the same global batches on the same devices, in one simulator with one cost model (docs/baselines.md). Columns: the
+plan's step, its ratio to the bounds for its allocation and for any, and each baseline's step over the plan's: below 1 the plan loses,
+in bold. `--plot FILE` (needs matplotlib) draws these ratios. Which layouts are a baseline's best is printed to standard error.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from secc.baselines.compare import Comparison
 from secc.baselines.schemes import SCHEMES
-from secc.runtime.plan import load
+from secc.runtime.plan import Plan, load
+from secc.runtime.program import SampleMeta
 from secc.schedule.steady import steady_bound
 from secc.schedule.work import Work
 from secc.simulate.batches import global_batches
 from secc.simulate.machine import simulate
-from secc.simulate.measures import mean, measure
+from secc.simulate.measures import Measures, mean, measure
 from secc.simulate.steady import steady
-from tools.bench_workloads import COMPILE, WORKLOADS, print_rows
+from tools.bench_workloads import COMPILE, WORKLOADS, print_table
 
-COLUMNS = ("workload", "plan, s", "over schedule bound", "over plan bound", *SCHEMES, "sections")
+COLUMNS = ("workload", "P(image)", "plan, s", "over schedule bound", "over plan bound", *SCHEMES, "sections")
 BATCHES = 2  # that come round and round, as sections that run ahead need
+SHARE = "IMAGE_SHARE"  # where the workloads' datasets look for the share of samples with images
+USUAL = "0.33"
+TEXT = ("kd_32b_8b", "kd_32b_1_7b")  # without images
 
 
-def compiled(name: str, plans: Path) -> Path:
+@dataclass(frozen=True)
+class Row:
+    """A workload in one mix: its plan, the plan's measures, and each baseline's step over the plan's, None where none fits."""
+
+    name: str
+    share: str
+    plan: Plan
+    measures: Measures
+    ratios: Mapping[str, float | None]
+
+    @property
+    def cells(self) -> list[str]:
+        m = self.measures
+        bounds = [f"{m.step_time_s / bound:.3f}" if bound else "-" for bound in (m.schedule_bound_s, m.plan_bound_s)]
+        sections = "; ".join(f"{s.name} {s.mesh.dp}/{s.mesh.pp}/{s.mesh.tp}, {s.micro_batch}" for s in self.plan.whole_sections)
+        ratios = ["-" if r is None else f"**{r:.3f}**" if r < 1 else f"{r:.2f}" for r in self.ratios.values()]
+        return [self.name, "" if self.name in TEXT else self.share, f"{m.step_time_s:.3f}", *bounds, *ratios, sections]
+
+
+def compiled(name: str, directory: Path) -> Path:
     """The directory of a workload's plan, compiled if it is not there."""
-    directory = plans / name
     if not (directory / "plan.json").exists():
         cluster, batch = WORKLOADS[name]
         model = Path(__file__).parent / "workloads" / f"{name}.py"
@@ -38,29 +68,66 @@ def compiled(name: str, plans: Path) -> Path:
     return directory
 
 
-def row(name: str, plans: Path) -> list[str]:
-    """The cells of a workload."""
-    directory = compiled(name, plans)
-    plan = load(directory)
-    batches = list(global_batches(directory, plan, steps=BATCHES))
+def row(what: str, plans: Path) -> Row:
+    """A workload's row, named as on the command line."""
+    name, _, share = what.partition("@")
+    with _mix(share or USUAL):
+        directory = compiled(name, plans / what)
+        plan = load(directory)
+        batches = list(global_batches(directory, plan, steps=BATCHES))
     measures = [measure(simulate(plan, samples, programs)) for samples, programs in steady(plan, batches)]
     measured = mean(measures, steady_bound([Work(plan, samples) for samples in batches]))
-    step = measured.step_time_s
-    bounds = [f"{step / bound:.3f}" if bound else "-" for bound in (measured.schedule_bound_s, measured.plan_bound_s)]
     comparison = Comparison(directory)
-    ratios = [_ratio(comparison.best(scheme, batches).step_time_s, step) for scheme in SCHEMES]
-    sections = "; ".join(f"{s.name} {s.mesh.dp}/{s.mesh.pp}/{s.mesh.tp}, {s.micro_batch}" for s in plan.whole_sections)
-    return [name, f"{step:.3f}", *bounds, *ratios, sections]
+    ratios = {scheme: _ratio(comparison, scheme, batches, measured.step_time_s) for scheme in SCHEMES}
+    return Row(name, share or USUAL, plan, measured, ratios)
 
 
-def _ratio(time: float | None, step: float) -> str:
-    if time is None:
-        return "-"
-    return f"**{time / step:.2f}**" if time < step else f"{time / step:.2f}"
+@contextmanager
+def _mix(share: str) -> Iterator[None]:
+    os.environ[SHARE] = share
+    try:
+        yield
+    finally:
+        del os.environ[SHARE]
+
+
+def _ratio(comparison: Comparison, scheme: str, batches: Sequence[Sequence[SampleMeta]], step: float) -> float | None:
+    found = comparison.best(scheme, batches)
+    print(f"{scheme}: {found.layout}", file=sys.stderr, flush=True)
+    return None if found.step_time_s is None else found.step_time_s / step
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Each baseline's step over the plan's, a column of marks for each row; the line is the plan."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(3 + 0.5 * len(rows), 4.5), layout="constrained")
+    for scheme, marker in zip(SCHEMES, "osD^vPX", strict=True):
+        some = [(i, ratio) for i, r in enumerate(rows) if (ratio := r.ratios[scheme]) is not None]
+        axes.plot(*zip(*some, strict=True), marker, label=scheme, markersize=5)
+    axes.axhline(1, color="black", linewidth=1)
+    axes.set_xticks(range(len(rows)), [" ".join([r.name, *([] if r.name in TEXT else [r.share])]) for r in rows], rotation=60, ha="right")
+    axes.set_ylabel("step over the plan's")
+    axes.set_ylim(bottom=0.9)
+    figure.legend(loc="outside right upper")
+    figure.savefig(path)
 
 
 def main() -> None:
-    print_rows(COLUMNS, row)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("plans", type=Path)
+    parser.add_argument("workloads", nargs="*", metavar="ID[@SHARE]", default=list(WORKLOADS))
+    parser.add_argument("--plot", type=Path, help="draw the ratios", metavar="FILE")
+    options = parser.parse_args()
+    rows: list[Row] = []
+
+    def cells(what: str) -> list[str]:
+        rows.append(row(what, options.plans))
+        return rows[-1].cells
+
+    print_table(COLUMNS, map(cells, options.workloads))
+    if options.plot:
+        plot(rows, options.plot)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +37,14 @@ COMPILE = "import sys; from secc.cli import main; main()"
 def print_rows(columns: Sequence[str], row: Callable[[str, Path], Sequence[str]]) -> None:
     """For a tool that is called with a folder of plans and workloads (default: all): a table with a row of each."""
     plans, *names = sys.argv[1:]
+    print_table(columns, (row(name, Path(plans)) for name in names or WORKLOADS))
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """A Markdown table, each row as soon as it is there."""
     print("| " + " | ".join(columns) + " |\n|" + " --- |" * len(columns))
-    for name in names or WORKLOADS:
-        print("| " + " | ".join(row(name, Path(plans))) + " |", flush=True)
+    for cells in rows:
+        print("| " + " | ".join(cells) + " |", flush=True)
 
 
 def compiled(name: str, directory: Path) -> tuple[float, float, float, dict[str, Any] | str]:
@@ -59,15 +64,15 @@ def compiled(name: str, directory: Path) -> tuple[float, float, float, dict[str,
     return time.perf_counter() - start, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 2**20, result
 
 
-def row(name: str, directory: Path) -> str:
+def row(name: str, directory: Path) -> list[str]:
     """One line of the table."""
     wall, cpu, peak, plan = compiled(name, directory)
     cells = [name, WORKLOADS[name][0], f"{wall:.0f}", f"{cpu:.0f}", f"{peak:.1f}"]
     if isinstance(plan, str):
-        return " | ".join([*cells, plan.strip().replace("\n", " ")])
+        return [*cells, plan.strip().replace("\n", " ")]
     solver, prediction = plan["solver"], plan["prediction"]
     sections = "; ".join(f"{n}: {_layout(s)}" for n, s in plan["sections"].items())
-    return " | ".join([*cells, solver["status"], f"{solver['gap']:.2%}", f"{prediction['step_time_s']:.2f}", sections])
+    return [*cells, solver["status"], f"{solver['gap']:.2%}", f"{prediction['step_time_s']:.2f}", sections]
 
 
 def _layout(section: dict[str, Any]) -> str:
@@ -78,10 +83,8 @@ def _layout(section: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    print("| " + " | ".join(COLUMNS) + " |\n|" + " --- |" * len(COLUMNS))
     with tempfile.TemporaryDirectory() as directory:
-        for name in sys.argv[1:] or WORKLOADS:
-            print(f"| {row(name, Path(directory))} |", flush=True)
+        print_table(COLUMNS, (row(name, Path(directory)) for name in sys.argv[1:] or WORKLOADS))
 
 
 if __name__ == "__main__":

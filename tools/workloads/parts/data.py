@@ -6,6 +6,7 @@ Placeholders of images and audio come before the text, as many as the encoders g
 from __future__ import annotations
 
 import math
+import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -27,11 +28,12 @@ Images = Callable[[tuple[int, ...]], tuple[list[int], Sample]]  # tokens asked f
 class Mix(torch.utils.data.Dataset[Sample]):
     """Samples of text; with `images` a share of them has images, made by that function, and a share `audio` has a clip.
 
-    `shrink`: lengths of texts and tokens of images are so many times smaller.
+    The share with images is IMAGE_SHARE of the environment, for other mixes. `shrink`: lengths of texts and tokens of images are so many
+    times smaller.
     """
 
     images: Images | None = None
-    p_image: float = 0.33
+    p_image: float = field(default_factory=lambda: float(os.environ.get("IMAGE_SHARE", "0.33")))
     p_audio: float = 0.0
     seed: int = 0
     long_text: bool = field(default=False)
