@@ -110,13 +110,10 @@ def _candidates(
     for dp in pins.dp(load.name, most, layouts.replicas(size_of_replica, ranks, work.cluster.per_node, most)):
         if whole and dp * size_of_replica != ranks:
             continue
-        fitting, share = ways, -(-work.samples(load) // dp)
-        for size in pins.micro_batch(load.name, share):
-            fitting = [w for w in fitting if capacity is None or room(work, replica, dp, size, *w, 1).total(1) <= capacity]
-            for sharding, recompute in fitting:  # what does not fit does not with more samples either
-                if sharding == "zero2" and size < share and ("zero1", recompute) in ways:
-                    continue  # with several micro-batches the two are alike
-                yield from held(work, replica, candidate(work, replica, dp, size, sharding, recompute))
+        for size in pins.micro_batch(load.name, -(-work.samples(load) // dp)):
+            for way in ways:
+                if capacity is None or room(work, replica, dp, size, *way, 1).total(1) <= capacity:
+                    yield from held(work, replica, candidate(work, replica, dp, size, *way))
 
 
 def shapes(work: Workload, load: Load, pins: Pins, ranks: int, free: bool = True) -> list[tuple[int, int]]:
