@@ -31,6 +31,8 @@ CROPS = (29, 43, 23, 37, 31)  # tokens of the longest sample of each micro-batch
 PLACES = (0, 3, 1, 4, 2)  # of each micro-batch among long and short samples: lengths must not fall as counts rise
 MOST_PATTERNS = 16
 MOST_OPTIONAL = 8  # of that many keys all unions are considered
+HEAVY = 1 << 20  # entries of a sample's pictures, clips and sounds: one that has more, and far more than others, is in no micro-batch
+FAR = 2  # times the median of its pattern
 
 
 @dataclass(frozen=True)
@@ -113,13 +115,13 @@ class Survey:
 
     def _cover(self, pattern: Pattern) -> list[list[Sample]]:
         """Groups of samples, longest first; one of each group together have the pattern."""
-        own = self.samples(pattern)
+        own = _light(self.samples(pattern))
         if own:
             return [_by_length(own)]
         parts, covered = [], frozenset[str]()
         for part in sorted((p for p in self.patterns if p <= pattern), key=lambda p: (-len(p), sorted(p))):
             if not part <= covered:
-                parts.append(_by_length(self.samples(part)))
+                parts.append(_by_length(_light(self.samples(part))))
                 covered |= part
         if covered != pattern:
             raise ValueError(f"no samples unite to the pattern {sorted(pattern)}")
@@ -252,4 +254,15 @@ def _by_length(samples: Sequence[Sample]) -> list[Sample]:
 
 def by_volume(samples: Sequence[Sample]) -> list[Sample]:
     """Those with the fewest entries beside the token sequence first: in one micro-batch every clip and image is a small one."""
-    return sorted(samples, key=lambda s: sum(v.numel() for v in s.values() if isinstance(v, torch.Tensor) and v.ndim > 1))
+    return sorted(samples, key=volume)
+
+
+def volume(sample: Sample) -> int:
+    """The entries of a sample's tensors beside its sequences: pictures, clips, sounds."""
+    return sum(v.numel() for v in sample.values() if isinstance(v, torch.Tensor) and v.ndim > 1)
+
+
+def _light(samples: list[Sample]) -> list[Sample]:
+    """The samples without heavy ones: towers loop over windows of pictures, which a capture of twenty large ones has by the thousand."""
+    most = max(HEAVY, FAR * volume(by_volume(samples)[len(samples) // 2])) if samples else 0
+    return [s for s in samples if volume(s) <= most]

@@ -112,6 +112,13 @@ def test_a_text_with_an_image_loses_only_its_end(user_of: UserOf):
     assert all(s["input_ids"][0] == 1 and s["x"].shape == (1, 3, 4, 4) for b in batches for s in b)
 
 
+def test_heavy_samples_are_in_no_micro_batch(user_of: UserOf):
+    pictures = [torch.zeros(1200 if i % 6 == 0 else 300 + i, 3, 32, 32) for i in range(12)]
+    found = survey(user_of([text(5 + i) | {"x": picture} for i, picture in enumerate(pictures)]))
+    used = {s["x"].shape[0] for turn in range(3) for batch in found.batches(frozenset(), turn=turn) for s in batch}
+    assert used <= set(range(301, 312)) and len(used) > 3 and len(found.samples(frozenset())) == 12
+
+
 def test_without_crops_only_the_datasets_own_samples_remain(user_of: UserOf):
     found = survey(user_of([text(200) for _ in range(5)])).without_crops()
     assert not found.cropped
