@@ -14,12 +14,12 @@ from typing import Any
 from torch import nn
 from xdsl.dialects.builtin import ModuleOp
 
-from secc import pipeline, staging
+from secc import parallel, pipeline, staging
 from secc.codegen.fused import fused_module, rewrites
 from secc.cost.examples import Samples
 from secc.errors import Impossible, UserError
 from secc.frontend.capture import Capture, capture
-from secc.frontend.cuts.annotate import annotate
+from secc.frontend.cuts.annotate import NOTHING, Fused, Subject, annotate, seek
 from secc.frontend.inputs import Inputs
 from secc.frontend.survey import Survey
 from secc.ir.dialect import graph_of
@@ -57,6 +57,17 @@ class Planned:
     refused: dict[str, str]
 
 
+@dataclass(frozen=True)
+class _Chosen:
+    """A module with its choices made: its text before, the capture it was made of, and the passes with what they dumped so far."""
+
+    module: ModuleOp
+    start: str
+    captured: Capture
+    passes: tuple[pipeline.ModulePass, ...]
+    run: pipeline.Run
+
+
 class Planner:
     """Runs the passes on a captured model."""
 
@@ -82,27 +93,23 @@ class Planner:
 
     def _plan(self, refused: dict[str, str]) -> Planned:
         options = {"refused": tuple(refused)}
-        module, start, captured = parse(self.first), self.first, self.source.captured
-        passes, run = self._run(module, self.source.text(**options))
-        if (staged := staging.find(module, self.source.meta, dict(run.dumps))).cut:
-            with self.step("capture layers"):
-                captured = self._layers(staged)
-            module = self.source.make(captured)
-            start = print_module(module)
-            stages = tuple(pin for pin in staged.stages if pin.partition("=")[0] not in self.pinned)
-            text = self.source.text(**options, sections=staged.sections, stages=stages, known=staged.known)
-            try:
-                passes, run = self._run(module, text)
-            except UserError as error:
-                raise staged.impossible(error) from error
-        done = [pipeline.described(step) for step in passes if step.name not in _behind(passes)]
+        first = parse(self.first)
+        chosen = whole = _Chosen(first, self.first, self.source.captured, *self._run(first, self.source.text(**options)))
+        sought = NOTHING
+        if (staged := staging.find(first, self.source.meta, dict(whole.run.dumps))).cut:
+            with parallel.beside(lambda: seek(first, *self._subject(whole))) as seeking:  # layers of a tower are the same once it is opened
+                chosen = self._staged(staged, options)
+                sought = seeking()
+        module, run = chosen.module, chosen.run
+        behind = _behind(chosen.passes)
+        done = [pipeline.described(step) for step in chosen.passes if step.name not in behind]
         with self.step("cut blocks over ranks"):
             told = staging.tell(staged, module)
-            if self._annotate(module, captured) or told:
+            if annotate(module, *self._subject(chosen), sought) or told:
                 run.dumps[-1] = (run.dumps[-1][0], pipeline.header(done) + print_module(module))
         with self.step("passes"):
-            rest = pipeline.run(module, passes[len(done) :], dump=True, progress=self.progress, made=done)
-        return Planned(module, captured, [("capture", start), *run.dumps, *rest.dumps], refused)
+            rest = pipeline.run(module, chosen.passes[len(done) :], dump=True, progress=self.progress, made=done)
+        return Planned(module, chosen.captured, [("capture", chosen.start), *run.dumps, *rest.dumps], refused)
 
     def _run(self, module: ModuleOp, text: str) -> tuple[tuple[pipeline.ModulePass, ...], pipeline.Run]:
         """The passes up to the choice, on `module`."""
@@ -111,10 +118,24 @@ class Planner:
             front = passes[: len(passes) - len(_behind(passes))]
             return passes, pipeline.run(module, front, dump=True, progress=self.progress)
 
-    def _annotate(self, module: ModuleOp, captured: Capture) -> bool:
-        source, graph = self.source, graph_of(module)
-        samples, fused = Samples(source.batches, captured.constants), (rewrites(graph), fused_module(graph))
-        return annotate(module, source.meta, source.model, source.user, source.drawn, samples, fused)
+    def _staged(self, staged: staging.Staging, options: Mapping[str, tuple[str, ...]]) -> _Chosen:
+        """The choice again, with towers opened down to their layers."""
+        with self.step("capture layers"):
+            captured = self._layers(staged)
+        module = self.source.make(captured)
+        start = print_module(module)
+        stages = tuple(pin for pin in staged.stages if pin.partition("=")[0] not in self.pinned)
+        text = self.source.text(**options, sections=staged.sections, stages=stages, known=staged.known)
+        try:
+            return _Chosen(module, start, captured, *self._run(module, text))
+        except UserError as error:
+            raise staged.impossible(error) from error
+
+    def _subject(self, chosen: _Chosen) -> tuple[Subject, Fused]:
+        """What mappings are sought for, and the fused operators with which they are to be shown."""
+        source, graph = self.source, graph_of(chosen.module)
+        samples = Samples(source.batches, chosen.captured.constants)
+        return Subject(source.meta, source.model, source.user, source.drawn, samples), (rewrites(graph), fused_module(graph))
 
     def _layers(self, staged: staging.Staging) -> Capture:
         """The capture with towers opened down to their layers. Raises Impossible where they have to stay whole."""

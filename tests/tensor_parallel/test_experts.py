@@ -12,7 +12,7 @@ from torch import nn
 
 from secc.frontend.cuts.experts import find_experts
 from secc.frontend.cuts.find import expert_shards
-from secc.frontend.cuts.verify import verify
+from secc.frontend.cuts.verify import Whole
 from secc.runtime.plan import Style
 from tests.tensor_parallel.layers import layer
 
@@ -36,7 +36,7 @@ def test_experts_of_models_are_cut(config: Any, halves: tuple[int, ...], count: 
     cut = expert_shards(module.get_submodule(path), way, path)
     parts = {s.name.rpartition(".")[2]: s.parts for s in cut}
     assert parts["gate_up_proj"] == halves and sum(parts["down_proj"]) * 2 == sum(halves)
-    verdict = verify(module, (args, kwargs), count, [Style(path, "experts")], cut)
+    verdict = Whole(module, (args, kwargs)).compare(count, [Style(path, "experts")], cut)
     assert verdict.reason == ""
     assert verdict.partial == ((f"{path}.down_proj_bias",) if config is GPT_OSS else ())
 
@@ -70,7 +70,7 @@ def test_plain_experts_are_cut_and_routers_get_whole_gradients() -> None:
     module, call = Layer(mixed=False), ((torch.randn(6, WIDTH, requires_grad=True),), {})
     way = find_experts(module, call, 2)["experts"]
     assert way == {"gate": (2, 1), "up": (2, 1), "down": (1, 1)}
-    verdict = verify(module, call, 2, [Style("experts", "experts")], expert_shards(module.experts, way, "experts"))
+    verdict = Whole(module, call).compare(2, [Style("experts", "experts")], expert_shards(module.experts, way, "experts"))
     assert (verdict.reason, verdict.partial) == ("", ())
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from secc.frontend.cuts.find import Found, find, shards
 from secc.frontend.cuts.known import columns
 from secc.frontend.cuts.threads import ThreadGroup, run_ranks
-from secc.frontend.cuts.verify import Verdict, verify
+from secc.frontend.cuts.verify import Verdict, Whole
 from secc.runtime.plan import Style
 from secc.runtime.tensor_parallel.shards import Cut, cut_parameters
 from secc.runtime.tensor_parallel.styles import apply
@@ -30,7 +30,7 @@ def shown(module: nn.Module, *args: Any, count: int = 2, **kwargs: Any) -> tuple
     """The mapping, and what the comparison says of it without and with whole sizes."""
     call = (args, kwargs)
     found = find(module, call, count)
-    plain, shapes = (verify(module, call, count, found.styles(with_shapes), shards(module, found)) for with_shapes in (False, True))
+    plain, shapes = (Whole(module, call).compare(count, found.styles(with_shapes), shards(module, found)) for with_shapes in (False, True))
     return found, plain, shapes
 
 
@@ -157,7 +157,7 @@ def test_norms_on_parts_of_the_sequence_are_exact_and_keep_less(config: Any, cou
     module, args, kwargs = layer(wide)
     found = find(module, (args, kwargs), count)
     cut = shards(module, found)
-    verdict = verify(module, (args, kwargs), count, found.on_positions(False), cut)
+    verdict = Whole(module, (args, kwargs)).compare(count, found.on_positions(False), cut)
     assert verdict.reason == "" and {"input_layernorm.weight", "post_attention_layernorm.weight"} <= set(verdict.partial)
 
     def bytes_of(styles: list[Style]) -> int:

@@ -7,7 +7,7 @@ stand embeddings, cut by vocabulary, and heads, whose logits are gathered.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -23,7 +23,7 @@ from secc.frontend.cuts.find import Call, Found, Way, find, shards
 from secc.frontend.cuts.known import columns
 from secc.frontend.cuts.observe import Observer, made_up, with_values
 from secc.frontend.cuts.small import SmallModel
-from secc.frontend.cuts.verify import Verdict, verify
+from secc.frontend.cuts.verify import Verdict, Whole
 from secc.frontend.survey import Survey
 from secc.ir.analysis import number_of, text_of
 from secc.ir.cuts import cut_op
@@ -57,35 +57,70 @@ class Cutting:
     positions: OnPositions = ([], ())  # styles with the sequence in parts, and what is partial then
 
 
-def annotate(
-    module: ModuleOp, meta: nn.Module, model: nn.Module | None, user: UserModel, survey: Survey, samples: Samples, fused: Fused
-) -> bool:
+@dataclass(frozen=True)
+class Sought:
+    """Mappings of layers by path and count, and what they were shown with: fused operators, and whether norms work on positions."""
+
+    fused: Fused = ((), "")
+    sequence: bool = False
+    found: Mapping[tuple[str, int], Cutting] = field(default_factory=dict[tuple[str, int], Cutting])
+
+
+NOTHING = Sought()
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What mappings are sought for: the user's model without weights (`meta`), and with them (`model`) if it fits here."""
+
+    meta: nn.Module
+    model: nn.Module | None
+    user: UserModel
+    survey: Survey
+    samples: Samples
+
+
+def annotate(module: ModuleOp, subject: Subject, fused: Fused, sought: Sought = NOTHING) -> bool:
     """Add the cuts of sections with a tp above 1; whether there are any such.
 
-    `meta` is the user's model without weights, `model` one with weights if it fits here; `fused` has the fused operators that ranks will
-    put into it, and their code.
+    `fused` has the fused operators that ranks will put into the model, and their code; `sought` what `seek` found for another graph of it.
     """
     graph = graph_of(module)
+    found = seek(module, subject, fused, sought).found
+    ties = [strings(op.names) for op in graph.body.block.ops if isinstance(op, TieOp)]
+    wanted = _wanted(graph)
+    for block, count in wanted:
+        for path, _ in layers_of(subject.meta, block):
+            _add(graph, block, path, count, found[path, count])
+        for path, cutting in _alone(subject.meta, block, ties, count):
+            _add(graph, block, path, count, cutting)
+    return bool(wanted)
+
+
+def seek(module: ModuleOp, subject: Subject, fused: Fused, known: Sought = NOTHING) -> Sought:
+    """Mappings of all layers in sections with a tp above 1. Those in `known` are taken if they were shown with the same operators."""
+    graph, meta = graph_of(module), subject.meta
+    sequence = any(text_of(s, "norms") == "sequence" for s in graph.sections)
+    wanted = [(path, m, count) for block, count in _wanted(graph) for path, m in layers_of(meta, block)]
+    same = (known.fused, known.sequence) == (fused, sequence)
+    found = {(path, n): known.found[path, n] for path, _, n in wanted if same and (path, n) in known.found}
+    layers = {path: m for path, m, count in wanted if (path, count) not in found}
+    if layers:
+        observer = Observer({p: layers[p] for p in {layer_key(m): p for p, m in reversed(layers.items())}.values()})
+        if subject.model is not None:
+            observer.real(subject.model, subject.user, subject.survey)
+        observer.meta(graph, meta, subject.samples)
+        seeker = _Seeker(meta, subject.model, observer, SmallModel(subject.user, subject.survey), fused, sequence)
+        found |= {(path, count): seeker.layer(path, count) for path, _, count in wanted if path in layers}
+    return Sought(fused, sequence, found)
+
+
+def _wanted(graph: GraphOp) -> list[tuple[str, int]]:
+    """The blocks of sections with a tp above 1, and that."""
     whole = changed(graph)
-    wanted = [
+    return [
         (block, tp) for s in graph.sections if (tp := int(number_of(s, "tp") or 1)) > 1 for block in strings(s.blocks) if block not in whole
     ]
-    if not wanted:
-        return False
-    layers = {path: m for block, _ in wanted for path, m in layers_of(meta, block)}
-    observer = Observer({p: layers[p] for p in {layer_key(m): p for p, m in reversed(layers.items())}.values()})
-    if model is not None:
-        observer.real(model, user, survey)
-    observer.meta(graph, meta, samples)
-    sequence = any(text_of(s, "norms") == "sequence" for s in graph.sections)
-    seeker = _Seeker(meta, model, observer, SmallModel(user, survey), fused, sequence)
-    ties = [strings(op.names) for op in graph.body.block.ops if isinstance(op, TieOp)]
-    for block, count in wanted:
-        for path, _ in layers_of(meta, block):
-            _add(graph, block, path, count, seeker.layer(path, count))
-        for path, cutting in _alone(meta, block, ties, count):
-            _add(graph, block, path, count, cutting)
-    return True
 
 
 def changed(graph: GraphOp) -> set[str]:
@@ -185,23 +220,23 @@ class _Seeker:
         own = [(r, tuple(m.removeprefix(path).lstrip(".") for m in r.modules if f"{m}.".startswith(f"{path}."))) for r in rewrites]
         install(module, [replace(r, modules=modules) for r, modules in own if modules], source)
 
-    def _positions(self, path: str, module: nn.Module, call: Call, count: int, mapping: Found, shapes: bool) -> OnPositions:
+    def _positions(self, path: str, module: nn.Module, whole: Whole, count: int, mapping: Found, shapes: bool) -> OnPositions:
         """The mapping with the sequence in parts between scopes, if it is asked for and exact."""
         styles = mapping.on_positions(shapes) if self.sequence else []
         if not styles:
             return [], ()
-        verdict = verify(module, call, count, styles, shards(module, mapping), partial(self._fuse, path))
+        verdict = whole.compare(count, styles, shards(module, mapping), partial(self._fuse, path))
         return ([], ()) if verdict.reason else (styles, verdict.partial)
 
     def _shown(self, path: str, module: nn.Module, call: Call, count: int, mapping: Found) -> Cutting:
         """The mapping as the code runs it on parts, with whole sizes only if it must."""
         module, call = with_values(module), tree_map(made_up, call)
-        cut, verdict = shards(module, mapping), Verdict("")
+        cut, verdict, whole = shards(module, mapping), Verdict(""), Whole(module, call)
         for shapes in (True,) if mapping.draws else (False, True):
             styles = mapping.styles(shapes)
-            verdict = verify(module, call, count, styles, cut, partial(self._fuse, path))
+            verdict = whole.compare(count, styles, cut, partial(self._fuse, path))
             if not verdict.reason:
-                positions = self._positions(path, module, call, count, mapping, shapes)
+                positions = self._positions(path, module, whole, count, mapping, shapes)
                 return Cutting(styles, cut, verdict.partial, dict(mapping.whole), positions)
         return Cutting(whole=dict(mapping.whole) | dict.fromkeys(mapping.cut, verdict.reason))
 

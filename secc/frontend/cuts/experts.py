@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from secc.frontend.cuts.find import Call, Way, expert_shards
-from secc.frontend.cuts.verify import verify
+from secc.frontend.cuts.verify import Whole
 from secc.runtime.plan import Style
 
 Sizes = Mapping[str, Sequence[int]]
@@ -63,8 +63,9 @@ def _calls(layer: nn.Module, call: Call, modules: Mapping[str, nn.Module]) -> di
 
 def _way(module: nn.Module, call: Call, count: int) -> Way:
     """The first way that is exact, {} if none is."""
+    whole = Whole(module, call)
     even = (way for way in _ways(sizes_of(module)) if divides(module, way, count))
-    return next((way for way in even if not verify(module, call, count, [STYLE], expert_shards(module, way)).reason), {})
+    return next((way for way in even if not whole.compare(count, [STYLE], expert_shards(module, way)).reason), {})
 
 
 def _ways(sizes: Sizes) -> Iterator[Way]:

@@ -44,24 +44,30 @@ class _Result:
     gradients: dict[str, torch.Tensor | None]
 
 
-def verify(
-    module: nn.Module,
-    call: Call,
-    count: int,
-    styles: Sequence[Style],
-    shards: Sequence[Shard],
-    fuse: Callable[[nn.Module], None] = lambda module: None,
-) -> Verdict:
-    """Compare `module` cut over `count` ranks with the whole module, for one call. `fuse` puts fused operators into a rank's module."""
-    state = torch.random.get_rng_state()
-    try:
-        whole, expected = _whole(module, call)
-        ranks = run_ranks(count, lambda group: _rank(whole, call, group, styles, shards, fuse))
-    except Exception as error:
-        return Verdict(f"its code fails on parts: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
-    finally:
-        torch.random.set_rng_state(state)
-    return _compare(expected, ranks, _cuts(whole, shards, count))
+class Whole:
+    """A module and a call of it, with which mappings are compared: what the whole module computes is found once for all of them."""
+
+    def __init__(self, module: nn.Module, call: Call) -> None:
+        self._module, self._call = module, call
+        self._found: tuple[nn.Module, _Result] | None = None
+
+    def compare(
+        self,
+        count: int,
+        styles: Sequence[Style],
+        shards: Sequence[Shard],
+        fuse: Callable[[nn.Module], None] = lambda module: None,
+    ) -> Verdict:
+        """Compare the module cut over `count` ranks with the whole one. `fuse` puts fused operators into a rank's module."""
+        state = torch.random.get_rng_state()
+        try:
+            self._found = whole, expected = self._found or _whole(self._module, self._call)
+            ranks = run_ranks(count, lambda group: _rank(whole, self._call, group, styles, shards, fuse))
+        except Exception as error:
+            return Verdict(f"its code fails on parts: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+        finally:
+            torch.random.set_rng_state(state)
+        return _compare(expected, ranks, _cuts(whole, shards, count))
 
 
 def _whole(module: nn.Module, call: Call) -> tuple[nn.Module, _Result]:
