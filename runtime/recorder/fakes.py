@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from secc.runtime.errors import UserError
@@ -29,6 +30,8 @@ from secc.runtime.settings import Setting
 
 Extents = Mapping[str, tuple[int, ...]]  # shapes of tensors by their access paths
 LARGE = 1 << 20  # entries of floating-point inputs (pictures, sounds) whose values hardly any forward reads and that cost time and memory
+_CPU = torch.device("cpu")
+_LEAF = torch.zeros((), requires_grad=True)
 # A result, the ids of those tensors in it that are alone (`Leaf`), whether values of real tensors were read, hazards, random ops.
 Run = tuple[Any, frozenset[int], bool, tuple[Hazard, ...], tuple[Drawn, ...]]
 
@@ -108,16 +111,17 @@ class Leaf:
         found = copy.copy(self)
         found.guessed = shape is None
         if shape is not None:
-            found.shape, found.stride = shape, _dense(shape)
+            found.shape, found.stride = shape, dense(shape)
         return found
 
     @property
     def is_dense(self) -> bool:
         """Whether entries lie one behind the other in the order of the dims."""
-        return self.stride == _dense(self.shape)
+        return self.stride == dense(self.shape)
 
 
-def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
+def dense(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a tensor whose entries lie one behind the other in the order of the dims."""
     return tuple(math.prod(max(1, d) for d in shape[i + 1 :]) for i in range(len(shape)))
 
 
@@ -178,10 +182,25 @@ def _is_plain(value: Any) -> bool:
 def fresh(
     mode: FakeTensorMode, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, requires_grad: bool = False
 ) -> torch.Tensor:
-    """A new fake tensor; not a leaf of autograd, since glue may change a block's result in place."""
-    with mode, torch.enable_grad():
-        tensor = torch.empty_strided(shape, stride, dtype=dtype)
-        return tensor.requires_grad_().clone() if requires_grad and not torch.is_inference_mode_enabled() else tensor
+    """A new fake tensor; not a leaf of autograd, since glue may change a block's result in place. No mode sees how it is made."""
+
+    def made() -> torch.Tensor:
+        return FakeTensor(mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), _CPU)
+
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.enable_grad():
+        return _Made.apply(_LEAF, made) if requires_grad and not torch.is_inference_mode_enabled() else made()
+
+
+class _Made(torch.autograd.Function):
+    """Gives a new tensor a place in autograd's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor, made: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return made()
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        raise NotImplementedError("nothing is differentiated that has no values")
 
 
 class Shapes:

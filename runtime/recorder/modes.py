@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.cuda.amp import common
-from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from secc.runtime.errors import UserError
 from secc.runtime.recorder import structure
 from secc.runtime.recorder.places import place
+from secc.runtime.recorder.shortcuts import SHORT
 
 _READERS: dict[Any, str] = {torch.Tensor.tolist: "tolist", torch.Tensor.numpy: "numpy", torch.Tensor.__array__: "numpy"}
 _MAKERS = {torch.tensor, torch.as_tensor, torch.Tensor.new_tensor}
@@ -48,8 +48,8 @@ class Listener(Protocol):
     def watch(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An ATen op inside a block."""
 
-    def attend(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Attention inside a block."""
+    def shorten(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """One of the functions in `secc.runtime.recorder.shortcuts` inside a block."""
 
     def touch(self, *values: Any) -> None:
         """Glue or Python does something with these tensors that may depend on their shapes."""
@@ -89,8 +89,7 @@ class Calls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._listener.paused:
-            attends = func is scaled_dot_product_attention
-            return self._listener.attend(func, args, kwargs) if attends else func(*args, **kwargs)
+            return self._listener.shorten(func, args, kwargs) if func in SHORT else func(*args, **kwargs)
         if func not in _SHAPELESS:
             self._listener.touch(args, kwargs)
         if func in _REFUSED:

@@ -23,7 +23,6 @@ from secc.runtime.plan import EACH, SIZES
 from secc.runtime.randomness.ops import is_random, supported
 from secc.runtime.recorder import structure
 from secc.runtime.recorder.applying import record_apply
-from secc.runtime.recorder.attention import Attention
 from secc.runtime.recorder.fakes import Extents, Guess, Run, Shapes, fake_copy, is_large, valueless
 from secc.runtime.recorder.finish import finish
 from secc.runtime.recorder.functional import functionalise, mutates
@@ -34,6 +33,7 @@ from secc.runtime.recorder.origins import Origins
 from secc.runtime.recorder.places import class_place, drawer, paths_of, place, raised_at
 from secc.runtime.recorder.recording import BlockError, Drawn, Hazard, Recording
 from secc.runtime.recorder.settings import Settings, watched
+from secc.runtime.recorder.shortcuts import Shortcuts
 from secc.runtime.recorder.tape import Tape, here
 from secc.runtime.recorder.touched import Touched
 from secc.runtime.user_model import loss_of, scalars_of
@@ -74,7 +74,7 @@ class Recorder:
         self._state = {id(t): n for n, t in self._tensors.items()}
         self._paths, self._origins = paths_of(self._model), Origins(self._state)
         self._settings = Settings(self._modules)
-        self._shapes, self._layers, self.attend = Shapes(), _layers(self._model), Attention(self._mode)
+        self._shapes, self._layers, self.shorten = Shapes(), _layers(self._model), Shortcuts(self._mode, self._shortened)
         self._valueless = True  # large inputs have no values, until forward has asked for one
         self._observer = Observer()
         intercept(self._model, self._call)
@@ -241,6 +241,11 @@ class Recorder:
             self._watch.draws.append(self._drawn(func, out if isinstance(out, torch.Tensor) else out[0]))
         self._origins.made(func, args, kwargs, out)
         return out
+
+    def _shortened(self, args: Any, kwargs: Any, out: torch.Tensor) -> None:
+        """A function inside a block gave `out` without any op."""
+        self._refuse_hidden(args, kwargs)
+        self._origins.adopt(out, all(map(self._origins.is_alone, tensors_of(args, kwargs))))
 
     def _refuse_hidden(self, args: Any, kwargs: Any) -> None:
         """Raise for an op in a block that takes what was made outside and is no argument of the block: nobody would hand it over."""

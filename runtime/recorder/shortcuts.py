@@ -1,0 +1,70 @@
+"""Results without values of calls that are many ops below autograd: of linear maps by their rule, of attention learnt once for each layout.
+
+Vision towers attend to their windows one by one, hundreds of alike ones in a layer, each a dozen ops; linear maps are most of what a
+layer calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import linear, scaled_dot_product_attention
+
+from secc.runtime.recorder.fakes import autocast, dense, fresh, is_fake
+from secc.runtime.recorder.structure import NotLiteral, arguments
+
+SHORT = frozenset({linear, scaled_dot_product_attention})
+Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]
+Note = Callable[[Any, Any, torch.Tensor], None]
+
+
+class Shortcuts:
+    """Takes the place of the functions in `SHORT` where their result has no values, and no random numbers are drawn.
+
+    `note(args, kwargs, out)` is told of a result that no op has made.
+    """
+
+    def __init__(self, mode: FakeTensorMode, note: Note) -> None:
+        self._mode, self._note, self._known = mode, note, dict[Any, Layout]()
+
+    def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """`func(*args, **kwargs)`."""
+        layout = _mapped(*args) if func is linear and not kwargs else None
+        key = _attention(args, kwargs) if func is scaled_dot_product_attention else None
+        layout = self._known.get(key) if key is not None else layout
+        if layout is not None:
+            out = fresh(self._mode, *layout)
+            self._note(args, kwargs, out)
+            return out
+        out = func(*args, **kwargs)
+        if key is not None:
+            self._known[key] = tuple(out.shape), out.stride(), out.dtype, out.requires_grad
+        return out
+
+
+def _mapped(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Layout | None:
+    """The layout of a linear map's result; None for what torch itself is to judge."""
+    given = [x, weight] if bias is None else [x, weight, bias]
+    plain = all(is_fake(t) and t.dtype == x.dtype for t in given) and x.ndim > 1 and weight.ndim == 2 and not autocast()
+    if not plain or x.shape[-1] != weight.shape[1] or (bias is not None and bias.shape != weight.shape[:1]):
+        return None
+    shape = (*x.shape[:-1], weight.shape[0])
+    return shape, dense(shape), x.dtype, torch.is_grad_enabled() and any(t.requires_grad for t in given)
+
+
+def _attention(args: Any, kwargs: Any) -> Any:
+    """What decides the layout of attention's result; None where it has values or is random."""
+    try:
+        given = arguments((args, kwargs), _layout)
+    except NotLiteral:
+        return None
+    if not is_fake(args[0] if args else kwargs.get("query")) or (args[4] if len(args) > 4 else kwargs.get("dropout_p", 0)):
+        return None
+    return repr(given), torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast()
+
+
+def _layout(t: torch.Tensor) -> Any:
+    return tuple(t.shape), t.stride(), t.dtype, t.requires_grad, is_fake(t)
