@@ -5,13 +5,15 @@ It keeps queries, keys, values, output and a log-sum. Samples and windows that a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
+
+Empty = Callable[[Sequence[int], torch.dtype], torch.Tensor]  # makes a tensor without values
 
 
 def valueless(tensor: torch.Tensor) -> bool:
@@ -22,9 +24,9 @@ def valueless(tensor: torch.Tensor) -> bool:
 class FusedAttention(TorchFunctionMode):
     """Takes `scaled_dot_product_attention` as one kernel, and truth values of tensors without values as true."""
 
-    def __init__(self, attend: Callable[[int], None]) -> None:
+    def __init__(self, attend: Callable[[int], None], empty: Empty) -> None:
         super().__init__()
-        self._attend = attend
+        self._attend, self._empty = attend, empty
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -32,7 +34,7 @@ class FusedAttention(TorchFunctionMode):
             query, key, value = (args[i] if i < len(args) else kwargs[n] for i, n in enumerate(("query", "key", "value")))
             causal = kwargs.get("is_causal", args[5] if len(args) > 5 else False)
             self._attend(2 * _pairs(query, key, causal) * (query.shape[-1] + value.shape[-1]))
-            return _Attention.apply(query, key, value)
+            return _Attention.apply(self._empty, query, key, value)
         if func is torch.Tensor.__bool__ and valueless(args[0]):
             return True
         return func(*args, **kwargs)
@@ -52,9 +54,9 @@ class _Attention(torch.autograd.Function):
     """The shapes of a fused attention, and what it saves."""
 
     @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        out = query.new_empty(*query.shape[:-1], value.shape[-1])
-        ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32))
+    def forward(ctx: Any, empty: Empty, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        out = empty((*query.shape[:-1], value.shape[-1]), query.dtype)
+        ctx.save_for_backward(query, key, value, out, empty(query.shape[:-1], torch.float32))
         return out
 
     @staticmethod

@@ -29,6 +29,7 @@ from secc.cost.alike import Counted, alike
 from secc.cost.attention import FusedAttention, valueless
 from secc.cost.efficiency import DEFAULT, Efficiency
 from secc.cost.saved import Saved, storage
+from secc.runtime.recorder.fakes import dense, fresh
 from secc.runtime.recorder.glue import grouped_mm
 
 NOTHING = frozenset({"_unsafe_view", "new_empty", "empty", "empty_like", "empty_strided"})  # operations that neither compute nor move
@@ -89,7 +90,7 @@ def run(
     args, kwargs = arguments(makes)
     saved = Saved(state)
     counter = _Counter(saved, makes, efficiency)
-    fused = FusedAttention(counter.attend)
+    fused = FusedAttention(counter.attend, makes.empty)
     with (
         torch.set_grad_enabled(grad),
         saved_tensors_hooks(saved.pack, lambda t: t),
@@ -112,8 +113,12 @@ class Makes:
     def __call__(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, grad: bool = False) -> torch.Tensor:
         if self.mode is None:
             return torch.empty_strided(size, stride, dtype=dtype, device="meta", requires_grad=grad)
-        with self.mode:
-            return torch.empty_strided(size, stride, dtype=dtype, device="cpu", requires_grad=grad)
+        made = fresh(self.mode, tuple(size), tuple(stride), dtype)
+        return made.requires_grad_() if grad else made
+
+    def empty(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor without gaps."""
+        return self(size, dense(tuple(size)), dtype)
 
     def like(self, parameter: nn.Parameter) -> torch.Tensor:
         """What stands for a parameter."""
