@@ -11,6 +11,7 @@ from secc.runtime.kernels.backend import INTERPRETED
 
 Tensors = Sequence[torch.Tensor]
 Function = Callable[..., torch.Tensor | Tensors]
+TURNS = 8
 FLOOR = 0.05  # of a norm: below it an error counts as absolute
 
 
@@ -63,15 +64,28 @@ def assert_agree(
     """The operator on `inputs` gives what `reference` gives on them in float64, within `tolerance` of each tensor's norm.
 
     Where numbers cancel (deviations from the mean of a row whose entries are nearly equal) float32 tells no more, so thrice the error of
-    `reference` in the inputs' own dtype is allowed, too. Outputs that are no floats are left out; gradients must have their input's dtype.
+    `reference` in the inputs' own dtype is allowed, too: the largest of several that differ in the inputs' last bits, since one alone may
+    be small by chance. Outputs that are no floats are left out; gradients must have their input's dtype.
     """
     found = outputs_and_gradients(operator, inputs, upstream)
     wanted = outputs_and_gradients(reference, [x.double() for x in inputs], upstream)
-    plain = outputs_and_gradients(reference, inputs, upstream)
-    for kind, ours, theirs, rounded in zip(("output", "gradient"), found, wanted, plain, strict=True):
-        for i, (a, b, c) in enumerate(zip(ours, theirs, rounded, strict=True)):
+    for kind, ours, theirs in zip(("output", "gradient"), found, wanted, strict=True):
+        for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
             assert a.shape == b.shape, f"{kind} {i}: {list(a.shape)}, not {list(b.shape)}"
             assert kind == "output" or a.dtype == inputs[i].dtype
             error, norm = float((a.double() - b).norm()), float(b.norm())
-            allowed = max(tolerance * (norm + FLOOR), 3 * float((c.double() - b).norm()))
-            assert error <= allowed, f"{kind} {i}: error {error:.2e} of norm {norm:.2e}"
+            if error > tolerance * (norm + FLOOR):
+                assert error <= 3 * plain_error(reference, inputs, upstream, kind, i), f"{kind} {i}: error {error:.2e} of norm {norm:.2e}"
+
+
+def plain_error(reference: Function, inputs: Tensors, upstream: Sequence[float], kind: str, i: int) -> float:
+    """The largest error of an output's or gradient's norm that `reference` has in the inputs' own dtype, on `TURNS` that hardly differ."""
+    errors: list[float] = []
+    for turn in range(TURNS):
+        generator = torch.Generator().manual_seed(turn)
+        last = [torch.randint(-1, 2, x.shape, generator=generator) * min(turn, 1) * torch.finfo(x.dtype).eps for x in inputs]
+        nudged = [x.detach() * (1 + bits.to(x.dtype)) for x, bits in zip(inputs, last, strict=True)]
+        found = outputs_and_gradients(reference, nudged, upstream)[kind == "gradient"][i]
+        wanted = outputs_and_gradients(reference, [x.double() for x in nudged], upstream)[kind == "gradient"][i]
+        errors.append(float((found.double() - wanted).norm()))
+    return max(errors)
