@@ -47,10 +47,10 @@ class Apart:
     def order(self) -> tuple[list[int], int] | None:
         """All jobs in the order in which they start, and when the last one ends.
 
-        None where the parts depend on each other in other ways, or where their times do not settle.
+        None where the parts depend on each other in other ways, stages are not split alike, or their times do not settle.
         """
-        first = self.stages[0].name
-        if any(e.dst != first for e in self._into()):
+        first, split = self.stages[0].name, bool(self.load.lane.weight)
+        if any(e.dst != first for e in self._into()) or any((self.numbers[s.name].weight >= 0) != split for s in self.stages):
             return None
         beside, arrivals = self._beside()
         passages, wanted = self.plan.passages.copy(), [m for queue in self.plan.queues for m in queue]

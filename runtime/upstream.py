@@ -33,7 +33,9 @@ def critical_load(composer: Composer) -> tuple[Load, list[Lot]] | None:
     later = [weight_parts(s, backward) for s, (_, backward) in zip(stages, times, strict=True)]
     first = [list(map(int.__sub__, backward, weight)) for (_, backward), weight in zip(times, later, strict=True)]
     kept, spaces = [composer.costs.kept(s, lots) for s in stages], [s.room_bytes for s in stages]
-    lane = Lane([f for f, _ in times], first, later if stages[0].weight_permille else (), [s.in_flight for s in stages], kept, spaces)
+    lane = Lane(
+        [f for f, _ in times], first, later if any(s.weight_permille for s in stages) else (), [s.in_flight for s in stages], kept, spaces
+    )
     size = [sum(ns) // len(stages) for ns in zip(*(map(int.__add__, f, b) for f, b in times), strict=True)]
     owed, waves = composer.upstream[stages[0].name], composer.waves[stages[-1].name]
     needs = [any(waves[composer.kind[p]] != FREE for p in lot) for lot in lots]

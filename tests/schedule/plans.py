@@ -84,7 +84,8 @@ def pipelines(draw, name, world):
     in_flight = draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
     made = stages(name, ranks, in_flight=in_flight, **options, forward=draw(costs), backward=draw(costs))
     split = 500 if options["mode"] == "train" and options["sharding"] == "none" and draw(st.booleans()) else 0
-    return [draw(bounded(dataclasses.replace(s, weight_permille=split))) for s in made]
+    parts = [draw(st.sampled_from([split, split, 0])) for _ in made]
+    return [draw(bounded(dataclasses.replace(s, weight_permille=part))) for s, part in zip(made, parts, strict=True)]
 
 
 @st.composite

@@ -168,6 +168,17 @@ def test_a_split_backward_fills_what_would_be_idle():
     assert simulate(split, samples, step).end < 1.1 * schedule_bound(split, samples).ns
 
 
+@pytest.mark.parametrize("parts", [(0, 500, 500), (500, 0, 500), (500, 500, 0)])
+def test_stages_may_be_split_unlike(parts):
+    whole, samples = pipeline(3, room=(6, 6, 6)), [sample(i, length=100 + 7 * i) for i in range(8)]
+    p = dataclasses.replace(
+        whole, sections=tuple(dataclasses.replace(s, weight_permille=n) for s, n in zip(whole.sections, parts, strict=True))
+    )
+    step = schedule(p, samples)
+    check(p, samples, step)
+    assert [sum(i.kind == "W" for i in program) for program in step.programs] == [8 * (n > 0) for n in parts]
+
+
 @given(plans(), batches)
 @settings(max_examples=60)
 def test_stages_have_the_same_micro_batches(p, samples):
