@@ -80,7 +80,8 @@ class Allocate(ModulePass):
         size = ahead.parse(self.run_ahead, work, GIB)
         asked = replace(problem(work, ranks, self.strategy, pins, free=cluster.device.backend != "cpu"), deadline=deadline)
         asked = ahead.priced(asked, work, size)
-        solution = solve(asked, margin=MARGIN)
+        found = known.assignment(asked, self.known)
+        solution = solve(asked, margin=MARGIN, start=found)
         if solution is None and cluster.device.backend == "cpu":
             asked = ahead.priced(replace(problem(work, ranks, self.strategy, pins), deadline=deadline), work, size)
             solution = solve(asked, margin=MARGIN)

@@ -1,11 +1,11 @@
 """The solver's best plan against plans near it, each under the real order, which finds what the closed forms misjudge.
 
 The first ones are the solver's: its best of all, with every section apart, and with all on the same devices, each also without
-pipelines and tensor parallelism. From the one with the shortest step under the order (`secc.alloc.trial`), plans that differ in one thing
-are tried: one section run in another way on as many ranks, or ranks handed from one group to another. Those come first that the closed
-forms like best, but one for each section before the second for any, and other shapes before other micro-batches. The shortest goes on,
-until none is shorter or so many have been tried, or their orders became so long together. A plan whose order holds more than the memory
-there is does not count.
+pipelines and tensor parallelism, and its best without sections that return what they hold in rounds. From the one with the shortest step
+under the order (`secc.alloc.trial`), plans that differ in one thing are tried: one section run in another way on as many ranks, or ranks
+handed from one group to another. Those come first that the closed forms like best, but one for each section before the second for any, and
+other shapes before other micro-batches. The shortest goes on, until none is shorter or so many have been tried, or their orders became so
+long together. A plan whose order holds more than the memory there is does not count.
 
 A trial searches orders of several batches. So plans are looked at first: one batch, in the first order found. Those that are far behind
 the best in that are not tried, and those far behind in the order searched for this batch not on the others. Looks and trials run on all
@@ -30,6 +30,7 @@ from secc.alloc.layouts import IN_STEP
 from secc.alloc.model import solve
 from secc.alloc.trial import Ranks, Trial, Tried, mapped, mean
 from secc.alloc.types import Assignment, Candidate, Problem
+from secc.parallel import beside
 
 MOST_TRIALS = 60
 MOST_JOBS = 600_000  # forwards and backwards in the orders of all looks and trials, tens of microseconds each
@@ -140,7 +141,16 @@ class _Contest:
 
     def _others(self, best: Assignment) -> Iterator[Assignment]:
         """The solver's best plans of other kinds, where it was free to choose and they may come near: also without replicas of several
-        ranks, because what stages wait for on devices that sections share is more than closed forms say."""
+        ranks, because what stages wait for on devices that sections share is more than closed forms say, and without sections that take
+        rounds, because a place in flight is also kept while consumers wait for others."""
+        if not any(self.problem.sections[s][i].rounds > 1 for s, i in best.choice.items()):
+            yield from self._of_strategies(best)
+            return
+        with beside(lambda: self._solved(_without(self.plain, lambda c: c.rounds > 1), best)) as roomy:
+            found = [*self._of_strategies(best), roomy()]
+        yield from (a for a in found if a is not None)
+
+    def _of_strategies(self, best: Assignment) -> Iterator[Assignment]:
         groups = len(set(best.group.values()))
         for strategy, count in (("apart", len(best.group)), ("colocate", 1)) if self._chooses() else ():
             free = replace(self.plain, strategy=strategy)

@@ -55,10 +55,17 @@ MANY = 1000  # candidates of all sections, from which on a search starts from a 
 PLAINEST = 1 << 12  # more than `extras` summed over sections
 
 
-def solve(problem: Problem, limit: float = DETERMINISTIC_LIMIT, margin: float = 0.0, beside: Assignment | None = None) -> Solution | None:
+def solve(
+    problem: Problem,
+    limit: float = DETERMINISTIC_LIMIT,
+    margin: float = 0.0,
+    beside: Assignment | None = None,
+    start: Assignment | None = None,
+) -> Solution | None:
     """The fastest assignment, or None if there is none. Raises RuntimeError if none was found or refuted within the limit.
 
-    With another strategy's assignment `beside`, None too where none is at most twice as slow as that.
+    With another strategy's assignment `beside`, None too where none is at most twice as slow as that. `start` is an assignment of this
+    problem that is known to be good; without one, a large problem is solved with few candidates first.
 
     With a `margin`, replicas of several ranks are taken only where that is faster by more: the assignment with the fewest doublings
     among those that are slower than the fastest by at most this share.
@@ -67,7 +74,8 @@ def solve(problem: Problem, limit: float = DETERMINISTIC_LIMIT, margin: float = 
     most = _horizon(coarse) if coarse.deadline is None else coarse.deadline
     if beside is not None:
         most = min(most, 2 * evaluate(replace(coarse, strategy="auto", capacity=1 << 62, pools=(), deadline=None), beside).time_ns)
-    if (start := _start(coarse, most, limit)) is not None and coarse.deadline is None:
+    start = _start(coarse, most, limit) if start is None else start
+    if start is not None and coarse.deadline is None:
         most = min(most, evaluate(coarse, start).time_ns)
     if (part := parts.within(coarse, most)) is None:
         return None
