@@ -1,11 +1,10 @@
 """The solver's best plan against plans near it, each under the real order, which finds what the closed forms misjudge.
 
-The first ones are the solver's: its best of all, with every section apart, and with all on the same devices, each also without
-pipelines and tensor parallelism, and its best without sections that return what they hold in rounds. From the one with the shortest step
-under the order (`secc.alloc.trial`), plans that differ in one thing are tried: one section run in another way on as many ranks, or ranks
-handed from one group to another. Those come first that the closed forms like best, but one for each section before the second for any, and
-other shapes before other micro-batches. The shortest goes on, until none is shorter or so many have been tried, or their orders became so
-long together. A plan whose order holds more than the memory there is does not count.
+From the solver's plan with the shortest step under the order (`secc.alloc.starts`, `secc.alloc.trial`), plans that differ in one thing are
+tried: one section run in another way on as many ranks, or ranks handed from one group to another. Those come first that the closed forms
+like best, but one for each section before the second for any, and other shapes before other micro-batches. The shortest goes on, until none
+is shorter or so many have been tried, or their orders became so long together. A plan whose order holds more than the memory there is does
+not count.
 
 A trial searches orders of several batches. So plans are looked at first: one batch, in the first order found. Those that are far behind
 the best in that are not tried, and those far behind in the order searched for this batch not on the others. Looks and trials run on all
@@ -28,9 +27,9 @@ from itertools import islice, product
 from secc.alloc.evaluate import evaluate
 from secc.alloc.layouts import IN_STEP
 from secc.alloc.model import solve
+from secc.alloc.starts import starts, without
 from secc.alloc.trial import Ranks, Trial, Tried, mapped, mean
 from secc.alloc.types import Assignment, Candidate, Problem
-from secc.parallel import beside
 
 MOST_TRIALS = 60
 MOST_JOBS = 600_000  # forwards and backwards in the orders of all looks and trials, tens of microseconds each
@@ -74,7 +73,7 @@ def _plain(problem: Problem, best: Assignment, margin: float) -> tuple[Problem, 
     """The problem without replicas in step, and its best plan before that of the whole one; the problem itself where nothing else fits."""
     if problem.deadline is not None:
         return problem, [best]
-    plain = _without(problem, _in_step)
+    plain = without(problem, _in_step)
     if not any(_in_step(problem.sections[s][i]) for s, i in best.choice.items()):
         return plain, [best]
     found = solve(plain, margin=margin)
@@ -97,8 +96,8 @@ class _Contest:
 
     def run(self, best: Sequence[Assignment]) -> Winner:
         free = self.problem.deadline is None  # with a deadline the fewest devices are wanted, and the solver has them
-        starts = {_key(a): a for a in (*best, *(self._others(best[0]) if free else ()))}
-        tried = self._tried([*starts.values()])
+        others = starts(self.plain, best[0], self.margin) if free else ()
+        tried = self._tried([*{_key(a): a for a in (*best, *others)}.values()])
         self.step = max(1, self.known[_key(tried[0])].time_ns // ALIKE_STEPS)
         shortest = min(tried, key=self._score)
         while free and (left := self._left()):
@@ -138,35 +137,6 @@ class _Contest:
 
         jobs = max((tried.jobs for tried in self.looks.values()), default=2 * len(self.trial.batches[0]) * len(self.by_ranks))
         return mapped(run, wanted, jobs * len(wanted))
-
-    def _others(self, best: Assignment) -> Iterator[Assignment]:
-        """The solver's best plans of other kinds, where it was free to choose and they may come near: also without replicas of several
-        ranks, because what stages wait for on devices that sections share is more than closed forms say, and without sections that take
-        rounds, because a place in flight is also kept while consumers wait for others."""
-        if not any(self.problem.sections[s][i].rounds > 1 for s, i in best.choice.items()):
-            yield from self._of_strategies(best)
-            return
-        with beside(lambda: self._solved(_without(self.plain, lambda c: c.rounds > 1), best)) as roomy:
-            found = [*self._of_strategies(best), roomy()]
-        yield from (a for a in found if a is not None)
-
-    def _of_strategies(self, best: Assignment) -> Iterator[Assignment]:
-        groups = len(set(best.group.values()))
-        for strategy, count in (("apart", len(best.group)), ("colocate", 1)) if self._chooses() else ():
-            free = replace(self.plain, strategy=strategy)
-            found = best if groups == count else self._solved(free, best)
-            if found is not None:
-                yield found
-            if found is not None and any(free.sections[s][i].width for s, i in found.choice.items()):
-                narrow = self._solved(_without(free, lambda c: c.width > 0), best)
-                yield from () if narrow is None else (narrow,)
-
-    def _chooses(self) -> bool:
-        return self.problem.strategy == "auto" and len(self.problem.sections) > 1
-
-    def _solved(self, problem: Problem, beside: Assignment) -> Assignment | None:
-        found = solve(problem, margin=self.margin, beside=beside)
-        return None if found is None else found.assignment
 
     # -- what a plan is worth -----------------------------------------------------------------------------------------------------
 
@@ -249,13 +219,6 @@ def _close(plans: Sequence[Assignment], tried: Mapping[Key, Tried], share: float
 
 def _in_step(c: Candidate) -> bool:
     return c.sharding == IN_STEP
-
-
-def _without(problem: Problem, test: Callable[[Candidate], bool]) -> Problem:
-    """The problem in which no candidate fits of which the test holds."""
-    full = 2 * problem.capacity
-    sections = {s: tuple(replace(c, memory=full, memory_ahead=full) if test(c) else c for c in cs) for s, cs in problem.sections.items()}
-    return replace(problem, sections=sections)
 
 
 def _key(a: Assignment) -> Key:

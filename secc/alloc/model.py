@@ -59,21 +59,20 @@ def solve(
     problem: Problem,
     limit: float = DETERMINISTIC_LIMIT,
     margin: float = 0.0,
-    beside: Assignment | None = None,
+    most: int | None = None,
     start: Assignment | None = None,
 ) -> Solution | None:
     """The fastest assignment, or None if there is none. Raises RuntimeError if none was found or refuted within the limit.
 
-    With another strategy's assignment `beside`, None too where none is at most twice as slow as that. `start` is an assignment of this
+    None, too, where none takes at most `most` ns. `start` is an assignment of this
     problem that is known to be good; without one, a large problem is solved with few candidates first.
 
     With a `margin`, replicas of several ranks are taken only where that is faster by more: the assignment with the fewest doublings
     among those that are slower than the fastest by at most this share.
     """
     coarse = _coarsened(problem)
-    most = _horizon(coarse) if coarse.deadline is None else coarse.deadline
-    if beside is not None:
-        most = min(most, 2 * evaluate(replace(coarse, strategy="auto", capacity=1 << 62, pools=(), deadline=None), beside).time_ns)
+    longest = _horizon(coarse) if coarse.deadline is None else coarse.deadline
+    most = longest if most is None else min(longest, -(-most // _unit(problem)))
     start = _start(coarse, most, limit) if start is None else start
     if start is not None and coarse.deadline is None:
         most = min(most, evaluate(coarse, start).time_ns)
@@ -157,10 +156,15 @@ def _run(model: Model, limit: float) -> tuple[cp_model.CpSolver, Any]:
     return solver, status
 
 
+def _unit(problem: Problem) -> int:
+    """Ns in a unit of what is solved."""
+    return max(1, -(-max(c.time_ns for cs in problem.sections.values() for c in cs) // RESOLUTION))
+
+
 def _coarsened(problem: Problem) -> Problem:
     """The problem in units in which the largest work is at most `RESOLUTION`, times rounded up."""
-    unit = -(-max(c.time_ns for cs in problem.sections.values() for c in cs) // RESOLUTION)
-    if unit <= 1:
+    unit = _unit(problem)
+    if unit == 1:
         return problem
 
     def up(ns: int) -> int:

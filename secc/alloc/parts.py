@@ -5,7 +5,7 @@ A model of thousands of candidates takes long to build and to search. A good ass
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from secc.alloc.types import Assignment, Candidate, Problem
@@ -21,6 +21,12 @@ class Part:
     def whole(self, a: Assignment) -> Assignment:
         """The part's assignment as one of the other problem."""
         return Assignment({s: self.places[s][i] for s, i in a.choice.items()}, a.group)
+
+
+def kept(problem: Problem, test: Callable[[Candidate], bool]) -> Part | None:
+    """The candidates of which the test holds; None where a section has none."""
+    places = {s: [i for i, c in enumerate(cs) if test(c)] for s, cs in problem.sections.items()}
+    return _part(problem, places) if all(places.values()) else None
 
 
 def few(problem: Problem) -> Part:

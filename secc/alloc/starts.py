@@ -1,0 +1,75 @@
+"""The solver's plans of other kinds than its best one, where they may come near: what closed forms misjudge differs from kind to kind.
+
+- Every section apart, and all on the same devices; each also without replicas of several ranks, because what stages wait for on devices
+  that sections share is more than closed forms say.
+- All on all devices with equally many replicas: samples stay where they are, and no replica waits for another one's.
+- Without sections that return what they hold in rounds, because a place in flight is also kept while consumers wait for others.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from secc.alloc import parts
+from secc.alloc.evaluate import evaluate
+from secc.alloc.model import solve
+from secc.alloc.types import Assignment, Candidate, Problem
+from secc.parallel import beside
+
+FAR = 2  # times the best plan's step by closed forms: what takes longer by them is no start
+
+
+def starts(problem: Problem, best: Assignment, margin: float) -> list[Assignment]:
+    """The plans; `best` is the problem's best one. As in the solver, replicas of several ranks have to be faster by a margin."""
+    most = FAR * evaluate(replace(problem, capacity=1 << 62, pools=()), best).time_ns
+    kinds = _Kinds(margin, most)
+    if not any(problem.sections[s][i].rounds > 1 for s, i in best.choice.items()):
+        return [*kinds.by_strategy(problem, best)]
+    with beside(lambda: kinds.solved(without(problem, lambda c: c.rounds > 1))) as roomy:
+        found = [*kinds.by_strategy(problem, best), roomy()]
+    return [a for a in found if a is not None]
+
+
+def without(problem: Problem, test: Callable[[Candidate], bool]) -> Problem:
+    """The problem in which no candidate fits of which the test holds."""
+    full = 2 * problem.capacity
+    sections = {s: tuple(replace(c, memory=full, memory_ahead=full) if test(c) else c for c in cs) for s, cs in problem.sections.items()}
+    return replace(problem, sections=sections)
+
+
+class _Kinds:
+    """Plans that take at most `most` ns by closed forms."""
+
+    def __init__(self, margin: float, most: int) -> None:
+        self._margin, self._most = margin, most
+
+    def solved(self, problem: Problem) -> Assignment | None:
+        found = solve(problem, margin=self._margin, most=self._most)
+        return None if found is None else found.assignment
+
+    def by_strategy(self, problem: Problem, best: Assignment) -> Iterator[Assignment]:
+        if problem.strategy != "auto" or len(problem.sections) < 2:
+            return
+        groups = len(set(best.group.values()))
+        for strategy, count in ("apart", len(best.group)), ("colocate", 1):
+            free = replace(problem, strategy=strategy)
+            found = best if groups == count else self.solved(free)
+            if found is not None:
+                yield found
+            if found is not None and any(free.sections[s][i].width for s, i in found.choice.items()):
+                narrow = self.solved(without(free, lambda c: c.width > 0))
+                yield from () if narrow is None else (narrow,)
+        yield from self._level(replace(problem, strategy="colocate"))
+
+    def _level(self, together: Problem) -> Iterator[Assignment]:
+        """The best plan with equally many replicas of all sections on all devices."""
+        counts = (Counter({c.dp for c in cs if c.ranks == together.ranks}) for cs in together.sections.values())
+        common = sum(counts, Counter[int]())
+        found: list[Assignment] = []
+        for n in sorted(n for n, sections in common.items() if sections == len(together.sections)):
+            part = parts.kept(together, lambda c, n=n: c.dp == n and c.ranks == together.ranks)
+            level = None if part is None else self.solved(part.problem)
+            found += [] if part is None or level is None else [part.whole(level)]
+        yield from sorted(found, key=lambda a: evaluate(together, a).time_ns)[:1]

@@ -1,0 +1,65 @@
+"""The plans that a contest starts from, against all assignments of small problems."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from hypothesis import assume, given, settings
+
+from secc.alloc.evaluate import evaluate
+from secc.alloc.model import solve
+from secc.alloc.starts import FAR, starts
+from secc.alloc.types import Assignment, Candidate, Problem
+from tests.alloc.instances import assignments, problems
+
+
+def chosen(problem: Problem, a: Assignment) -> list[Candidate]:
+    return [problem.sections[s][i] for s, i in a.choice.items()]
+
+
+def fastest(problem: Problem, test: Callable[[Assignment], bool]) -> int | None:
+    """The shortest step of the legal assignments of which the test holds, by trying all."""
+    found: list[int] = []
+    for a in assignments(problem):
+        try:
+            found += [evaluate(problem, a).time_ns] if test(a) else []
+        except ValueError:
+            continue
+    return min(found, default=None)
+
+
+@given(problems())
+@settings(max_examples=60, deadline=None)
+def test_the_best_plan_of_each_kind_is_among_the_starts(problem: Problem) -> None:
+    problem = replace(problem, strategy="auto")
+    assume(len(problem.sections) > 1 and (best := solve(problem)) is not None)
+    assert best is not None
+
+    def level(a: Assignment) -> bool:
+        return (
+            len(set(a.group.values())) == 1
+            and {c.ranks for c in chosen(problem, a)} == {problem.ranks}
+            and len({c.dp for c in chosen(problem, a)}) == 1
+        )
+
+    def plain(a: Assignment) -> bool:
+        return all(c.rounds == 1 for c in chosen(problem, a))
+
+    found = starts(problem, best.assignment, 0.0)
+    kinds = [level] if plain(best.assignment) else [level, plain]
+    for kind in kinds:
+        wanted = fastest(problem, kind)
+        if wanted is not None and wanted <= FAR * best.time_ns:
+            assert wanted in {evaluate(problem, a).time_ns for a in found if kind(a)}
+
+
+def test_equally_many_replicas_are_a_start_although_others_are_faster() -> None:
+    def ways(fast: int) -> tuple[Candidate, ...]:
+        return tuple(Candidate(dp=n, micro_batch=1, time_ns=10 if n == fast else 14, micro_batches=1, memory=0, tp=4 // n) for n in (1, 2))
+
+    problem = Problem({"a": ways(1), "b": ways(2)}, (), 4, capacity=1 << 20)
+    best = solve(problem)
+    assert best is not None
+    assert {c.dp for c in chosen(problem, best.assignment)} == {1, 2}
+    assert any(len({c.dp for c in chosen(problem, a)}) == 1 for a in starts(problem, best.assignment, 0.0))
