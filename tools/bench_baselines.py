@@ -99,7 +99,7 @@ def _ratio(comparison: Comparison, scheme: str, batches: Sequence[Sequence[Sampl
 
 def plot(rows: Sequence[Row], path: Path) -> None:
     """Each baseline's step over the plan's, a column of marks for each row; the line is the plan."""
-    from matplotlib import pyplot
+    from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
 
     figure, axes = pyplot.subplots(figsize=(3 + 0.5 * len(rows), 4.5), layout="constrained")
     for scheme, marker in zip(SCHEMES, "osD^vPX", strict=True):
