@@ -8,9 +8,8 @@ together. The schedule is valid if all programs end. The rules are those of `run
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain, pairwise
 from typing import NamedTuple
 
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from secc.runtime.ahead import sections
 from secc.runtime.collector import collector_paused
+from secc.runtime.columns import integers
 from secc.runtime.graph import Graph
 from secc.runtime.plan import Edge, Plan, Section
 from secc.runtime.program import SampleMeta, Schedule, active, computations, gathers, pairs, returns_gradient, rounds
@@ -124,11 +124,6 @@ def _within(column: Tensor, count: int) -> bool:
     return len(column) == 0 or (int(column.min()) >= 0 and int(column.max()) < count)
 
 
-def _column(numbers: Iterable[int]) -> Tensor:
-    found = array("q", numbers)
-    return torch.frombuffer(found, dtype=torch.int64) if found else torch.empty(0, dtype=torch.int64)
-
-
 class _Numbers(dict[str, int]):
     """Numbers of texts."""
 
@@ -141,8 +136,8 @@ def _read(plan: Plan, schedule: Schedule) -> _Rows:
     texts = {0: KINDS, 1: [s.name for s in plan.sections], 5: [e.name for e in plan.edges], 6: ("fwd", "bwd")}
     numbers = {field: _Numbers({"": BLANK} | {name: i for i, name in enumerate(names)}) for field, names in texts.items()}
     fields = enumerate(zip(*chain.from_iterable(schedule.programs), strict=True))
-    found = [_column(map(numbers[i].__getitem__, field) if i in numbers else field) for i, field in fields]
-    lengths = _column(map(len, schedule.programs))
+    found = [integers(map(numbers[i].__getitem__, field) if i in numbers else field) for i, field in fields]
+    lengths = integers(map(len, schedule.programs))
     return _Rows._make([*found, torch.arange(len(lengths)).repeat_interleave(lengths)])
 
 
@@ -186,7 +181,7 @@ class _Check:
 
     def __init__(self, plan: Plan, schedule: Schedule) -> None:
         self.plan, self.schedule, self.world = plan, schedule, plan.world_size
-        self.rows, self.ends = _read(plan, schedule), _column(map(len, schedule.programs)).cumsum(0)
+        self.rows, self.ends = _read(plan, schedule), integers(map(len, schedule.programs)).cumsum(0)
         self.own: dict[str, _Own] = {}
         self.count = 0
         for s in plan.sections:
@@ -194,8 +189,8 @@ class _Check:
             starts = {KINDS.index(kind): self.count + k * len(micros) * ranks.shape[1] for k, kind in enumerate(computations(s))}
             self.count += len(starts) * len(micros) * ranks.shape[1]
             done = torch.zeros(len(micros), dtype=torch.bool)
-            done[_column(schedule.computed.get(s.name, ()))] = True
-            self.own[s.name] = _Own(starts, ranks, _column(m.replica for m in micros), done)
+            done[integers(schedule.computed.get(s.name, ()))] = True
+            self.own[s.name] = _Own(starts, ranks, integers(m.replica for m in micros), done)
         self.place = torch.full((self.count,), BLANK)
 
     def run(self) -> None:
@@ -215,7 +210,7 @@ class _Check:
         rows, tp, micros = self.rows.at(at), own.ranks.shape[1], len(own.replica)
         _need(_within(rows.micro, micros) and _says(rows, stage=section.stage, **_NO_MESSAGE))
         start, index = torch.full((len(KINDS),), BLANK), torch.full((self.world,), BLANK)
-        start[list(own.starts)] = _column(own.starts.values())
+        start[list(own.starts)] = integers(own.starts.values())
         index[own.ranks] = torch.arange(tp).expand_as(own.ranks)
         replica = own.replica[rows.micro]
         _need(torch.equal(rows.replica, replica) and bool((start[rows.kind] >= 0).all()))
@@ -257,11 +252,11 @@ class _Check:
         for i, edge in enumerate(self.plan.edges):
             if not (micros := pairs(edge, self.schedule)):
                 continue
-            src, dst = (_column(column) for column in zip(*micros, strict=True))
+            src, dst = (integers(column) for column in zip(*micros, strict=True))
             found.append(self.links(edge, 2 * i, src, dst))
             if returns_gradient(edge, sections):
                 found.append(self.links(edge, 2 * i + 1, src, dst))
-        links = _Links(*(torch.cat(columns) for columns in zip(*found, strict=True))) if found else _Links(*[_column(())] * 9)
+        links = _Links(*(torch.cat(columns) for columns in zip(*found, strict=True))) if found else _Links(*[integers(())] * 9)
         made, used = (
             torch.where(jobs >= 0, self.place[jobs.clamp(min=0)], BLANK) if len(jobs) else jobs for jobs in (links.made, links.used)
         )
@@ -294,7 +289,9 @@ class _Check:
         for i, (some, others) in enumerate(zip(sources.tolist(), targets.tolist(), strict=True)):
             found += [(i, r, r, 0, 0, some.index(r), k) for k, r in enumerate(others) if r in some]
             found += [(i, *part, some.index(part.sender), others.index(part.receiver)) for part in routes(tuple(some), tuple(others))]
-        i, sender, receiver, part, parts, at, to = (_column(column) for column in zip(*found, strict=True)) if found else [_column(())] * 7
+        i, sender, receiver, part, parts, at, to = (
+            (integers(column) for column in zip(*found, strict=True)) if found else [integers(())] * 7
+        )
         return _Links(torch.full_like(i, way), src[i], dst[i], sender, receiver, part, parts, made[i, at], used[i, to])
 
     def carried(self, kind: int, links: _Links) -> Tensor:
@@ -344,7 +341,7 @@ class _Check:
             if own.ranks.shape[1] == 1 and not gathers(s):
                 continue
             micros = torch.arange(len(own.replica))[~own.computed]
-            first = _column(rounds_of[s.name, m][0].index if (s.name, m) in rounds_of else m for m in range(len(own.replica)))
+            first = integers(rounds_of[s.name, m][0].index if (s.name, m) in rounds_of else m for m in range(len(own.replica)))
             for kind in own.starts:
                 at = self.place[own.jobs(kind, micros)]
                 places.append(at.flatten())

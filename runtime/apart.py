@@ -9,12 +9,12 @@ running all jobs together takes.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from secc.runtime.columns import integers
 from secc.runtime.compose import Composer, Table
 from secc.runtime.jobs import Messages, Numbers, Step, make
 from secc.runtime.lane import Passage
@@ -109,7 +109,7 @@ class Apart:
         """One order of all jobs. What takes no time goes before what starts at the same time, and where both take none, what may wait
         for the other comes second."""
         pieces = [*self._pieces(beside, order, starts, False), *self._stage_pieces(passages), *self._pieces(beside, order, starts, True)]
-        jobs, begun, lasts = (torch.cat([_column(piece[i]) for piece in pieces]) for i in range(3))
+        jobs, begun, lasts = (torch.cat([integers(piece[i]) for piece in pieces]) for i in range(3))
         at = torch.argsort(2 * begun + (lasts > 0), stable=True)
         return jobs[at].tolist(), int((begun + lasts).max()) if len(at) else 0
 
@@ -143,12 +143,6 @@ class Apart:
         (jobs, begun, lasts), (_, _, then) = forwards.pop(), backwards.pop(0)  # the last stage's jobs are both
         forwards.append((jobs, begun, list(map(int.__add__, lasts, then))))
         return [*forwards, *backwards, *(piece(n.weight, lane.weight, 2, s) for s, n in stages if lane.weight)]
-
-
-def _column(some: Sequence[int]) -> torch.Tensor:
-    if isinstance(some, range):
-        return torch.arange(some.start, some.stop)
-    return torch.frombuffer(array("q", some), dtype=torch.int64) if some else torch.empty(0, dtype=torch.int64)
 
 
 def _waits_else(starts: Sequence[int], guess: Sequence[int], there: Sequence[int]) -> bool:

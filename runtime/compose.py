@@ -142,7 +142,10 @@ class Composer:
         return list(map(max, *parts)) if parts else [0] * self.count
 
     def least(self) -> int:
-        """Ns that no order can beat: the work of sections on the same ranks spread evenly, and the longest way of a sample."""
+        """Ns that no order of single samples can beat: the work of sections on the same ranks spread evenly, and a sample's longest way.
+
+        Samples that share a micro-batch share what each takes besides, so where there are such it may be more than an order takes.
+        """
         work: dict[Ranks, int] = defaultdict(int)
         longest = 0
         for s in self.plan.sections:

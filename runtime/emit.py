@@ -13,7 +13,6 @@ programs. There are tens of thousands, and a loop over them would take as long a
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice, repeat
@@ -22,6 +21,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from secc.runtime.columns import integers
 from secc.runtime.compose import Column, Table
 from secc.runtime.graph import Graph
 from secc.runtime.jobs import Messages, Numbers
@@ -48,7 +48,7 @@ def emit(
 ) -> Schedule:
     """The schedule whose ranks run their jobs in this order."""
     place = torch.empty(len(order), dtype=torch.int64)
-    place[_numbers(order)] = torch.arange(len(order))
+    place[integers(order)] = torch.arange(len(order))
     entries = [*_computations(tables, numbers, place), *_messages(plan, tables, messages, numbers, place)]
     rank, where = (torch.cat(columns) for columns in zip(*((e.rank, e.where) for e in entries), strict=True))
     instructions = list(chain.from_iterable(e.instructions for e in entries))
@@ -57,11 +57,6 @@ def emit(
     counts = torch.bincount(rank, minlength=plan.world_size).tolist()
     programs = tuple((*islice(arranged, count), *_closing(members, r)) for r, count in enumerate(counts))
     return Schedule({name: t.micro_batches for name, t in tables.items()}, programs)
-
-
-def _numbers(some: Sequence[int]) -> Tensor:
-    """A column; `torch.tensor` takes ten times as long for a list."""
-    return torch.frombuffer(array("q", some), dtype=torch.int64) if some else torch.empty(0, dtype=torch.int64)
 
 
 # -- messages ---------------------------------------------------------------------------------------------------------------------
@@ -91,10 +86,10 @@ def _messages(plan: Plan, tables: dict[str, Table], messages: Messages, numbers:
         return
     made, used = (torch.cat(columns) for columns in zip(*((w.made, w.used) for w in ways), strict=True))
     sender, receiver, part = (
-        _numbers([*chain.from_iterable(x)]) for x in ((w.sender for w in ways), (w.receiver for w in ways), (w.parts[0] for w in ways))
+        integers([*chain.from_iterable(x)]) for x in ((w.sender for w in ways), (w.receiver for w in ways), (w.parts[0] for w in ways))
     )
     sent = torch.argsort(made * len(place) + used, stable=True)  # the order in which all messages are sent
-    way = torch.arange(len(ways)).repeat_interleave(_numbers([len(w.sender) for w in ways]))
+    way = torch.arange(len(ways)).repeat_interleave(integers([len(w.sender) for w in ways]))
     channel = ((way * plan.world_size + sender) * plan.world_size + receiver) * plan.world_size + part
     due = _dues(channel[sent], used[sent], len(place))
     sends = list(chain.from_iterable(w.instructions("SEND", w.receiver) for w in ways))
@@ -116,12 +111,12 @@ def _dues(channel: Tensor, used: Tensor, places: int) -> Tensor:
 
 def _ways(plan: Plan, tables: dict[str, Table], messages: Messages, numbers: Mapping[str, Numbers], place: Tensor) -> Iterator[_Way]:
     sections = {s.name: s for s in plan.sections}
-    replica = {name: _numbers([m.replica for m in table.micro_batches]) for name, table in tables.items()}
+    replica = {name: integers([m.replica for m in table.micro_batches]) for name, table in tables.items()}
     for edge in sorted(plan.edges, key=lambda e: e.name):
         src, dst = numbers[edge.src], numbers[edge.dst]
         if not (pairs := messages[edge.name]):
             continue
-        m, n = map(_numbers, zip(*pairs, strict=True))
+        m, n = map(integers, zip(*pairs, strict=True))
         a, b = replica[edge.src][m], replica[edge.dst][n]
         if returns_gradient(edge, sections):
             yield _way((edge.name, "bwd"), (dst, src), (b, a), (place[dst.backward + n], place[src.backward + m]), (m, n))
@@ -135,14 +130,14 @@ def _way(name: tuple[str, str], ends: tuple[Numbers, Numbers], replica: Two, pla
     """Messages between these replicas, without those for which nothing travels."""
     sources, targets = (replicas(n.section) for n in ends)
     if all(n.section.mesh.tp == 1 for n in ends):  # by far the most: as `routes` has it, column by column
-        sender, receiver = (_numbers([rank for (rank,) in ranks])[r] for ranks, r in zip((sources, targets), replica, strict=True))
+        sender, receiver = (integers([rank for (rank,) in ranks])[r] for ranks, r in zip((sources, targets), replica, strict=True))
         at = (sender != receiver).nonzero()[:, 0]
         columns = sender[at].tolist(), receiver[at].tolist(), [0] * len(at), [1] * len(at)
     else:
         pairs = zip(*(r.tolist() for r in replica), strict=True)
         found = [(i, *part) for i, (a, b) in enumerate(pairs) for part in routes(sources[a], targets[b])]
         index, *columns = map(list, zip(*found, strict=True)) if found else ([] for _ in range(5))
-        at = _numbers(index)
+        at = integers(index)
     sender, receiver, part, parts = columns
     made, used = (p[at] for p in places)
     return _Way(name, sender, receiver, made, used, (micros[0][at].tolist(), micros[1][at].tolist()), (part, parts))
@@ -156,7 +151,7 @@ def _computations(tables: dict[str, Table], numbers: Mapping[str, Numbers], plac
     for name, n in numbers.items():
         replica = [m.replica for m in tables[name].micro_batches]
         each = zip(*replicas(n.section), strict=True)  # the first rank of each replica, then the second, and so on
-        ranks = [_numbers(some)[_numbers(replica)] for some in each]
+        ranks = [integers(some)[integers(replica)] for some in each]
         for kind, start in zip(COMPUTE, (n.forward, n.backward, n.weight), strict=True):
             if start >= 0:
                 turn = SECOND if kind == "B" and start == n.forward else FIRST

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import compress
 from math import sqrt
 from pathlib import Path
 from statistics import median, stdev
@@ -58,12 +59,8 @@ def sample_seconds(plan: Plan, samples: Sequence[SampleMeta]) -> dict[str, float
     costs, found = Costs(plan, samples), Counter[str]()
     for section in plan.sections:
         works = [active(section.when, s.pattern) for s in samples]
-        found[section.whole] += sum(sum(column) for column in (_where(works, some) for some in costs.alone(section)))
+        found[section.whole] += sum(sum(compress(column, works)) for column in costs.alone(section))
     return {name: ns / 1e9 / max(1, len(samples)) for name, ns in found.items()}
-
-
-def _where(works: Sequence[bool], column: Sequence[int]) -> Iterator[int]:
-    return (ns for does, ns in zip(works, column, strict=True) if does)
 
 
 def warning(plan: Plan, steps: Sequence[Taken], log_dir: Path) -> Iterator[str]:

@@ -65,8 +65,8 @@ def contest(
     """
     if known is not None and (tried := trial.run(known, hand_out(known))).fits:
         return Winner(known, tried, evaluate(problem, known).time_ns, 1)
-    plain, starts = _plain(problem, best, margin)
-    return _Contest(trial, problem, plain, hand_out, margin).run(starts)
+    plain, firsts = _plain(problem, best, margin)
+    return _Contest(trial, problem, plain, hand_out, margin).run(firsts)
 
 
 def _plain(problem: Problem, best: Assignment, margin: float) -> tuple[Problem, list[Assignment]]:
