@@ -23,6 +23,7 @@ from secc.runtime.compose import Column, Table
 from secc.runtime.graph import Graph
 from secc.runtime.plan import Plan, Section
 from secc.runtime.program import owes_backward, replica_ranks, returns_gradient, rounds
+from secc.runtime.routes import widths
 from secc.runtime.timeline import Jobs
 
 Messages = dict[str, list[tuple[int, int]]]  # for each edge, (producer's, consumer's) micro-batch
@@ -91,8 +92,12 @@ def make(
     Sections `without` are left out, and what the others have to do with them.
     """
     step = Step(Jobs(plan.world_size), numbered(plan, graph, tables, without))
+    wide = widths(tuple(s.mesh for s in graph.order))
     for n in step.numbers.values():
         _add(step, n, tables[n.section.name])
+        others = wide.get(n.section.mesh, {})
+        for part in n.parts if others else ():
+            step.jobs.widen(part, others)
     _depend(plan, step, messages)
     _in_turn(step, tables, in_turn)
     step.jobs.priority = _priorities(graph, step, tables, in_turn)

@@ -161,8 +161,7 @@ def returns_gradient(edge: Edge, sections: Mapping[str, Section]) -> bool:
 def replica_ranks(section: Section) -> tuple[int, ...]:
     """The first rank of each replica, which stands for all of it in the order of a step: they run the same program (`routes.replicas`).
 
-    Sections that share ranks in replicas of other sizes are ordered as if only the first ranks were busy; their programs are still
-    right, because all ranks follow one order. Raises ValueError for a mesh with stages, which are sections of their own.
+    Raises ValueError for a mesh with stages, which are sections of their own.
     """
     mesh = section.mesh
     if mesh.pp != 1 or len(mesh.ranks) != mesh.dp * mesh.tp:

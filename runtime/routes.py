@@ -7,6 +7,7 @@ and each of the others gets it whole from one of them.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from functools import cache
 from typing import NamedTuple
 
@@ -59,3 +60,18 @@ def replicas(section: Section) -> tuple[Ranks, ...]:
 @cache
 def _replicas(first: Ranks, mesh: Mesh) -> tuple[Ranks, ...]:
     return tuple(mesh.ranks[r * mesh.tp : (r + 1) * mesh.tp] for r in range(len(first)))
+
+
+@cache
+def widths(meshes: tuple[Mesh, ...]) -> dict[Mesh, dict[int, Ranks]]:
+    """The ranks that replicas keep busy besides their first, by that, where they matter: where ranks are in other replicas, too, which have
+    another first rank."""
+    if all(m.tp == 1 for m in meshes):
+        return {}
+    firsts: dict[int, set[int]] = defaultdict(set)
+    groups = {m: _replicas(m.ranks[:: m.tp], m) for m in meshes}
+    for ranks in (ranks for some in groups.values() for ranks in some):
+        for rank in ranks:
+            firsts[rank].add(ranks[0])
+    wide = {m: {ranks[0]: tuple(r for r in ranks[1:] if len(firsts[r]) > 1) for ranks in some} for m, some in groups.items() if m.tp > 1}
+    return {m: found for m, some in wide.items() if (found := {first: others for first, others in some.items() if others})}

@@ -9,13 +9,14 @@ of so many places, and bytes where sizes are given, of which one job alone may t
 unless nothing else could: room is a wish, so it can stop no step.
 
 Jobs that are *joined* run at the same time, one on each of several ranks, for as long as the longest of them. A rank that comes to one of
-them before the others are free waits. Nothing can wait for ever: when no job runs, all ranks are free.
+them before the others are free waits; so it does for the other ranks that a *wide* job keeps busy. Nothing can wait for ever: when no job
+runs, all ranks are free.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
@@ -24,10 +25,11 @@ from heapq import heapify, heappop, heappush
 class Jobs:
     """The jobs of a step. `priority` is a permutation of their numbers: the job with the least goes first.
 
-    `duration` in ns; `successors` wait for a job, which itself waits for `waits` others. `joined` maps a job to all that run at the same
-    time, itself included. Where there are lines or limits, `followers` has each job's follower and `line_of` the line that this is in,
-    `takes` and `gives` have the limit whose room a job takes or gives back, all -1 without one, `sizes` how many bytes of it; `rooms` and
-    `spaces` have the places and the bytes of a limit on a rank.
+    `duration` in ns; `successors` wait for a job, which itself waits for `waits` others. `joined` maps a job to all that run at the
+    same time, itself included. `wide` has by jobs and their ranks the other ranks that are busy, too. Where there are lines or limits,
+    `followers` has each job's follower and `line_of` the line that this is in, `takes` and `gives` have the limit whose room a job
+    takes or gives back, all -1 without one, `sizes` how many bytes of it; `rooms` and `spaces` have the places and the bytes of a limit
+    on a rank.
     """
 
     ranks: int
@@ -40,6 +42,7 @@ class Jobs:
     line_of: list[int] = field(default_factory=list)
     lines: list[list[int]] = field(default_factory=list)  # the priorities that the followers of a line have, most urgent first
     joined: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    wide: list[tuple[range, Mapping[int, tuple[int, ...]]]] = field(default_factory=list)
     takes: list[int] = field(default_factory=list)
     gives: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
@@ -76,6 +79,15 @@ class Jobs:
     def join(self, together: Sequence[int]) -> None:
         """Make these jobs, each on another rank, run at the same time."""
         self.joined |= dict.fromkeys(together, tuple(together))
+
+    def widen(self, some: range, ranks: Mapping[int, tuple[int, ...]]) -> None:
+        """Make these jobs keep other ranks busy, too, which `ranks` has by the jobs' own."""
+        self.wide.append((some, ranks))
+
+    def beside(self) -> dict[int, tuple[int, ...]]:
+        """The wide jobs, and the ranks that they keep busy besides their own."""
+        pairs = ((job, ranks.get(self.rank[job], ())) for some, ranks in self.wide for job in some)
+        return {job: others for job, others in pairs if others}
 
     def limit(self, room: int, takes: range, gives: range, space: int = 0, sizes: Sequence[int] = ()) -> None:
         """Give the jobs `takes` room for so many on a rank, each until a job of `gives` has ended there. All jobs must be there.
@@ -122,6 +134,8 @@ class _Run:
         for job, place in enumerate(jobs.priority):
             self.by_priority[place] = job
         self.free = [True] * jobs.ranks
+        self.beside = jobs.beside()
+        self.joined = {**{job: (job,) for job in self.beside}, **jobs.joined}
         self.absent = {job: len(some) for job, some in jobs.joined.items() if job == some[0]}  # those that wait for others
         self.begun, self.held = set[int](), set[int]()  # joined jobs that have started; ranks that wait for others to be free
         self.started = [0] * len(jobs.lines)
@@ -133,15 +147,15 @@ class _Run:
         self.forced = set[int]()  # jobs that start whatever their size
         self.kept: defaultdict[int, list[int]] = defaultdict(list)  # priorities by slot
         self.order, self.starts, self.time = list[int](), list[int](), 0
+        self.offer_first()
 
     def run(self) -> None:
-        jobs, waits, ready, free, joined = self.jobs, self.waits, self.ready, self.free, self.jobs.joined
+        jobs, waits, ready, free, joined = self.jobs, self.waits, self.ready, self.free, self.joined
         rank, duration, successors, ranks = jobs.rank, jobs.duration, jobs.successors, jobs.ranks
         by_priority, priority, takes, gives, followers = self.by_priority, self.priority, self.takes, self.gives, self.followers
-        bound, bits = bool(jobs.followers), max(1, len(priority)).bit_length()
+        beside, bound, bits = self.beside, bool(jobs.followers), max(1, len(priority)).bit_length()
         mask, time, ends, order, starts = (1 << bits) - 1, 0, list[int](), self.order, self.starts
         # `ends`: (time << bits) + job, which orders by time
-        self.offer_first()
         touched: Iterable[int] = range(ranks)
         while True:
             for r in touched:
@@ -176,13 +190,14 @@ class _Run:
                 touched = [r]
                 continue
             time = ends[0] >> bits
-            touched = [*self.held]
-            self.held.clear()
+            touched, self.held = [*self.held], set[int]()
             while ends and ends[0] >> bits == time:
                 job = heappop(ends) & mask
                 r = rank[job]
                 free[r] = True
                 touched.append(r)
+                if beside and job in beside:
+                    touched += self.leave(job)
                 if bound and gives[job] >= 0:
                     self.give(job, gives[job] * ranks + r)
                 for then in successors[job]:
@@ -214,16 +229,19 @@ class _Run:
 
     def joins(self, job: int, r: int) -> bool:
         """Start a job of rank `r` and those joined to it, unless they have started, lack room, or wait for ranks to be free."""
-        jobs, together = self.jobs, self.jobs.joined[job]
+        jobs, together = self.jobs, self.joined[job]
         if job in self.begun:
             return False
         if (limit := self.takes[job]) >= 0 and not self.fits(job, slot := limit * jobs.ranks + r):
             heappush(self.kept[slot], self.priority[job])
             return False
-        if not all(self.free[jobs.rank[j]] for j in together):
+        others = [on for j in together for on in self.beside.get(j, ())] if self.beside else []
+        if not all(self.free[jobs.rank[j]] for j in together) or not all(map(self.free.__getitem__, others)):
             heappush(self.ready[r], self.priority[job])
             self.held.add(r)
             return False
+        for on in others:
+            self.free[on] = False
         for j in together:
             on = jobs.rank[j]
             self.free[on] = False
@@ -233,6 +251,13 @@ class _Run:
                 self.pass_on(j)
         self.begun.update(together)
         return True
+
+    def leave(self, job: int) -> tuple[int, ...]:
+        """Make the ranks free that an ended job kept busy besides its own."""
+        others = self.beside[job]
+        for on in others:
+            self.free[on] = True
+        return others
 
     def offered(self, job: int) -> bool:
         """Whether a job whose predecessors are done may start; the last of joined ones is the word for the others."""

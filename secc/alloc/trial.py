@@ -33,6 +33,7 @@ from secc.runtime.costs import Costs
 from secc.runtime.expr import evaluate
 from secc.runtime.plan import Cost, Edge, Mesh, ModelRef, Plan, Section, Symbol
 from secc.runtime.program import SampleMeta, replica_ranks
+from secc.runtime.routes import replicas
 from secc.runtime.wavefront import Candidate as Order
 from secc.runtime.wavefront import ordered
 
@@ -222,10 +223,12 @@ class Trial:
         for s in plan.sections:
             c = chosen[s.whole]
             memory = room_of(*self._load(s.whole, c), c)
-            for rank in s.mesh.ranks[:: c.tp]:
-                number, kept = timeline.held.get((s.name, rank), (0, 0))
-                found[rank] += memory.total(1) if s.mode == "forward" else kept + memory.total(number) - memory.kept(number)
-                usable[rank] = self.problem.usable(c)
+            for ranks in replicas(s):
+                number, kept = timeline.held.get((s.name, ranks[0]), (0, 0))
+                held = memory.total(1) if s.mode == "forward" else kept + memory.total(number) - memory.kept(number)
+                for rank in ranks:
+                    found[rank] += held
+                    usable[rank] = self.problem.usable(c)
         return all(held <= usable[rank] for rank, held in found.items())
 
 
@@ -239,13 +242,24 @@ class _Timeline:
             for part in n.parts:
                 section_of[part.start : part.stop] = [n.section.whole] * n.count
         ready, free, ends = [0] * len(jobs.rank), [0] * jobs.ranks, [0] * len(jobs.rank)
-        starts, joined = list(ready), dict[int, int]()  # when those that run at the same time start
+        starts, beside = list(ready), jobs.beside()
+        together = {**{job: (job,) for job in beside}, **jobs.joined}
+        joined: dict[int, tuple[int, int]] = {}  # when those that run at the same time start, and how long they take
+
+        def possible(job: int) -> int:
+            return max(ready[job], free[jobs.rank[job]], *(free[r] for r in beside.get(job, ())))
+
         for job in order.order:
             rank, section = jobs.rank[job], section_of[job]
-            if job in jobs.joined and job not in joined:
-                joined |= dict.fromkeys(jobs.joined[job], max(max(free[jobs.rank[j]], ready[j]) for j in jobs.joined[job]))
-            starts[job] = joined[job] if job in joined else max(free[rank], ready[job])
-            lasts = max(jobs.duration[j] for j in jobs.joined[job]) if job in joined else jobs.duration[job]
+            if job in together:
+                some = together[job]
+                if job not in joined:
+                    joined |= dict.fromkeys(some, (max(map(possible, some)), max(map(jobs.duration.__getitem__, some))))
+                starts[job], lasts = joined[job]
+                for r in beside.get(job, ()):
+                    free[r] = starts[job] + lasts
+            else:
+                starts[job], lasts = max(free[rank], ready[job]), jobs.duration[job]
             free[rank] = ends[job] = end = starts[job] + lasts
             for then in jobs.successors[job]:
                 at = end

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from secc.runtime.plan import VERSION, Cost, Edge, Mesh, ModelRef, Plan, Section, Symbol
 from secc.runtime.program import SampleMeta, owes_backward
-from secc.runtime.routes import replicas
 
 SYMBOLS = (Symbol("B", "rows", "ids", 0), Symbol("S", "width", "ids", 1), Symbol("I", "rows", "images", 0))
 KEYS = ("images", "audio")
@@ -47,12 +46,6 @@ def with_room(p, samples):
 
 def sample(i, *keys, images=1, length=10):
     return SampleMeta(i, frozenset(keys), {"B": 1, "S": length, "I": images if "images" in keys else 0})
-
-
-def in_lanes(plan):
-    """Whether no two sections share ranks in replicas of different ranks, so that a replica is busy as its first rank is."""
-    groups = [ranks for s in plan.sections for ranks in replicas(s)]
-    return all((a[0] == b[0] and set(a) == set(b)) or not set(a) & set(b) for a in groups for b in groups)
 
 
 costs = st.sampled_from(["0", "7*B", "B*S", "5*I + 3*S", "max(B*S, 40)"])

@@ -6,7 +6,7 @@ import dataclasses
 from itertools import pairwise
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from secc.cost.time import OPTIMIZER_PASSES
@@ -17,7 +17,7 @@ from secc.schedule.bounds import schedule_bound
 from secc.schedule.traffic import Traffic
 from secc.simulate.machine import simulate
 from secc.simulate.measures import busiest, in_flight, measure, memory_over_time
-from tests.schedule.plans import batches, edge, in_lanes, plan, plans, sample, section
+from tests.schedule.plans import batches, edge, plan, plans, sample, section
 
 IMAGE = ("images",)
 ROW = 32  # bytes of a sample's row on the edges of these plans
@@ -80,7 +80,6 @@ def test_gradients_are_summed_in_float32_and_parameters_gathered_as_modules_have
 @given(plans(), batches, st.sampled_from(["wavefront", "dataset"]))
 @settings(max_examples=100)
 def test_without_a_cluster_a_step_takes_what_the_order_predicts(p, samples, order):
-    assume(in_lanes(p))
     programs, makespan = timed_schedule(p, samples, order=order)
     end = simulate(p, samples, programs).end
     # A forward that got room only because nothing else could run starts sooner than the order thinks: programs do not wait for room.
