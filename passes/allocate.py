@@ -154,7 +154,7 @@ def _write(graph: GraphOp, work: Workload, asked: Problem, solution: Solution, w
         "world_size": integer(value.ranks),
         "global_batch": integer(work.global_batch),
         "cluster": StringAttr(_cluster(work, asked, solution, chosen).to_json()),
-        "reasons": StringAttr(json.dumps(reasons(work, asked, solution, pins.refused, results))),
+        "reasons": StringAttr(json.dumps(reasons(work, asked, solution, pins.refused, results, size))),
         "solver": StringAttr(json.dumps(solved)),
         "prediction": StringAttr(
             json.dumps({"step_time_s": solution.time_ns / 10**9, "label": label, **_missing(work, value, solution, chosen)})

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from secc.alloc import layouts
+from secc.alloc import ahead, layouts
 from secc.alloc.breakdown import largest_tensor, memory_parts, time_parts
 from secc.alloc.candidates import Load, Workload, candidate, held, replica_of, ways_to_run
 from secc.alloc.evaluate import evaluate
@@ -24,17 +24,19 @@ from secc.cost.section import origins
 UNLIMITED = 1 << 62
 
 
-def reasons(work: Workload, asked: Problem, solution: Solution, refused: frozenset[str], results: Mapping[str, int]) -> dict[str, Any]:
+def reasons(
+    work: Workload, asked: Problem, solution: Solution, refused: frozenset[str], results: Mapping[str, int], size: int | None
+) -> dict[str, Any]:
     """For each section its alternatives, time and memory as plain data for plan.json; times in seconds, memory in bytes.
 
-    `results`: bytes on the ranks of groups that keep results for the next step (`secc.alloc.ahead`).
+    `results`: bytes on the ranks of groups that keep results for the next step, `size` those that were asked for (`secc.alloc.ahead`).
     """
     assignment = solution.assignment
     chosen = {s: cs[assignment.choice[s]] for s, cs in asked.sections.items()}
     value = evaluate(asked, assignment)
     return {
         name: {
-            "alternatives": list(_alternatives(work, asked, assignment, chosen, name, Pins(refused=refused))),
+            "alternatives": list(_alternatives(work, asked, assignment, chosen, name, Pins(refused=refused), size)),
             "time_s": {what: ns / 10**9 for what, ns in time_parts(own, own.loads[name], chosen[name]).items()},
             "memory": _memory(own, asked, assignment, own.loads[name], chosen[name], value.memory[group], results.get(group, 0)),
             "costs": origins(work.graph, load.section),
@@ -69,6 +71,7 @@ def parts_of(work: Workload, asked: Problem, assignment: Assignment, load: Load,
 
 def _alternatives(
     work: Workload, asked: Problem, assignment: Assignment, chosen: Mapping[str, Candidate], name: str, pins: Pins,
+    size: int | None,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     own, load = work.on(chosen[name].kind), work.on(chosen[name].kind).loads[name]
     others = [*_others(own, min(asked.ranks, own.cluster.ranks), chosen[name], load, pins), *_other_kinds(work, chosen[name], name)]
@@ -76,6 +79,7 @@ def _alternatives(
     tried = {s: (c, *(other for _, other in found)) if s == name else (c,) for s, c in chosen.items()}
     pools = tuple(replace(pool, capacity=UNLIMITED) for pool in asked.pools)
     problem = replace(asked, sections=tried, edges=edges(work, tried), capacity=UNLIMITED, pools=pools, deadline=None)
+    problem = ahead.priced(problem, work, size)
     best: dict[str, dict[str, Any]] = {}
     for i, (what, other) in enumerate(found, 1):
         choice = {s: i if s == name else 0 for s in tried}
