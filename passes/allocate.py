@@ -42,6 +42,17 @@ MARGIN = 1 / 128  # replicas of several ranks must be faster by more than this s
 
 
 @dataclass(frozen=True)
+class Solved:
+    """What the solver was asked, and its answer; `run_ahead` are the bytes that a rank keeps for the next step, where they are given."""
+
+    work: Workload
+    asked: Problem
+    solution: Solution
+    pins: Pins
+    run_ahead: int | None
+
+
+@dataclass(frozen=True)
 class Allocate(ModulePass):
     """`cluster` as `secc.cluster.parse` reads it; `ranks` of it (0: all); `global_batch` samples (0: eight for each rank); `set` pins
     choices, NAME.KEY=VALUE; `strategy` is auto, apart, colocate or uniform. With `fit=false` a model that fits no device is planned
@@ -67,7 +78,11 @@ class Allocate(ModulePass):
     run_ahead: str = ahead.AUTO
 
     def apply(self, ctx: Context, op: ModuleOp) -> None:
-        graph = graph_of(op)
+        solved = self.solved(graph_of(op))
+        _write(graph_of(op), solved, self.contested(solved))
+
+    def solved(self, graph: GraphOp) -> Solved:
+        """The best plan by closed forms. Raises UserError where nothing fits, and for options that cannot be had."""
         cluster = with_overheads(graph, parse(self.cluster))
         ranks = self._ranks(cluster)
         pins = pins_.parse((*self.stages, *self.set), [s.sym.data for s in graph.sections], self.refused)
@@ -90,10 +105,13 @@ class Allocate(ModulePass):
             solution = solve(asked, margin=MARGIN)
         if solution is None:
             raise explain(work, asked, pins)
-        won = contest(
-            Trial(work, asked, size), asked, solution.assignment, partial(hand_out, asked), MARGIN, known.assignment(asked, self.known)
-        )
-        _write(graph, work, asked, replace(solution, assignment=won.assignment, time_ns=won.closed_ns), won, pins, size)
+        return Solved(work, asked, solution, pins, size)
+
+    def contested(self, solved: Solved) -> Winner:
+        """The best plan under the order that ranks run, of the solver's and those near it."""
+        asked = solved.asked
+        trial, found = Trial(solved.work, asked, solved.run_ahead), known.assignment(asked, self.known)
+        return contest(trial, asked, solved.solution.assignment, partial(hand_out, asked), MARGIN, found)
 
     def _ranks(self, cluster: Cluster) -> int:
         if self.ranks > cluster.ranks:
@@ -128,7 +146,9 @@ class Allocate(ModulePass):
             )
 
 
-def _write(graph: GraphOp, work: Workload, asked: Problem, solution: Solution, won: Winner, pins: Pins, size: int | None) -> None:
+def _write(graph: GraphOp, solved: Solved, won: Winner) -> None:
+    work, asked, pins, size = solved.work, solved.asked, solved.pins, solved.run_ahead
+    solution = replace(solved.solution, assignment=won.assignment, time_ns=won.closed_ns)
     value = evaluate(asked, solution.assignment)
     kept, running = ahead.room(work, asked, solution.assignment, value, size)
     groups = {solution.assignment.group[s] for s in running} if size is None else set[str]()  # what was asked for is in the value
@@ -149,13 +169,13 @@ def _write(graph: GraphOp, work: Workload, asked: Problem, solution: Solution, w
     if kept:
         graph.attributes["run_ahead_gib"] = number(kept / GIB)
     label = "default" if any(load.label == "default" for load in work.loads.values()) else "roofline"
-    solved = {"status": solution.status, "gap": solution.gap, **_contest(won), **_objective(asked, solution.ranks)}
+    told = {"status": solution.status, "gap": solution.gap, **_contest(won), **_objective(asked, solution.ranks)}
     graph.attributes |= {
         "world_size": integer(value.ranks),
         "global_batch": integer(work.global_batch),
         "cluster": StringAttr(_cluster(work, asked, solution, chosen).to_json()),
         "reasons": StringAttr(json.dumps(reasons(work, asked, solution, pins.refused, results, size))),
-        "solver": StringAttr(json.dumps(solved)),
+        "solver": StringAttr(json.dumps(told)),
         "prediction": StringAttr(
             json.dumps({"step_time_s": solution.time_ns / 10**9, "label": label, **_missing(work, value, solution, chosen)})
         ),

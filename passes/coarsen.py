@@ -2,19 +2,23 @@
 
 Blocks of one component, one activation predicate and one mode form a group. Groups without a stack of layers (a projector, a head, an
 embedding) join the neighbour of equal predicate and mode, a frozen head behind adapters the section that trains them; groups whose share
-of the work is below `min-share` (ten times it for one without a stack behind others) join the neighbour that loses least by it;
-`max-sections` merges further. No merge may close a cycle of sections. The user can name sections by module paths:
+of the work is below `min-share` (ten times it for one without a stack behind others) join the neighbour that loses least by it. Where a
+cluster is given, small groups with a stack are not judged by their share: the sections are formed with and without them and both are
+allocated; they stay sections if the step of the better plan is shorter for it, by more than a margin. `max-sections` merges further. No
+merge may close a cycle of sections. The user can name sections by module paths:
 `sections="vision=model.vision_tower+model.projector"`. Glue then goes to the section of its latest producer (`secc.ir.placement`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 
 from xdsl.context import Context
 from xdsl.dialects.builtin import ModuleOp, StringAttr
 from xdsl.passes import ModulePass
 
+from secc.cluster import parse
 from secc.errors import UserError
 from secc.ir.dialect import CaseOp, GraphOp, SectionOp, graph_of, texts
 from secc.ir.groups import Group, Grouping, Links, initial_groups, pins
@@ -22,21 +26,40 @@ from secc.ir.merging import note
 from secc.ir.naming import identifier, tail, unique
 from secc.ir.order import take_apart
 from secc.ir.placement import place
+from secc.passes.allocate import Allocate, Solved
 from secc.passes.dce import DeadCodeElimination
+from secc.passes.sink_boundaries import SinkBoundaries
 
 _BY = ("component", "block")
 _BEHIND = 10  # times `min-share`: a projector or head behind other sections is seldom worth ranks of its own
+_WEIGHED = 0.02  # of the work: what is above is worth ranks of its own, or shares them
+_IDLE = 1e-6  # of the work: what is below does nothing that ranks could be for
+_FAR = 1 / 8  # plans that closed forms put further apart are not tried
+_WORTH = 1 / 128  # a section more must make the step shorter by this share
+
+
+@dataclass(frozen=True)
+class _Stacks:
+    """What becomes of small groups with a stack: those below the share `limit` of the work join others. Those below `weighed` were weighed,
+    with the outcome that is `told`."""
+
+    limit: float
+    weighed: float = 0.0
+    told: str = ""
 
 
 @dataclass(frozen=True)
 class Coarsen(ModulePass):
-    """`by`: "component", or "block" for a section per block. `min_share`: of the model's work, below which a group is merged."""
+    """`by`: "component", or "block" for a section per block. `min_share`: of the model's work, below which a group is merged. `cluster` and
+    `global_batch`: what small groups with a stack are weighed for, as `allocate` takes them; "" where `min_share` decides."""
 
     name = "coarsen"
     max_sections: int | None = None
     by: str = "component"
     min_share: float = 0.005
     sections: tuple[str, ...] = ()
+    cluster: str = ""
+    global_batch: int = 0
 
     def apply(self, ctx: Context, op: ModuleOp) -> None:
         if self.by not in _BY:
@@ -44,22 +67,62 @@ class Coarsen(ModulePass):
         if self.max_sections is not None and self.max_sections < 1:
             raise UserError("a model has at least one section", remedy="max-sections= is 1 or more")
         DeadCodeElimination().apply(ctx, op)  # dead glue would tie sections together
-        graph = graph_of(op)
-        _declare(graph, self._grouping(graph))
+        weighed = self._weighed(ctx, op) if self.cluster and self.by == "component" else None
+        self._form(graph_of(op), weighed or _Stacks(self.min_share))
+
+    def _form(self, graph: GraphOp, stacks: _Stacks) -> None:
+        _declare(graph, self._grouping(graph, stacks))
         take_apart(graph)
         place(graph)
 
-    def _grouping(self, graph: GraphOp) -> Grouping:
+    def _grouping(self, graph: GraphOp, stacks: _Stacks) -> Grouping:
         groups, idle = initial_groups(graph, self.by == "block", pins(graph, self.sections))
         grouping = Grouping(groups, Links.of(graph.cases))
         _merge_cycles(grouping)
         if self.by == "component":
             _merge_stackless(grouping)
-            _merge_small(grouping, self.min_share)
+            _merge_small(grouping, self.min_share, stacks)
         if self.max_sections is not None:
             _merge_to(grouping, self.max_sections)
         grouping.adopt(idle)
         return grouping
+
+    # -- small groups with a stack ------------------------------------------------------------------------------------------------
+
+    def _weighed(self, ctx: Context, op: ModuleOp) -> _Stacks | None:
+        """Whether small groups join others, with the steps that say so; None where there is nothing to weigh."""
+        most = max(self.min_share, min(_WEIGHED, 1 / parse(self.cluster).ranks))
+        joined, apart = _Stacks(most, most), _Stacks(_IDLE, most)
+        if len({_partition(self._grouping(graph_of(op), way)) for way in (joined, apart)}) == 1:
+            return None
+        steps, how = self._steps(ctx, op, joined, apart)
+        if inf in steps:
+            return None if steps == (inf, inf) else joined if steps[1] == inf else apart
+        told = "a step of {:.4g} s {}, {:.4g} s {}"
+        if steps[1] * (1 + _WORTH) < steps[0]:
+            return replace(apart, told=told.format(steps[1], how, steps[0], "in another section"))
+        return replace(joined, told=told.format(steps[0], how, steps[1], "as a section of its own"))
+
+    def _steps(self, ctx: Context, op: ModuleOp, *ways: _Stacks) -> tuple[tuple[float, ...], str]:
+        """Seconds of a step for each way to form sections, infinite where nothing fits, and how they were found: closed forms decide where
+        they are far apart, else the order that ranks run."""
+        allocate = Allocate(cluster=self.cluster, global_batch=self.global_batch)
+        solved = [self._solved(ctx, op, way, allocate) for way in ways]
+        closed = [inf if s is None else s.solution.time_ns / 10**9 for s in solved]
+        if max(closed) > (1 + _FAR) * min(closed):
+            return (*closed,), "by closed forms"
+        tried = [allocate.contested(s).tried for s in solved if s is not None]
+        return tuple(t.time_ns / 10**9 if t.fits else inf for t in tried) or (inf, inf), "as simulated"
+
+    def _solved(self, ctx: Context, op: ModuleOp, stacks: _Stacks, allocate: Allocate) -> Solved | None:
+        """The best plan for sections formed so, None where there is none."""
+        tried = op.clone()
+        try:
+            self._form(graph_of(tried), stacks)
+            SinkBoundaries(cluster=self.cluster).apply(ctx, tried)
+            return allocate.solved(graph_of(tried))
+        except UserError:
+            return None
 
 
 def _merge_cycles(grouping: Grouping) -> None:
@@ -89,15 +152,22 @@ def _merge_stackless(grouping: Grouping) -> None:
         _merge_into_best(grouping, group, alike, f"it has no stack of layers, {_share(grouping, group)} of the work")
 
 
-def _merge_small(grouping: Grouping, share: float) -> None:
+def _merge_small(grouping: Grouping, share: float, stacks: _Stacks) -> None:
     """Groups below a share of the whole work join the neighbour that loses least by it, the smallest group first."""
     whole = sum(g.weight for g in grouping.groups)
     for group in sorted((g for g in grouping.groups if not g.pinned), key=lambda g: g.weight):
-        if group in grouping.groups:
-            factor = _BEHIND if not group.has_stack and grouping.has_producers(group) else 1
-            if group.weight < factor * share * whole:
-                why = f"{_share(grouping, group)} of the work, less than the {factor * share:.2g} that is worth ranks of its own"
-                _merge_into_best(grouping, group, grouping.neighbours(group), why)
+        if group not in grouping.groups:
+            continue
+        least = stacks.limit if group.has_stack else share * (_BEHIND if grouping.has_producers(group) else 1)
+        weighed = stacks.told and group.has_stack and _IDLE * whole <= group.weight < stacks.weighed * whole
+        part, why = (
+            f"{_share(grouping, group)} of the work",
+            stacks.told if weighed else f"less than the {max(least, share):.2g} that is worth ranks of its own",
+        )
+        if group.weight < least * whole:
+            _merge_into_best(grouping, group, grouping.neighbours(group), f"{part}, {why}")
+        elif weighed:
+            group.notes.append(f"{group.component} stays a section: {part}, {why}")
 
 
 def _merge_to(grouping: Grouping, sections: int) -> None:
@@ -108,6 +178,10 @@ def _merge_to(grouping: Grouping, sections: int) -> None:
         if not any(_merge_into_best(grouping, g, grouping.neighbours(g) or [n for n in grouping.groups if n is not g], why) for g in free):
             names = ", ".join(g.pinned or g.component for g in grouping.groups)
             raise UserError(f"no two of the sections {names} can be merged", remedy="raise max-sections= or name fewer sections")
+
+
+def _partition(grouping: Grouping) -> frozenset[frozenset[str]]:
+    return frozenset(frozenset(g.blocks) for g in grouping.groups)
 
 
 def _share(grouping: Grouping, group: Group) -> str:

@@ -54,8 +54,8 @@ from secc.runtime.weights import parameter_table
 Step = Callable[[str], contextlib.AbstractContextManager[None]]
 FITS_BYTES = 2 << 30  # a model up to this size is built here to show its plan exact
 PASSES = (
-    "canonicalize,dce,normalize-loss,dce,fuse-linear-loss{fuse-linear-loss},annotate-patterns,infer-modes,coarsen{coarsen},"
-    "fuse-blocks{fuse-blocks},annotate-costs,sink-boundaries{sink},allocate{allocate},place,split-stages,shard-tensors,shard-logits,"
+    "canonicalize,dce,normalize-loss,dce,fuse-linear-loss{fuse-linear-loss},annotate-patterns,infer-modes,fuse-blocks{fuse-blocks},"
+    "coarsen{coarsen},annotate-costs,sink-boundaries{sink},allocate{allocate},place,split-stages,shard-tensors,shard-logits,"
     "insert-transfers,lower"
 )
 
@@ -284,7 +284,10 @@ def _notes(planned: Planned, drawn: Survey, options: Options) -> dict[str, list[
 
 def pipeline_text(options: Options) -> str:
     """The pipeline string that these options ask for."""
-    coarsen = {"max-sections": options.max_sections, "sections": options.sections}
+    coarsen = {
+        "max-sections": options.max_sections, "sections": options.sections,
+        "cluster": options.cluster, "global-batch": options.global_batch,
+    }  # fmt: skip
     allocate = {
         "cluster": options.cluster, "global-batch": options.global_batch, "strategy": options.strategy,
         "set": options.set, "refused": options.refused, "stages": options.stages, "known": options.known,
