@@ -64,6 +64,10 @@ class Graph:
         fed = (s for s in self.order if section.name in self.outside(s.name, self.ancestors[s.name]))
         return any(self._ranks(s) != self._ranks(section) for s in fed)
 
+    def is_owed(self, section: Section) -> bool:
+        """Whether other sections, beside stages of its pipeline, return gradients to a section."""
+        return any(section.name in self.outside(s.name, self.creditors[s.name]) for s in self.order)
+
     def _ranks(self, section: Section) -> set[int]:
         """The ranks of a section's pipeline, whose stages list them in another order than a section beside it does."""
         return {rank for s in self.stages[section.name] for rank in s.mesh.ranks}

@@ -179,7 +179,8 @@ def _priorities(graph: Graph, step: Step, tables: Mapping[str, Table], in_turn: 
     for name, n in step.numbers.items():
         table, depth, ahead = tables[name], -graph.depth[name], graph.runs_ahead(n.section)
         early = (AHEAD, 0) if ahead else (FORWARD, depth)
-        found[early] += _forward_keys(n, table, ahead, name in in_turn)
+        held = ahead or (n.section.in_flight > 0 and graph.is_owed(n.section))
+        found[early] += _forward_keys(n, table, held, name in in_turn)
         if n.backward not in (-1, n.forward):
             owed = list(map(int.__add__, table.upstream, table.backward)) if ahead else table.upstream
             late = (BACKWARD_AHEAD if ahead else BACKWARD), depth
@@ -192,9 +193,11 @@ def _priorities(graph: Graph, step: Step, tables: Mapping[str, Table], in_turn: 
     return priority
 
 
-def _forward_keys(n: Numbers, table: Table, ahead: bool, in_turn: bool) -> Iterable[tuple[int, ...]]:
+def _forward_keys(n: Numbers, table: Table, held: bool, in_turn: bool) -> Iterable[tuple[int, ...]]:
+    """`held`: the section holds what it has done until other sections have done theirs, which want it by turn. Room that is full of parts
+    of several of their micro-batches would wait for what has no room."""
     jobs = range(n.forward, n.forward + n.count)
-    if ahead:
+    if held:
         return zip(table.turn, _sizes(table), jobs, strict=True)
     if in_turn:
         return zip(table.turn, jobs, strict=True)

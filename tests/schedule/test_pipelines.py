@@ -157,6 +157,16 @@ def test_room_is_a_wish_where_a_consumer_needs_more_at_once():
     check(p, samples, schedule(p, samples))
 
 
+def test_room_beside_a_consumer_is_not_filled_with_parts_of_several_micro_batches():
+    """Each replica holds two images, and wants them two by two by their text, whichever the encoder would have done first."""
+    vision = dataclasses.replace(section("vision", [0, 1], when=IMAGE, forward="10*I", backward="20*I"), in_flight=2)
+    lm = section("lm", [0, 1], micro_batch=2, forward="1000 + B*S", backward="2*B*S")
+    p = plan([vision, lm], [edge("vision", "lm")], 2)
+    samples = [sample(i, *IMAGE, images=1 + i % 4, length=100 * (1 + i // 4)) for i in range(16)]
+    work = sum(30 * s.sizes["I"] + 500 + 3 * s.sizes["S"] for s in samples)
+    assert timed_schedule(p, samples)[1] <= 1.01 * work / 2
+
+
 def test_a_split_backward_fills_what_would_be_idle():
     whole, samples = pipeline(4, room=(8, 8, 8, 8)), [sample(i, length=100) for i in range(8)]
     split = dataclasses.replace(whole, sections=tuple(dataclasses.replace(s, weight_permille=500) for s in whole.sections))
