@@ -2,9 +2,9 @@
 
 The *critical* section has the largest load per replica. If it takes several samples together, its samples are first cut into *lots* of one
 pattern, similar in size, so that little time goes into padding. Lots, or single samples elsewhere, go to the least loaded replica, largest
-first; sections on the same ranks are dealt together, so that a sample stays on its rank. The other sections cut what each replica
-got in the order in which the critical section will want it: its *turns*. A micro-batch holds samples of one pattern, because one that
-needs no encoder can start while the encoders fill.
+first; then replicas swap lots until they are level. Sections on the same ranks are dealt together, so that a sample stays on its rank; it
+weighs what it adds to a micro-batch. The other sections cut what each replica got in the order in which the critical section will
+want it: its *turns*. A micro-batch holds samples of one pattern, because one that needs no encoder can start while the encoders fill.
 
 The stages of a pipeline are dealt together, too, and have the same micro-batches, as urgent at each stage as at the last one.
 """
@@ -85,10 +85,11 @@ class Composer:
         self.active = {s.name: self._active_positions(s) for s in plan.sections}
         self.alone = {s.name: self._masked(s) for s in plan.sections}
         self.size = {name: list(map(int.__add__, f, b)) for name, (f, b) in self.alone.items()}
+        self.share = {s.name: self._share(s) for s in plan.sections}
         self.head, self.upstream = self._ways()
         self.waves = {s.name: self._waves(s) for s in plan.sections}
         self._set_style(Style())
-        loads = {s.name: sum(self.size[s.name]) // s.mesh.dp for s in graph.order}
+        loads = {s.name: sum(self.share[s.name]) // s.mesh.dp for s in graph.order}
         busy = [s for s in graph.order if 2 * loads[s.name] >= max(loads.values())]
         self.critical = max(busy, key=lambda s: (graph.depth[s.name], loads[s.name]))
 
@@ -102,6 +103,12 @@ class Composer:
         """(forward, backward) of every sample on its own, 0 where the section is not active."""
         forward, backward = self.costs.alone(section)
         return self._where_active(section.name, forward), self._where_active(section.name, backward)
+
+    def _share(self, section: Section) -> Column:
+        """What every sample adds to its section's work: less than it takes alone where it shares a micro-batch."""
+        if section.micro_batch == 1:
+            return self.size[section.name]
+        return self._where_active(section.name, self.costs.shared(section))
 
     def _where_active(self, name: str, column: Column) -> Column:
         """The column with 0 for samples that do not pass a section."""
@@ -142,15 +149,12 @@ class Composer:
         return list(map(max, *parts)) if parts else [0] * self.count
 
     def least(self) -> int:
-        """Ns that no order of single samples can beat: the work of sections on the same ranks spread evenly, and a sample's longest way.
-
-        Samples that share a micro-batch share what each takes besides, so where there are such it may be more than an order takes.
-        """
+        """Ns that no order can beat: the work of sections on the same ranks spread evenly, and a sample's longest way."""
         work: dict[Ranks, int] = defaultdict(int)
         longest = 0
         for s in self.plan.sections:
             name = s.name
-            work[replica_ranks(s)] += sum(self.size[name])
+            work[replica_ranks(s)] += sum(self.share[name])
             own = map(int.__add__, self.alone[name][0], self._awaited(s))
             ways = map(int.__add__, map(int.__add__, self.head[name], self.upstream[name]), own)
             longest = max(longest, max(compress(ways, self._mask[name]) if self._mask[name] else ways, default=0))
@@ -205,7 +209,7 @@ class Composer:
 
     def _weighed(self, team: list[Section]) -> tuple[dict[Ranks, Column], Ranks, list[Section]]:
         """The work of each sample by the ranks that do it, and the busiest of these; the team."""
-        weights = {ranks: self._sum(self.size[s.name] for s in team if replica_ranks(s) == ranks) for ranks in map(replica_ranks, team)}
+        weights = {ranks: self._sum(self.share[s.name] for s in team if replica_ranks(s) == ranks) for ranks in map(replica_ranks, team)}
         return weights, max(weights, key=lambda ranks: sum(weights[ranks])), team
 
     def _deal_samples(self, ranks: Ranks, sections: Sequence[Section], weights: Column, load: dict[int, int]) -> Column:
@@ -229,11 +233,11 @@ class Composer:
 
     def _deal_lots(self, ranks: Ranks, weights: Column, load: dict[int, int]) -> tuple[list[list[Lot]], Column]:
         """The critical section's lots by replica, and the replica of each sample."""
-        section, own = self.critical, self.size[self.critical.name]
+        section, own, share = self.critical, self.size[self.critical.name], self.share[self.critical.name]
         groups: dict[int, list[int]] = defaultdict(list)
         for p in self.active[section.name]:
             groups[self.kind[p]].append(p)
-        others = [w - o for w, o in zip(weights, own, strict=True)]
+        others = list(map(int.__sub__, weights, share))
         dealt: list[list[Lot]] = [[] for _ in ranks]
         owner = [0] * self.count
         ordered = [sorted(g, key=own.__getitem__, reverse=True) for g in groups.values()]

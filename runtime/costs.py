@@ -38,6 +38,14 @@ class Costs:
         """(forward, backward) ns of every sample as a micro-batch of its own, whether or not the section is active for it."""
         return self.at(section, self.columns, self.count)
 
+    def shared(self, section: Section) -> list[int]:
+        """Forward and backward ns of every sample as its part of a full micro-batch of samples like it."""
+        count = section.micro_batch
+        rows = {s.name for s in self._symbols if s.kind == "rows"}
+        columns = {name: [count * size for size in column] if name in rows else column for name, column in self.columns.items()}
+        forward, backward = self.at(section, columns, self.count)
+        return [(f + b) // count for f, b in zip(forward, backward, strict=True)]
+
     def of(self, section: Section, lots: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
         """(forward, backward) ns of micro-batches, each given by its samples' positions; of an empty one what it takes without samples."""
         return self.at(section, self.columns_of(lots), len(lots))

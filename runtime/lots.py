@@ -4,14 +4,18 @@ Samples are ordered by size, so neighbours are alike, and a lot is a run of neig
 what every micro-batch costs besides its samples) is found by dynamic programming over where lots end; among equals, fewer and more
 even lots. No lot of several samples keeps more bytes than there is room for. Large lots are few and may leave replicas uneven, so several
 limits on the number of samples are tried, and dealing samples one by one before each replica's are cut, which balances best where little is
-padded. What makes the longest replica shortest is taken.
+padded. Either way replicas then swap lots of one pattern until they are level, because what lots take is not the sum of what their
+samples take alone. What makes the longest replica shortest is taken.
+
+Where memory keeps large neighbours apart, a replica's samples are also cut with large and small ones in turn, which makes fewer lots.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 
-from secc.runtime.balance import Ranks, balance, balance_rounds
+from secc.runtime.balance import Ranks, balance, balance_rounds, level
 from secc.runtime.costs import Costs
 from secc.runtime.expr import Columns
 from secc.runtime.plan import Section
@@ -61,29 +65,53 @@ def lots(
     `load` is what the ranks do already; this work is added to it. No lot of several samples is too large for one of the section's `stages`.
     """
     times = [_times(costs, stages, section, group) for group in groups]
-    best: tuple[int, list[tuple[Lot, int]], dict[int, int]] | None = None
+    deal = _Deal(groups, others, ranks, load, gathers(section))
     for limit in _limits(section.micro_batch):
-        found = [pair for group, table in zip(groups, times, strict=True) for pair in _cut(group, table[:limit])]
-        weighed = sorted(((time + sum(others[p] for p in lot), lot) for lot, time in found), key=lambda x: (-x[0], x[1]))
-        after = dict(load)
-        owner = (balance_rounds if gathers(section) else balance)([w for w, _ in weighed], ranks, after)
-        longest = sum(w for w, _ in weighed[:: len(ranks)]) if gathers(section) else max(after.get(rank, 0) for rank in ranks)
-        if best is None or longest < best[0]:
-            best = longest, [(lot, r) for (_, lot), r in zip(weighed, owner, strict=True)], after
-    if gathers(section):
-        assert best is not None
-        load.update(best[2])
-        return best[1]
-    single = [(table[0][i] + others[p], p) for group, table in zip(groups, times, strict=True) for i, p in enumerate(group)]
-    after = dict(load)
-    found = _each_cut(costs, stages, section, groups, sorted(single, key=lambda x: (-x[0], x[1])), ranks, dict(load))
-    for (lot, r), time in found:
-        after[ranks[r]] = after.get(ranks[r], 0) + time + sum(others[p] for p in lot)
-    if best is None or max(after.get(rank, 0) for rank in ranks) < best[0]:
-        best = 0, [pair for pair, _ in found], after
-    assert best is not None
-    load.update(best[2])
-    return best[1]
+        deal.whole([pair for group, table in zip(groups, times, strict=True) for pair in _cut(group, table[:limit])])
+    if not gathers(section):
+        single = [(table[0][i] + others[p], p) for group, table in zip(groups, times, strict=True) for i, p in enumerate(group)]
+        deal.dealt(_each_cut(costs, stages, section, groups, sorted(single, key=lambda x: (-x[0], x[1])), ranks, dict(load)))
+    load.update(deal.load)
+    return deal.found
+
+
+class _Deal:
+    """The best of several ways to cut and deal, by its longest replica: `found` has (lot, replica), `load` what ranks then do."""
+
+    def __init__(self, groups: Sequence[Sequence[int]], others: Sequence[int], ranks: Ranks, load: dict[int, int], in_rounds: bool) -> None:
+        self.group = {p: k for k, group in enumerate(groups) for p in group}
+        self.others, self.ranks, self.before, self.in_rounds = others, ranks, load, in_rounds
+        self.found, self.load, self.longest = list[tuple[Lot, int]](), dict(load), FOR_EVER
+
+    def whole(self, cut: Sequence[tuple[Lot, int]]) -> None:
+        """Try these lots (lot, time), each given to the least loaded replica."""
+        weighed = sorted(((self.weight(lot, time), lot) for lot, time in cut), key=lambda x: (-x[0], x[1]))
+        weights, after = [w for w, _ in weighed], dict(self.before)
+        if self.in_rounds:
+            owner = balance_rounds(weights, self.ranks, after)
+            self.keep([lot for _, lot in weighed], owner, after, sum(weights[:: len(self.ranks)]))
+        else:
+            self.levelled([lot for _, lot in weighed], weights, balance(weights, self.ranks, after), after)
+
+    def dealt(self, cut: Sequence[tuple[tuple[Lot, int], int]]) -> None:
+        """Try these lots ((lot, replica), time)."""
+        weights, after = [self.weight(lot, time) for (lot, _), time in cut], dict(self.before)
+        for ((_, r), _), weight in zip(cut, weights, strict=True):
+            after[self.ranks[r]] = after.get(self.ranks[r], 0) + weight
+        self.levelled([lot for (lot, _), _ in cut], weights, [r for (_, r), _ in cut], after)
+
+    def weight(self, lot: Lot, time: int) -> int:
+        """What a lot takes in all sections on the same ranks."""
+        return time + sum(map(self.others.__getitem__, lot))
+
+    def levelled(self, lots: list[Lot], weights: list[int], owner: list[int], after: dict[int, int]) -> None:
+        if sum(after.get(rank, 0) for rank in self.ranks) < self.longest * len(self.ranks):
+            level([self.group[lot[0]] for lot in lots], weights, owner, self.ranks, after)
+            self.keep(lots, owner, after, max(after[rank] for rank in self.ranks))
+
+    def keep(self, lots: list[Lot], owner: list[int], after: dict[int, int], longest: int) -> None:
+        if longest < self.longest:
+            self.found, self.load, self.longest = list(zip(lots, owner, strict=True)), after, longest
 
 
 def _each_cut(
@@ -101,7 +129,19 @@ def _each_cut(
     for r in range(len(ranks)):
         for group in groups:
             own = [p for p in group if owner[p] == r]
-            found += [((lot, r), time) for lot, time in (_cut(own, _times(costs, stages, section, own)) if own else ())]
+            found += [((lot, r), time) for lot, time in (_best_cut(costs, stages, section, own) if own else ())]
+    return found
+
+
+def _best_cut(costs: Costs, stages: Sequence[Section], section: Section, own: Sequence[int]) -> list[tuple[Lot, int]]:
+    """(lot, time) of samples ordered by size: neighbours together, or large and small ones in turn where large neighbours have no room."""
+    times = _times(costs, stages, section, own)
+    found = _cut(own, times)
+    if any(FOR_EVER in column for column in times):
+        half = len(own) // 2
+        in_turn = [p for pair in zip_longest(own[: len(own) - half], own[len(own) - half :][::-1]) for p in pair if p is not None]
+        other = _cut(in_turn, _times(costs, stages, section, in_turn))
+        found = min(found, other, key=lambda cut: sum(time for _, time in cut))
     return found
 
 
