@@ -8,9 +8,8 @@ together. The schedule is valid if all programs end. The rules are those of `run
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -21,13 +20,10 @@ from secc.runtime.collector import collector_paused
 from secc.runtime.columns import integers
 from secc.runtime.graph import Graph
 from secc.runtime.plan import Edge, Plan, Section
-from secc.runtime.program import SampleMeta, Schedule, active, computations, gathers, pairs, returns_gradient, rounds
+from secc.runtime.program import SampleMeta, Schedule, active, computations, gathers, pairs, returns_gradient
+from secc.runtime.programs import BACKWARD, BLANK, FORWARD, KINDS, RECEIVE, REDUCE, SEND, STEP, WEIGHT, Names, Programs, Rows
 from secc.runtime.routes import replicas, routes
-
-KINDS = ("F", "B", "W", "SEND", "RECV", "REDUCE", "STEP")
-FORWARD, BACKWARD, WEIGHT, SEND, RECEIVE, REDUCE, STEP = range(len(KINDS))
-BLANK, UNKNOWN = -1, -2  # numbers of texts that say nothing, and of those that the plan does not have
-NEVER = 1 << 62
+from secc.runtime.waits import Waits, all_end, meetings
 
 
 class _Wrong(Exception):
@@ -37,7 +33,7 @@ class _Wrong(Exception):
 def accepts(plan: Plan, samples: Sequence[SampleMeta], schedule: Schedule) -> bool:
     """Whether `schedule` is complete, in order and free of deadlock for this global batch."""
     same = schedule.micro_batches.keys() == {s.name for s in plan.sections} and len(schedule.programs) == plan.world_size
-    if not (same and all(schedule.programs) and _complete(plan, samples, schedule)):
+    if not (same and _complete(plan, samples, schedule)):
         return False
     try:
         with collector_paused():
@@ -89,56 +85,17 @@ def _may_cross(samples: Sequence[SampleMeta], schedule: Schedule, section: Secti
 # -- instructions as numbers ------------------------------------------------------------------------------------------------------
 
 
-class _Rows(NamedTuple):
-    """Instructions, a column for each of their fields, in which texts are numbered; and the rank in whose program each stands."""
-
-    kind: Tensor
-    section: Tensor
-    replica: Tensor
-    stage: Tensor
-    micro: Tensor
-    edge: Tensor
-    direction: Tensor
-    peer: Tensor
-    src: Tensor
-    dst: Tensor
-    part: Tensor
-    parts: Tensor
-    rank: Tensor
-
-    def at(self, places: Tensor) -> _Rows:
-        """Those that stand at these places."""
-        return _Rows(*(column[places] for column in self))
-
-
 _NO_MESSAGE = {"edge": BLANK, "direction": BLANK, "peer": -1, "src": -1, "dst": -1, "part": 0, "parts": 1}
 _NO_COMPUTATION = {"section": BLANK, "replica": 0, "stage": 0, "micro": -1}
 
 
-def _says(rows: _Rows, **values: int) -> bool:
+def _says(rows: Rows, **values: int) -> bool:
     """Whether all rows have these values."""
     return all(bool((getattr(rows, name) == value).all()) for name, value in values.items())
 
 
 def _within(column: Tensor, count: int) -> bool:
     return len(column) == 0 or (int(column.min()) >= 0 and int(column.max()) < count)
-
-
-class _Numbers(dict[str, int]):
-    """Numbers of texts."""
-
-    def __missing__(self, text: str) -> int:
-        return UNKNOWN
-
-
-def _read(plan: Plan, schedule: Schedule) -> _Rows:
-    """All instructions, program after program."""
-    texts = {0: KINDS, 1: [s.name for s in plan.sections], 5: [e.name for e in plan.edges], 6: ("fwd", "bwd")}
-    numbers = {field: _Numbers({"": BLANK} | {name: i for i, name in enumerate(names)}) for field, names in texts.items()}
-    fields = enumerate(zip(*chain.from_iterable(schedule.programs), strict=True))
-    found = [integers(map(numbers[i].__getitem__, field) if i in numbers else field) for i, field in fields]
-    lengths = integers(map(len, schedule.programs))
-    return _Rows._make([*found, torch.arange(len(lengths)).repeat_interleave(lengths)])
 
 
 class _Own(NamedTuple):
@@ -181,7 +138,8 @@ class _Check:
 
     def __init__(self, plan: Plan, schedule: Schedule) -> None:
         self.plan, self.schedule, self.world = plan, schedule, plan.world_size
-        self.rows, self.ends = _read(plan, schedule), integers(map(len, schedule.programs)).cumsum(0)
+        programs = Programs.read(schedule.programs, Names.of(plan))
+        self.rows, self.ends = programs.rows, programs.ends
         self.own: dict[str, _Own] = {}
         self.count = 0
         for s in plan.sections:
@@ -321,66 +279,8 @@ class _Check:
     # -- running ------------------------------------------------------------------------------------------------------------------
 
     def programs_end(self, received: Tensor, senders: Tensor, sent: Tensor) -> None:
-        """Whether no rank waits for ever, at a receive or for others."""
-        places, groups = self.meetings()
-        at = torch.cat([received, places])
-        awaited, until = torch.cat([senders, -1 - groups]), torch.cat([sent, torch.zeros_like(groups)])
-        order = torch.argsort(at)
-        firsts = torch.searchsorted(at[order], torch.cat([self.ends.new_zeros(1), self.ends])).tolist()
-        starts = [0, *self.ends.tolist()[:-1]]
-        left = torch.bincount(groups).tolist() if len(groups) else []
-        _need(_all_end(at[order].tolist(), awaited[order].tolist(), until[order].tolist(), firsts, starts, left))
-
-    def meetings(self) -> tuple[Tensor, Tensor]:
-        """Where ranks wait for others: at reductions, and at jobs of replicas of several ranks or that gather; and for each with whom."""
-        reduced = (self.rows.kind == REDUCE).nonzero()[:, 0]
-        places, groups, count = [reduced], [self.rows.section[reduced]], len(self.plan.sections)
-        rounds_of = rounds(self.plan.sections, self.schedule.micro_batches)
-        for s in self.plan.sections:
-            own = self.own[s.name]
-            if own.ranks.shape[1] == 1 and not gathers(s):
-                continue
-            micros = torch.arange(len(own.replica))[~own.computed]
-            first = integers(rounds_of[s.name, m][0].index if (s.name, m) in rounds_of else m for m in range(len(own.replica)))
-            for kind in own.starts:
-                at = self.place[own.jobs(kind, micros)]
-                places.append(at.flatten())
-                groups.append((count + first[micros])[:, None].expand_as(at).flatten())
-                count += len(own.replica)
-        return torch.cat(places), torch.cat(groups)
-
-
-def _all_end(at: list[int], awaited: list[int], until: list[int], firsts: list[int], starts: list[int], left: list[int]) -> bool:
-    """Whether all ranks pass all that they wait for, rank r at the instructions `at[firsts[r]:firsts[r + 1]]`.
-
-    They wait until rank `awaited` has passed instruction `until`, or, where it is -1 - g, until all of group g have come, of whom there are
-    `left[g]`. `now` is where each rank waits.
-    """
-    now, following = list(starts), firsts[:-1]
-    here, waiting, meeting = set[int](), [list[int]() for _ in starts], [list[int]() for _ in left]
-    runnable = deque(range(len(starts)))
-    while runnable:
-        rank = runnable.popleft()
-        i, end = following[rank], firsts[rank + 1]
-        while i < end:
-            if (other := awaited[i]) >= 0:
-                if now[other] <= until[i]:
-                    waiting[other].append(rank)
-                    break
-            else:
-                group = -1 - other
-                if i not in here:
-                    here.add(i)
-                    left[group] -= 1
-                    if not left[group]:
-                        runnable += meeting[group]
-                if left[group]:
-                    meeting[group].append(rank)
-                    break
-            i += 1
-        following[rank], place = i, at[i] if i < end else NEVER
-        if place != now[rank]:
-            now[rank] = place
-            runnable += waiting[rank]
-            waiting[rank] = []
-    return all(place == NEVER for place in now)
+        """Whether no rank waits for ever: at a receive, at a reduction, or at what several ranks compute together."""
+        reduced, count = (self.rows.kind == REDUCE).nonzero()[:, 0], len(self.plan.sections)
+        reductions = Waits.together(reduced, self.rows.section[reduced])
+        computed = meetings(self.plan.sections, self.schedule.micro_batches, self.rows, count)
+        _need(all_end(Waits.joined([Waits(received, senders, sent), reductions, computed]), self.ends))

@@ -49,14 +49,14 @@ class Lane:
         count = len(queue)
         room = self.rooms[stage] or count
         if not self.kept or not self.kept[stage]:
-            return [*range(room, room + count + 1)]
+            return [min(room + finished, count) for finished in range(count + 1)]
         before, space = [0, *accumulate(map(self.kept[stage].__getitem__, queue))], self.spaces[stage]  # bytes of all before each
         limits, most = list[int](), 0
         for finished, taken in enumerate(before):
             most = max(most, finished + 1)
             while most < count and before[most + 1] - taken <= space:
                 most += 1
-            limits.append(min(most, finished + room))
+            limits.append(min(most, finished + room, count))
         return limits
 
 
@@ -64,7 +64,7 @@ class _Run:
     """The state of a run. At each stage `came` and `back` are when forwards and backwards may start, in the queue's order, and so when they
     ended at the stage before or behind; `weights` are when second parts ended.
 
-    `acts`: when each stage looks for a job next; `idle`: the same where it has none, else 0, as at the end, for what is no stage.
+    `acts`: when each stage looks for a job next; `idle`: the same where it has none, else 0. At the end both have what is no stage.
     """
 
     def __init__(self, lane: Lane, queue: Sequence[int], ready: Sequence[int]) -> None:
@@ -77,10 +77,10 @@ class _Run:
         self.back = [[0] * count, *([NEVER] * (count + 1) for _ in range(stages))]  # behind each stage, and behind what is before the first
         self.back[-1] = self.came[-1]  # the last stage's forwards are all that its backwards wait for
         self.weights = [[0] * count for _ in lane.weight]
-        self.acts, self.idle = [0] * stages, [0] * (stages + 1)
+        self.acts, self.idle = [*[0] * stages, NEVER], [0] * (stages + 1)
 
     def run(self) -> Passage:
-        acts, parts = self.acts, [self.stage(s) for s in range(len(self.acts))]
+        acts, parts = self.acts, [self.stage(s) for s in range(len(self.limits))]
         for part in parts:
             next(part)
         stages = [part.send for part in parts]
@@ -92,33 +92,45 @@ class _Run:
         return Passage(end, starts, self.back[0], (forwards, backwards, self.weights))
 
     def stage(self, s: int) -> Generator[None, int, None]:
-        """A stage: starts a job at each time that it is sent."""
+        """A stage: starts a job at each time that it is sent, and at the end of a job the next one if what that depends on is known.
+
+        What is not known yet does not come before the stages beside it have had time to do it.
+        """
         forward, backward, *later = (part[s] for part in self.times if part)
         weight, weights, acts, idle, limits = later[0] if later else [], self.weights[s : s + 1], self.acts, self.idle, self.limits[s]
         came, passed, returned, back = self.came[s], self.came[s + 1], self.back[s], self.back[s + 1]
         finishes, before, behind = weights[0] if weights else [], s - 1, s + 1
         next_forward = next_backward = finished = 0
+        first, last = self.times[0][before], [*self.times[1][behind % len(self.limits)], NEVER]  # of the stages beside
         limit, time = limits[0], (yield)
+        now = time  # no stage starts a job before
         while True:
             if (soon := back[next_backward]) <= time:
-                acts[s] = done = returned[next_backward] = time + backward[next_backward]
+                acts[s] = time = returned[next_backward] = time + backward[next_backward]
                 next_backward += 1
                 if not weight:
                     limit = limits[next_backward]
-                if done < idle[before]:
-                    acts[before] = idle[before] = done
+                if time < idle[before]:
+                    acts[before] = idle[before] = time
             elif next_forward < limit and came[next_forward] <= time:
-                acts[s] = done = passed[next_forward] = time + forward[next_forward]
+                acts[s] = time = passed[next_forward] = time + forward[next_forward]
                 next_forward += 1
-                if done < idle[behind]:
-                    acts[behind] = idle[behind] = done
+                if time < idle[behind]:
+                    acts[behind] = idle[behind] = time
             elif weight and finished < next_backward:
-                acts[s] = finishes[finished] = time + weight[finished]
+                acts[s] = time = finishes[finished] = time + weight[finished]
                 finished += 1
                 limit = limits[finished]
             else:
                 acts[s] = idle[s] = min(soon, came[next_forward]) if next_forward < limit else soon
-                time = yield
+                time = now = yield
                 idle[s] = 0
                 continue
-            time = yield
+            if (soon := back[next_backward]) <= time:
+                continue
+            if (soon == NEVER and (now if idle[behind] else acts[behind]) + last[next_backward] <= time) or (
+                next_forward < limit
+                and came[next_forward] == NEVER
+                and (now if idle[before] else acts[before]) + first[next_forward] <= time
+            ):
+                time = now = yield

@@ -56,6 +56,9 @@ class Instruction(NamedTuple):
         return print_instruction(self)
 
 
+Program = tuple[Instruction, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class SampleMeta:
     """What all ranks know of one sample: its dataset index, the optional keys it has, and its symbols when collated alone."""
@@ -89,7 +92,7 @@ class Schedule:
     """
 
     micro_batches: dict[str, tuple[MicroBatch, ...]]
-    programs: tuple[tuple[Instruction, ...], ...]
+    programs: Sequence[Program]
     early: Micros = field(default_factory=dict[str, frozenset[int]])
     computed: Micros = field(default_factory=dict[str, frozenset[int]])
     own: int | None = None

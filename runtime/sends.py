@@ -7,70 +7,51 @@ under which they do not end is doubled. All ranks find the same limit, without a
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
+
+import torch
 
 from secc.runtime.plan import Section
-from secc.runtime.program import COMPUTE, Instruction, Schedule, rounds
+from secc.runtime.program import Schedule
+from secc.runtime.programs import RECEIVE, SEND, Names, Programs
+from secc.runtime.waits import Waits, all_end, meetings
 
 SENDS = 32
 
-Program = Sequence[Instruction]
-Job = tuple[object, ...]  # what several ranks do together
 
+def limit_of(schedule: Schedule, first: int = SENDS, sections: Sequence[Section] = ()) -> int:
+    """The smallest of `first`, its double and so on under which all programs end.
 
-def limit_of(schedule: Schedule, first: int = SENDS, sections: Iterable[Section] = ()) -> int:
-    """The smallest of `first`, its double and so on under which all programs end."""
-    most = max((sum(i.kind == "SEND" for i in program) for program in schedule.programs), default=0)
+    `sections` are the plan's: replicas of several ranks, and those that gather, compute in step.
+    """
+    programs = schedule.programs
+    if not isinstance(programs, Programs):
+        named = Names.within(programs)
+        programs = Programs.read(programs, Names(tuple(s.name for s in sections) or named.sections, named.edges))
+    rows, ends = programs.rows, programs.ends
+    sends, receives = ((rows.kind == kind).nonzero()[:, 0] for kind in (SEND, RECEIVE))
+    sender, receiver = rows.rank[sends], rows.peer[sends]
+    most = int(torch.bincount(sender).max()) if len(sends) else 0
     if most <= first:
         return first
-    in_step = rounds(sections, schedule.micro_batches)
-
-    def key(i: Instruction) -> Job:
-        return (i.kind, *in_step.get((i.section, i.micro), (i[1:5],))[0])
-
-    together = Counter(key(i) for program in schedule.programs for i in program if i.kind in COMPUTE)
-    programs = [[i for i in program if i.kind in ("SEND", "RECV") or together[key(i)] > 1] for program in schedule.programs]
+    received = torch.empty_like(sends)  # where each message sent is received: on a channel in the order of the sends
+    matching = _by_channel(programs, receives, rows.peer[receives], rows.rank[receives])
+    received[_by_channel(programs, sends, sender, receiver)] = receives[matching]
+    sent = torch.empty_like(rows.kind)
+    sent[received] = sends
+    arrivals = Waits(receives, rows.peer[receives], sent[receives])
+    always = [meetings(sections, schedule.micro_batches, rows), arrivals]
+    unreceived = torch.arange(len(sends)) - torch.searchsorted(sender, sender)  # sends of the same rank before
     limit = first
-    while limit < most and not _ends(programs, limit, together, key):
+    while limit < most:
+        full = (unreceived >= limit).nonzero()[:, 0]
+        if all_end(Waits.joined([*always, Waits(sends[full], receiver[full - limit], received[full - limit])]), ends):
+            break
         limit *= 2
     return limit
 
 
-def _ends(programs: Sequence[Program], limit: int, together: Mapping[Job, int], key: Callable[[Instruction], Job]) -> bool:
-    at = [0] * len(programs)
-    sends = [[_message(i, rank) for i in program if i.kind == "SEND"] for rank, program in enumerate(programs)]
-    posted = [0] * len(programs)
-    done: set[tuple[object, ...]] = set()  # ("SEND" or "RECV", message) that a rank has passed, and what all of a replica have come to
-    reached: Counter[tuple[object, ...]] = Counter()
-    waiting: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
-    joined: set[tuple[int, int]] = set()  # (rank, index) of what a rank has come to, so that it counts once
-    runnable = deque(range(len(programs)))
-    while runnable:
-        rank = runnable.popleft()
-        while at[rank] < len(programs[rank]):
-            i = programs[rank][at[rank]]
-            if i.kind in COMPUTE:
-                needed = passed = key(i)
-                if (rank, at[rank]) not in joined:
-                    joined.add((rank, at[rank]))
-                    reached[passed] += 1
-                    done |= {passed} if reached[passed] == together[passed] else set()
-            elif i.kind == "RECV":
-                needed, passed = ("SEND", *_message(i, rank)), ("RECV", *_message(i, rank))
-            else:
-                oldest, passed = posted[rank] - limit, ("SEND", *_message(i, rank))
-                needed = ("RECV", *sends[rank][oldest]) if oldest >= 0 else None
-            if needed is not None and needed not in done:
-                waiting[needed].append(rank)
-                break
-            done.add(passed)
-            runnable += waiting.pop(passed, ())
-            posted[rank] += i.kind == "SEND"
-            at[rank] += 1
-    return all(i == len(program) for i, program in zip(at, programs, strict=True))
-
-
-def _message(i: Instruction, rank: int) -> tuple[object, ...]:
-    """What a SEND and its RECV have in common."""
-    return i.edge, i.direction, i.src_micro, i.dst_micro, *((rank, i.peer) if i.kind == "SEND" else (i.peer, rank))
+def _by_channel(programs: Programs, at: torch.Tensor, sender: torch.Tensor, receiver: torch.Tensor) -> torch.Tensor:
+    """The messages at these places, channel after channel and in the order of their places."""
+    rows, world = programs.rows, len(programs)
+    return torch.argsort(((rows.edge[at] * 2 + rows.direction[at]) * world + sender) * world + receiver, stable=True)

@@ -46,7 +46,7 @@ def test_few_sends_need_no_limit() -> None:
 def test_every_schedule_has_a_limit_up_to_its_sends(plan, batch) -> None:
     found = schedule(plan, batch)
     most = max(sum(i.kind == "SEND" for i in p) for p in found.programs)
-    assert 1 <= limit_of(found, 1) < 2 * max(most, 1)
+    assert 1 <= limit_of(found, 1, plan.sections) < 2 * max(most, 1)
 
 
 @pytest.mark.gloo

@@ -17,6 +17,7 @@ from secc.runtime.program import (
     print_instruction,
     print_schedule,
 )
+from secc.runtime.programs import Names, Programs
 
 names = st.from_regex(r"[a-z_][a-z0-9_.]{0,8}", fullmatch=True)
 small = st.integers(0, 300)
@@ -52,6 +53,13 @@ def test_an_instruction_reads_back(instruction):
 def test_a_schedule_reads_back(sections, programs):
     schedule = schedule_of(sections, programs)
     assert parse_schedule(print_schedule(schedule)) == schedule
+
+
+@given(st.lists(st.lists(instructions, max_size=5).map(tuple), max_size=3))
+def test_programs_are_made_of_columns_as_they_were_read(programs):
+    read = Programs.read(programs, Names.within(programs))
+    made = Programs(read.names, read.rows, read.ends)
+    assert made == tuple(programs) and made[1:] == tuple(programs[1:])
 
 
 def test_text_names_micro_batches_in_the_direction_of_the_data():
