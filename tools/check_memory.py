@@ -19,6 +19,7 @@ import torch
 import transformers as T
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
+from transformers.utils.generic import ModelOutput
 
 from secc.compiler import Options, compile_model
 from secc.runtime import recompute
@@ -57,6 +58,22 @@ def _language_model(config: type, layers: int, hidden: int, vocabulary: int, **m
         attn_implementation="sdpa",
     )
     return T.AutoModelForCausalLM.from_config(config(**sizes, **more))
+
+
+class Taught(nn.Module):
+    """A small language model that learns from a frozen larger one, whose forward has much in memory that no backward wants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = _language_model(T.LlamaConfig, 6, 768, 2000, num_key_value_heads=8).requires_grad_(False)
+        self.student = _language_model(T.LlamaConfig, 2, 128, 2000, num_key_value_heads=8)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> ModelOutput:
+        with torch.no_grad():
+            wanted = self.teacher(input_ids=input_ids).logits
+        found = self.student(input_ids=input_ids, labels=labels)
+        apart = nn.functional.kl_div(found.logits.log_softmax(-1), wanted.softmax(-1), reduction="sum") / wanted.shape[:-1].numel()
+        return ModelOutput(loss=found.loss + apart)
 
 
 CASES: Mapping[str, Callable[[], nn.Module]] = {
@@ -98,6 +115,7 @@ CASES: Mapping[str, Callable[[], nn.Module]] = {
             image_token_index=IMAGE,
         )
     ),
+    "frozen teacher": lambda: Taught(),
     "vit": lambda: T.ViTForImageClassification(
         T.ViTConfig(hidden_size=384, num_hidden_layers=8, num_attention_heads=6, intermediate_size=1536, num_labels=10)  # pyright: ignore[reportCallIssue]
     ),

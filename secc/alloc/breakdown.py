@@ -91,7 +91,7 @@ def memory_parts(work: Workload, load: Load, c: Candidate, ahead: bool, messages
         "optimizer states": found.optimizer,
         "gathered layers, gradients on their way": found.buffers,
         f"activations of {of}": found.kept(count),
-        "gradients of an operation, or recomputing a layer": found.working,
+        "tensors within a forward" if load.mode == "forward" else "gradients of an operation, or recomputing a layer": found.working,
         "messages": messages,
     }
     return {name: size for name, size in parts.items() if size}

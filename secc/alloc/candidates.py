@@ -430,7 +430,7 @@ def stage_room(work: Workload, load: Load, c: Candidate, stage: int) -> int:
 
 
 def _kept(work: Workload, load: Load, size: int, recompute: str) -> tuple[int, int]:
-    """Bytes that a micro-batch keeps, and what gradients in glue or recomputation add for a time."""
+    """Bytes that a micro-batch keeps, and what a forward without backward, gradients in glue or recomputation add for a time."""
     if (size, recompute) not in load.memo:
         activation = working = 0
         again, saved = load.cost.again.get(recompute), load.under(recompute).saved
@@ -438,7 +438,9 @@ def _kept(work: Workload, load: Load, size: int, recompute: str) -> tuple[int, i
             sizes = work.sizes(pattern, size)
             activation = max(activation, sum(evaluate(text, sizes) for text in (saved, *_ends(work, load))))
             passing = (load.cost.passing, load.cost.logits_passing, again.working if again else "0") if load.mode != "forward" else ()
-            working = max(working, *(evaluate(text, sizes) for text in passing), 0)
+            working = max(working, *(evaluate(text, sizes) for text in (load.cost.transient, *passing)))
+        if load.mode == "forward":
+            working = max(working, *(max(held) for _, held in _alone(work, load, (load.cost.transient,))), 0)
         load.memo[size, recompute] = activation, working
     return load.memo[size, recompute]
 
@@ -453,7 +455,11 @@ def _largest(work: Workload, load: Load, recompute: str) -> int:
 
 def kept_alone(work: Workload, load: Load, recompute: str) -> Iterator[tuple[Mapping[str, Sequence[int]], list[int]]]:
     """What each listed sample keeps as a micro-batch of its own, for each pattern with the samples' sizes. `load` is that of a rank."""
-    texts = (load.under(recompute).saved, *_ends(work, load))
+    return _alone(work, load, (load.under(recompute).saved, *_ends(work, load)))
+
+
+def _alone(work: Workload, load: Load, texts: Sequence[str]) -> Iterator[tuple[Mapping[str, Sequence[int]], list[int]]]:
+    """The sum of the texts for each listed sample as a micro-batch of its own."""
     for pattern in load.active:
         if columns := work.listed.get(pattern.when):
             count = len(next(iter(columns.values())))

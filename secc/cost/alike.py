@@ -58,18 +58,18 @@ def alike(units: Sequence[nn.Module], counter: Counts, makes: Makes) -> Iterator
             if key in known:
                 more, result = known[key]
                 counter.add(more)
-                return tree_map(fresh, result)
+                return tree_map(made, result)
             runs[key] += 1
             before = counter.state()
             out = plain(*args, **kwargs)
             if runs[key] == 2 and all(valueless(t) for t in tree_flatten(out)[0] if isinstance(t, torch.Tensor)):
-                known[key] = counter.state().since(before), out
+                known[key] = counter.state().since(before), tree_map(_layout, out)
             return out
 
         return forward
 
-    def fresh(leaf: Any) -> Any:
-        return makes(leaf.size(), leaf.stride(), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+    def made(leaf: Any) -> Any:
+        return makes(leaf.size, leaf.stride, leaf.dtype, leaf.grad) if isinstance(leaf, _Layout) else leaf
 
     changed = [u for u in units if "forward" not in vars(u)] if len(units) > 2 else []
     try:
@@ -79,6 +79,20 @@ def alike(units: Sequence[nn.Module], counter: Counts, makes: Makes) -> Iterator
     finally:
         for unit in changed:
             del unit.forward
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What a tensor is like, for which it need not live on."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    grad: bool
+
+
+def _layout(leaf: Any) -> Any:
+    return _Layout(leaf.size(), leaf.stride(), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _kind(unit: nn.Module) -> object:

@@ -26,7 +26,8 @@ class CallCost:
 
     Where the call's `units` run again in the backward, it saves `kept` bytes, a unit's second run adds `working` bytes while it lasts, and
     all of them take `again` work and move `again_moved` bytes. `narrow` is the smallest dim of the weights that take longest, 0 if unknown.
-    `in_turn`: no unit was seen to run twice or before one that stands ahead of it.
+    `in_turn`: no unit was seen to run twice or before one that stands ahead of it. `peak`: the most bytes that a call without a backward
+    has made and still holds at once, its results among them.
     """
 
     flops: Expr
@@ -44,6 +45,7 @@ class CallCost:
     moved: Expr = ZERO
     narrow: int = 0
     in_turn: bool = True
+    peak: Expr = ZERO
 
 
 def default(call: CallOp, block: BlockOp) -> CallCost:

@@ -7,7 +7,7 @@ the estimate by its parameters and the label `default`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -18,9 +18,10 @@ from torch import nn
 from xdsl.dialects.builtin import IntegerAttr, IntegerType, ModuleOp, StringAttr
 from xdsl.ir import SSAValue
 
-from secc.cost.estimate import CallCost, default
+from secc.cost.estimate import ZERO, CallCost, default
 from secc.cost.examples import NO_SAMPLES, NO_VALUES, Examples, Samples, Values
 from secc.cost.fit import fit, means
+from secc.cost.section import owes_backward
 from secc.cost.trial import Makes, Trial, run
 from secc.ir import expr
 from secc.ir.attributes import integer
@@ -93,6 +94,7 @@ def _note_cost(call: CallOp, cost: CallCost, prefix: str) -> None:
     noted: dict[str, StringAttr | IntegerAttr[IntegerType]] = {
         key: StringAttr(expr.text(getattr(cost, key))) for key in ("flops", "work", "saved", "attention", "attention_work", "moved")
     }
+    noted |= {"peak": StringAttr(expr.text(cost.peak))} if cost.peak != 0 else {}
     noted |= {"ops": integer(cost.ops), "cost": StringAttr(cost.label), "narrow": integer(cost.narrow)}
     if cost.units:
         noted["layers"] = integer(cost.units)
@@ -137,17 +139,27 @@ class _Measuring:
 
     def _counted(self, call: CallOp, block: nn.Module) -> CallCost | None:
         """Polynomials that hold exactly, or None for a block that needs values or whose numbers no small polynomial gives."""
-        trials, makes = list[Trial](), Makes()
+        makes, kinds = Makes(), {name: self._graph.symbols[name].kind.data for name in _symbols(call)}
+        trials: dict[tuple[int, ...], Trial] = {}
+
+        def trial(sizes: dict[str, int]) -> Trial:
+            key = tuple(sizes.values())
+            if key not in trials:
+                trials[key] = run(
+                    block, lambda makes: arguments(call, sizes, makes), call.no_grad is None, units(block), makes, owes=owes_backward(call)
+                )
+            return trials[key]
 
         def at(sizes: dict[str, int]) -> tuple[int, ...]:
-            trials.append(run(block, lambda makes: arguments(call, sizes, makes), call.no_grad is None, units(block), makes))
-            return tuple(getattr(trials[-1], key) for key in FITTED)
+            return tuple(getattr(trial(sizes), key) for key in FITTED)
 
         try:
-            found = fit(at, {name: self._graph.symbols[name].kind.data for name in _symbols(call)})
+            if (found := fit(at, kinds)) is None:
+                return None
+            peak = _peak(trial, [*trials.values()], kinds)
         except Exception:  # whatever the user's code does on tensors without values
             return None
-        return None if found is None else _call_cost(trials, found, "counted", len(units(block)))
+        return _call_cost([*trials.values()], found, "counted", len(units(block)), peak)
 
     def _sampled(self, case: CaseOp, call: CallOp, block: nn.Module) -> CallCost | None:
         """What samples of the dataset cost in the mean, by their rows: values of inputs decide (where samples begin, grids of images)."""
@@ -156,20 +168,29 @@ class _Measuring:
         try:
             for example in self._examples.of(case, call):
                 at = partial(arguments, call, example.sizes, values=example.values)
-                trials.append(run(block, at, call.no_grad is None, units(block), makes))
+                trials.append(run(block, at, call.no_grad is None, units(block), makes, owes=owes_backward(call)))
                 points.append([example.sizes[name] for name in names])
         except Exception:  # as above
             return None
         if not trials or not names:
             return None
         found = [means(names, points, [getattr(t, key) for t in trials]) for key in FITTED]
-        return _call_cost(trials, found, "sampled", len(units(block)))
+        peak = means(names, points, [t.peak for t in trials])
+        return _call_cost(trials, found, "sampled", len(units(block)), peak)
 
 
-def _call_cost(trials: Sequence[Trial], found: Sequence[Expr], label: str, layers: int) -> CallCost:
+def _peak(trial: Callable[[dict[str, int]], Trial], trials: Sequence[Trial], kinds: Mapping[str, str]) -> Expr:
+    """The largest of polynomials: one for each operation after which one of the trials held most. 0 where they issue unlike operations."""
+    places = sorted({t.live.index(t.peak) for t in trials if t.live})
+    if not places or len({len(t.live) for t in trials}) > 1:
+        return ZERO
+    return sympy.Max(*fit(lambda sizes: [trial(sizes).live[i] for i in places], kinds) or (ZERO,))
+
+
+def _call_cost(trials: Sequence[Trial], found: Sequence[Expr], label: str, layers: int, peak: Expr) -> CallCost:
     by = {key: _hundredths(value) if key in WORK else value for key, value in zip(FITTED, found, strict=True)}
     in_turn = all(t.in_turn for t in trials)
-    return CallCost(ops=max(t.ops for t in trials), label=label, units=layers, narrow=trials[-1].narrow, in_turn=in_turn, **by)
+    return CallCost(ops=max(t.ops for t in trials), label=label, units=layers, narrow=trials[-1].narrow, in_turn=in_turn, peak=peak, **by)
 
 
 def _hundredths(work: Expr) -> Expr:

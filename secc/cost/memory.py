@@ -29,8 +29,9 @@ class Sums:
 @dataclass(frozen=True)
 class Memory:
     """Bytes on one rank: `parameters`, `gradients` as its backwards make them, `optimizer`, `buffers` of gathered layers, `activation` for
-    each micro-batch in flight, and `working`: what the backward of one of them adds for a time. `micro_batches`: those of a step.
-    `largest`: activations of the largest sample, which may be alone in flight where it takes more than several micro-batches."""
+    each micro-batch in flight, and `working`: what the backward of one of them, or a forward without one, adds for a time.
+    `micro_batches`: those of a step. `largest`: activations of the largest sample, which may be alone in flight where it takes more than
+    several micro-batches."""
 
     parameters: int
     gradients: int

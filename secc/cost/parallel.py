@@ -61,6 +61,7 @@ def on_rank(cost: SectionCost, tp: int, pp: int) -> SectionCost:
         logits_saved=_times(cost.logits_saved, cut),
         logits_moved=_times(cost.logits_moved, cut),
         logits_passing=_times(cost.logits_passing, Fraction(1, tp)),
+        transient=_times(cost.transient, Fraction(KEPT_PARTS - CUT_PARTS + Fraction(CUT_PARTS, tp)) / KEPT_PARTS),
         narrow=cost.narrow // tp,
         forward_ns=_times(cost.forward_ns, cut),
         backward_ns=_times(cost.backward_ns, cut),

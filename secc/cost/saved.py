@@ -14,9 +14,11 @@ from torch.utils.hooks import RemovableHandle
 
 
 class Saved:
-    """Counts each storage once that autograd keeps, except those of parameters and buffers, and knows in which unit's run that was."""
+    """Counts each storage once that autograd keeps, except those of parameters and buffers, and knows in which unit's run that was.
+    Without `grad` it only sees in which order units run."""
 
-    def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, state: Mapping[str, torch.Tensor], grad: bool = True) -> None:
+        self._grad = grad
         self._alive = list(state.values())  # keeps addresses from being used again
         self._state = {storage(t) for t in self._alive}
         self._sizes: dict[int, int] = {}  # of each storage that is saved
@@ -77,7 +79,7 @@ class Saved:
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not self.inside:
-            for tensor in tree_leaves((args, kwargs)):
+            for tensor in tree_leaves((args, kwargs)) if self._grad else ():
                 if isinstance(tensor, torch.Tensor):
                     self._note(tensor, self._outside)
             self._inside.append({})

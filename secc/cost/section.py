@@ -40,7 +40,18 @@ VIEWS = frozenset({
 })  # fmt: skip
 ATTENTION_BACKWARD = 2  # FLOPs over those of forward: gradients of queries, keys, values and scores, whatever trains
 ATTENTION_AGAIN = sympy.Rational(5, 2)  # time over forward's: a kernel that keeps no scores computes them again
-_TEXTS = ("flops", "backward_flops", "saved", "glue_bytes", "summed", "logits_saved", "logits_moved", "passing", "logits_passing")
+_TEXTS = (
+    "flops",
+    "backward_flops",
+    "saved",
+    "glue_bytes",
+    "summed",
+    "logits_saved",
+    "logits_moved",
+    "passing",
+    "logits_passing",
+    "transient",
+)
 MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 
 
@@ -57,6 +68,7 @@ class SectionCost:
     master_bytes: of the float32 weights that the optimizer updates where modules compute in fewer bits, 0 where they do not.
     logits_saved, logits_moved: the parts of `saved` and `glue_bytes` that run along a vocabulary, of which each rank of tp has its tokens'.
     passing, logits_passing: bytes of the gradients that the backward of the largest operation in glue has at once, beside what is saved.
+    transient: bytes that a forward without backward has at once beside what is saved and sent: what a call holds, what glue makes.
     unit_bytes: parameters of the largest layer. rest_bytes: of what is in no layer.
     sequence: whether ranks of tp have parts of the sequence between the products that are cut. tensors: parameters that train.
     """
@@ -85,6 +97,7 @@ class SectionCost:
     logits_moved: str = "0"
     passing: str = "0"
     logits_passing: str = "0"
+    transient: str = "0"
     unit_bytes: int = 0
     rest_bytes: int = 0
     sequence: bool = False
@@ -117,6 +130,9 @@ class _Sum:
     logits_moved: Counter[str] = field(default_factory=Counter[str])
     passing: set[str] = field(default_factory=set[str])
     logits_passing: set[str] = field(default_factory=set[str])
+    held: set[str] = field(default_factory=set[str])
+    beside: set[str] = field(default_factory=set[str])
+    made: Counter[str] = field(default_factory=Counter[str])
     ops: int = 0
     layers: int = 0
     summed: Counter[str] = field(default_factory=Counter[str])
@@ -178,10 +194,19 @@ def _section_cost(graph: GraphOp, section: SectionOp) -> SectionCost:
         largest(total(s.logits_moved) for s in sums),
         _largest_of_dataset(graph, {text for s in sums for text in s.passing}),
         _largest_of_dataset(graph, {text for s in sums for text in s.logits_passing}),
+        _largest_of_dataset(graph, {_transient(s, _mode(section)) for s in sums}),
         *_unit_bytes(graph, calls, param_bytes),
         text_of(section, "norms") == "sequence",
         sum(number(blocks[path], "tensors", 0) for path in _outermost({call.target.data for call in calls})),
     )
+
+
+def _transient(of: _Sum, mode: str) -> str:
+    """What a forward without backward holds at once. A section's code lets go of what its calls and glue make when it ends; in one with a
+    backward that is saved, or little."""
+    if mode != "forward":
+        return largest(of.held)
+    return _sum(expr.parse(largest(of.beside)), expr.parse(total(of.made)))
 
 
 def ops_in(case: CaseOp, section: str) -> list[Operation]:
@@ -197,7 +222,7 @@ def call_cost(call: CallOp, block: BlockOp) -> CallCost:
     saved = _text(call, "saved", estimate.saved)
     ops, units = number(call, "ops", estimate.ops), number(call, "units", 0)
     flops = _text(call, "flops", estimate.flops)
-    rest = {key: _text(call, key, ZERO) for key in ("working", "again", "again_moved", "attention", "attention_work", "moved")}
+    rest = {key: _text(call, key, ZERO) for key in ("peak", "working", "again", "again_moved", "attention", "attention_work", "moved")}
     kept, work = _text(call, "kept", saved), _text(call, "work", flops)
     narrow, in_turn = number(call, "narrow", 0), OUT_OF_TURN not in call.attributes
     return CallCost(flops, work, saved, ops, _label(call), units, kept, narrow=narrow, in_turn=in_turn, **rest)
@@ -234,7 +259,7 @@ def _case_sum(graph: GraphOp, blocks: Mapping[str, BlockOp], ops: list[Operation
 
 def _add_passing(op: GlueOp, total: _Sum, spread: Spread) -> None:
     """The gradients that an operation's backward gets and makes; those of parameters stay."""
-    if not _owes_backward(op) or op.base in VIEWS or fused_cost(op) is not None:
+    if not owes_backward(op) or op.base in VIEWS or fused_cost(op) is not None:
         return
     texts = total.logits_passing if op in spread.steps else total.passing
     passing = (v for v in (*op.results, *op.operands) if tensor(v).requires_grad and not isinstance(v.owner, ParamOp))
@@ -254,7 +279,7 @@ def _add_logits(op: GlueOp, total: _Sum, spread: Spread) -> None:
         return
     written = sum((_bytes(r) for r in op.results if r in spread.parts), ZERO)
     total.logits_moved[expr.text(written + sum((_bytes(o) for o in op.operands if o in spread.parts), ZERO))] += 1
-    if _owes_backward(op):
+    if owes_backward(op):
         total.logits_saved[expr.text(written)] += 1
 
 
@@ -272,7 +297,7 @@ def _add_call(call: CallOp, block: BlockOp, total: _Sum, picked: bool) -> None:
     if layers:
         total.layers += layers
         total.summed[expr.text(cost.kept if cost.kept != 0 else layers * sum((_bytes(r) for r in call.results), expr.parse("0")))] += 1
-    if _owes_backward(call):
+    if owes_backward(call):
         backward, backward_work = _backward(cost, _backward_share(block))
         total.backward[backward] += 1
         timed = call.attributes.get("backward_ns")
@@ -282,6 +307,11 @@ def _add_call(call: CallOp, block: BlockOp, total: _Sum, picked: bool) -> None:
             total.backward_work[backward_work] += 1
         total.saved[expr.text(cost.saved)] += 1
         total.again.add_call(cost, picked)
+    else:
+        made = sum(map(_bytes, call.results), ZERO)
+        total.made[expr.text(made)] += 1
+        total.held.add(expr.text(cost.peak))
+        total.beside.add(expr.text(cost.peak - made if cost.peak != 0 else ZERO))
 
 
 @cache
@@ -302,7 +332,7 @@ def _add_fused(op: GlueOp, cost: FusedCost, total: _Sum) -> None:
     total.flops[expr.text(cost.flops)] += 1
     total.work[expr.text(cost.flops)] += 1
     total.glue[expr.text(cost.moved)] += 1
-    if _owes_backward(op):
+    if owes_backward(op):
         total.backward[expr.text(cost.backward)] += 1
         total.backward_work[expr.text(cost.backward)] += 1
         total.saved[expr.text(cost.saved)] += 1
@@ -320,11 +350,12 @@ def _add_glue(op: GlueOp, total: _Sum) -> None:
     written = sum((_bytes(r) for r in op.results), expr.parse("0"))
     read = sum((_bytes(o) for o in op.operands), expr.parse("0"))
     total.glue[expr.text(written + read)] += 1
+    total.made[expr.text(written)] += 1
     flops = _matmul_flops(op) if kind in MATMULS else None
     if flops is not None:
         total.flops[expr.text(flops)] += 1
         total.work[expr.text(flops)] += 1
-    if _owes_backward(op):
+    if owes_backward(op):
         total.saved[expr.text(written)] += 1
         total.again.add_saved(expr.text(written))
         if flops is not None:
@@ -358,7 +389,7 @@ def _matmul_flops(op: GlueOp) -> Expr:
     return 2 * entries(tensor(op.results[0])) * tensor(op.operands[-2]).shape[-1]
 
 
-def _owes_backward(op: Operation) -> bool:
+def owes_backward(op: Operation) -> bool:
     return "no_grad" not in op.properties and any(tensor(r).requires_grad for r in op.results)
 
 

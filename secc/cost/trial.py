@@ -28,6 +28,7 @@ from torch.utils.flop_counter import flop_registry
 from secc.cost.alike import Counted, alike
 from secc.cost.attention import FusedAttention, valueless
 from secc.cost.efficiency import DEFAULT, Efficiency
+from secc.cost.live import Live
 from secc.cost.saved import Saved, storage
 from secc.runtime.recorder.fakes import dense, fresh
 from secc.runtime.recorder.glue import grouped_mm
@@ -55,6 +56,8 @@ class Trial:
     With units that run again: the bytes `kept` until the backward, the bytes that one unit's second run adds (`working`), and the work and
     bytes moved of all second runs (`again`, `again_moved`). `narrow` is the smallest fixed dim of the products that take longest.
     `in_turn`: each unit ran once at most, in the order in which they stand.
+
+    Without a backward, `live` are the bytes that the block had made and still held after each operation.
     """
 
     flops: int
@@ -70,6 +73,12 @@ class Trial:
     ops: int
     narrow: int
     in_turn: bool
+    live: tuple[int, ...] = ()
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that the block had made and still held."""
+        return max(self.live, default=0)
 
 
 def run(
@@ -79,17 +88,21 @@ def run(
     units: Sequence[nn.Module] = (),
     makes: Makes | None = None,
     efficiency: Efficiency = DEFAULT,
+    owes: bool | None = None,
 ) -> Trial:
     """Run `module` on copies of its parameters and buffers that have no values. Raises whatever the block raises then.
 
     `arguments` makes the call's arguments with what makes tensors here. `units` are the modules inside the block, or itself, that may run
-    again. Trials of one module may share `makes`, which decides whether integer arguments have values.
+    again. Trials of one module may share `makes`, which decides whether integer arguments have values. `owes`: whether a backward follows,
+    by default where `grad` is on.
     """
     makes = makes or Makes()
     state = _state(module, makes)
     args, kwargs = arguments(makes)
-    saved = Saved(state)
-    counter = _Counter(saved, makes, efficiency)
+    owes = grad if owes is None else owes
+    saved = Saved(state, owes)
+    live = None if owes else Live([*state.values(), *_tensors((args, kwargs))])
+    counter = _Counter(saved, makes, efficiency, live)
     fused = FusedAttention(counter.attend, makes.empty)
     with (
         torch.set_grad_enabled(grad),
@@ -146,16 +159,21 @@ class _Counter(TorchDispatchMode):
     The layers of a stack repeat the same operations, and torch computes shapes slowly, so the shapes of results are remembered.
     """
 
-    def __init__(self, saved: Saved, makes: Makes, efficiency: Efficiency) -> None:
+    def __init__(self, saved: Saved, makes: Makes, efficiency: Efficiency, live: Live | None) -> None:
         super().__init__()
-        self._saved, self._makes, self._efficiency = saved, makes, efficiency
+        self._saved, self._makes, self._efficiency, self._live = saved, makes, efficiency, live
         self._flops, self._again_by = Counter[int](), Counter[int]()  # of products by their smallest fixed dim
         self.attention = self._attention_again = self._moved = self._again_moved = self._ops = 0
         self._attending = False
         self._known: dict[object, tuple[int, list[_Layout]]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        out = self._run(func, args, kwargs or {})
+        if self._live is not None and not func.is_view:
+            self._live.add(t for t in _tensors(out) if valueless(t))
+        return out
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func.is_view or func.namespace == "prim" or func._opname in NOTHING:
             return func(*args, **kwargs)
         self._ops, self._attending = self._ops + 1, False
@@ -238,6 +256,7 @@ class _Counter(TorchDispatchMode):
             ops=self._ops,
             narrow=max(self._flops, key=lambda dim: table.work(self._flops[dim], dim), default=0),
             in_turn=in_turn,
+            live=() if self._live is None else (*self._live.bytes,),
         )
 
 

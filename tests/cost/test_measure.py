@@ -72,6 +72,14 @@ def measured(block: nn.Module, calls: str = CALL) -> Any:
     return attributes(module)[0]
 
 
+@pytest.mark.parametrize("depth", [1, 2, 7])
+def test_a_frozen_block_holds_what_its_largest_layer_needs_at_once(depth: int) -> None:
+    """A layer's input and 32 numbers wide twice, before and behind the activation; the input is the call's own from the second layer on."""
+    frozen = CALL.replace('outs [""]', 'outs [""] no_grad').replace(", grad>", ">")
+    assert measured(Stack(depth).requires_grad_(False), frozen)["peak"] == f"{256 + 32 * (depth > 1)}*B*S"
+    assert "peak" not in measured(Stack(depth))
+
+
 def on_meta(block: nn.Module, again: Sequence[nn.Module] = ()) -> trial.Trial:
     return trial.run(block, lambda makes: ([makes((3, 5, 8), (40, 8, 1), torch.float32)], {}), grad=True, units=again)
 

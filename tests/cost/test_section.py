@@ -124,6 +124,16 @@ def test_a_block_called_beside_the_one_that_holds_it_counts_once_and_is_no_layer
     assert (found.unit_bytes, found.rest_bytes) == (-(-4 * 600 // 3), 4 * 400)
 
 
+def test_a_forward_without_backward_holds_what_its_glue_makes_and_what_a_call_needs() -> None:
+    """The call has 100 bytes for each row at most, of which 32 are its result; that stays, and so does what glue makes of it."""
+    made = '    %t = sec.glue "aten.tanh.default" (%e) args "$0" in @enc : !sec.tensor<[n, 8], f32>\n'
+    frozen = graph(X + F + ENC.replace("ops = 5", 'ops = 5, peak = "100*n"') + made)
+    assert cost(frozen, "enc").transient == "132*n"
+    assert cost(frozen, "enc").saved == "0" and cost(frozen, "lm").transient == "0"
+    among = graph(X + F + ENC.replace("ops = 5", 'ops = 5, peak = "100*n"').replace("in @enc", "in @lm"))
+    assert cost(among, "lm").transient == "100*n"
+
+
 def test_matrix_products_in_glue_count() -> None:
     product = '    %m = sec.glue "aten.mm.default" (%a, %b) args "$0, $1" in @lm : !sec.tensor<[B, 32], f32, grad>\n'
     inputs = '    %a = sec.input "x" : !sec.tensor<[B, 8], f32>\n    %b = sec.param "w" : !sec.tensor<[8, 32], f32, grad>\n'
