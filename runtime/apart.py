@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
+from torch import Tensor
 
 from secc.runtime.columns import integers
 from secc.runtime.compose import Composer, Table
@@ -25,7 +27,7 @@ from secc.runtime.timeline import timed
 
 ROUNDS = 4  # runs of upstream before the step is left to `timeline`
 
-Piece = tuple[Sequence[int], Sequence[int], Sequence[int]]  # jobs, when they start, how long they take
+Piece = tuple[Tensor, Tensor, Tensor]  # jobs, when they start, how long they take
 
 
 @dataclass
@@ -109,7 +111,7 @@ class Apart:
         """One order of all jobs. What takes no time goes before what starts at the same time, and where both take none, what may wait
         for the other comes second."""
         pieces = [*self._pieces(beside, order, starts, False), *self._stage_pieces(passages), *self._pieces(beside, order, starts, True)]
-        jobs, begun, lasts = (torch.cat([integers(piece[i]) for piece in pieces]) for i in range(3))
+        jobs, begun, lasts = map(torch.cat, zip(*pieces, strict=True))
         at = torch.argsort(2 * begun + (lasts > 0), stable=True)
         return jobs[at].tolist(), int((begun + lasts).max()) if len(at) else 0
 
@@ -122,7 +124,7 @@ class Apart:
                     number[some.start : some.stop] = own
         chosen = [(number[job], start, beside.jobs.duration[job]) for job, start in zip(order, starts, strict=True) if number[job] >= 0]
         if chosen:
-            jobs, begun, lasts = zip(*chosen, strict=True)
+            jobs, begun, lasts = map(integers, zip(*chosen, strict=True))
             yield jobs, begun, lasts
 
     def _stage_pieces(self, passages: Sequence[Passage]) -> list[Piece]:
@@ -130,18 +132,18 @@ class Apart:
 
         The last stage runs a micro-batch's backward right after its forward.
         """
-        lane, wanted = self.load.lane, [m for queue in self.plan.queues for m in queue]
+        lane, wanted = self.load.lane, integers(chain.from_iterable(self.plan.queues))
         stages = [(s, self.numbers[stage.name]) for s, stage in enumerate(self.stages)]
 
         def piece(start: int, times: Sequence[Sequence[int]], part: int, s: int) -> Piece:
-            lasts = list(map(times[s].__getitem__, wanted))
-            ends = [end for passage in passages for end in passage.ends[part][s]]
-            return range(start, start + len(wanted)), list(map(int.__sub__, ends, lasts)), lasts
+            lasts = integers(times[s])[wanted]
+            ends = integers(chain.from_iterable(passage.ends[part][s] for passage in passages))
+            return torch.arange(start, start + len(wanted)), ends - lasts, lasts
 
         forwards = [piece(n.forward, lane.forward, 0, s) for s, n in stages]
         backwards = [piece(n.backward, lane.backward, 1, s) for s, n in reversed(stages)]
         (jobs, begun, lasts), (_, _, then) = forwards.pop(), backwards.pop(0)  # the last stage's jobs are both
-        forwards.append((jobs, begun, list(map(int.__add__, lasts, then))))
+        forwards.append((jobs, begun, lasts + then))
         return [*forwards, *backwards, *(piece(n.weight, lane.weight, 2, s) for s, n in stages if lane.weight)]
 
 

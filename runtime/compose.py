@@ -12,11 +12,12 @@ The stages of a pipeline are dealt together, too, and have the same micro-batche
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import compress, pairwise, repeat
 from operator import mul
+from typing import cast
 
 from secc.runtime.balance import Ranks, balance, balance_rounds
 from secc.runtime.costs import Costs
@@ -221,7 +222,7 @@ class Composer:
         some = self.active[sections[0].name] if len(sections) == 1 else [p for p in range(self.count) if self._any(sections, p)]
         order = sorted(some, key=self.kind.__getitem__)
         order.sort(key=weights.__getitem__, reverse=True)
-        order.sort(key=lambda p: self.waves[last.name][self.kind[p]])
+        order.sort(key=list(map(self.waves[last.name].__getitem__, self.kind)).__getitem__)
         owner = [0] * self.count
         deal = balance_rounds if any(map(gathers, sections)) else balance
         for p, replica in zip(order, deal([weights[p] for p in order], ranks, load), strict=True):
@@ -299,14 +300,14 @@ class Composer:
     def _at_stage(self, section: Section, first: Table) -> Table:
         """The table of a later stage, whose micro-batches are as urgent as at the first one."""
         lots = [m.samples for m in first.micro_batches]
-        micros = tuple(map(MicroBatch, range(len(lots)), repeat(section.name), [m.replica for m in first.micro_batches], lots))
+        micros = _micros(section, [m.replica for m in first.micro_batches], lots)
         forward, backward = self.times(section, lots)
         kept = self.costs.kept(section, lots)
         return replace(first, micro_batches=micros, forward=forward, backward=backward, weight=weight_parts(section, backward), kept=kept)
 
     def times(self, section: Section, lots: Sequence[Lot]) -> tuple[Column, Column]:
         """(forward, backward) ns of micro-batches, which all pass the section."""
-        if any(len(lot) != 1 for lot in lots):
+        if set(map(len, lots)) - {1}:
             return self.costs.of(section, lots)
         at, (forward, backward) = [p for (p,) in lots], self.alone[section.name]
         return list(map(forward.__getitem__, at)), list(map(backward.__getitem__, at))
@@ -364,7 +365,7 @@ class Composer:
         lots = [t for _, t in cut]
         alone = set(map(len, lots)) <= {1}
         sets = lots if alone else [tuple(sorted(t)) for t in lots]
-        micros = tuple(map(MicroBatch, range(len(cut)), repeat(name), [r for r, _ in cut], sets))
+        micros = _micros(section, [r for r, _ in cut], sets)
         if alone:
             at = [p for (p,) in lots]
             columns = (list(map(c.__getitem__, at)) for c in (*self.alone[name], owed, urgency, turn, self.kind))
@@ -378,6 +379,14 @@ class Composer:
         turns = [min((turn[p] for p in t), default=0) for t in lots]
         kept = self.costs.kept(section, lots)
         return Table(micros, forward, backward, weight_parts(section, backward), kept, upstream, wave, urgencies, turns)
+
+
+def _micros(section: Section, replica: Iterable[int], lots: Sequence[Lot]) -> tuple[MicroBatch, ...]:
+    """The section's micro-batches, without a call for each of the thousands."""
+    return tuple(map(_made, zip(range(len(lots)), repeat(section.name), replica, lots)))
+
+
+_made = cast("Callable[[tuple[object, ...]], MicroBatch]", partial(tuple.__new__, MicroBatch))
 
 
 def _evened(cut: Cut, replicas: int) -> Cut:

@@ -78,7 +78,7 @@ class Load:
 
 def deal(size: Sequence[int], aims: Sequence[int], share: int) -> list[list[int]]:
     """The micro-batches of each replica: a run of the longest up to `share` permille of its aim, then what fills it up."""
-    order = sorted(range(len(size)), key=lambda m: (-size[m], m))
+    order = sorted(range(len(size)), key=size.__getitem__, reverse=True)
     dealt: list[list[int]] = [[] for _ in aims]
     heap: list[tuple[int, int]] = []
     first = 0
@@ -194,7 +194,7 @@ def plan(load: Load, manner: Manner) -> Queues:
         dealt = deal(load.size, aims, manner.share)
         found = _shaped(load, dealt, shapes, others if r == 0 else (), manner.yields)
         best = found if best is None or found.end < best.end else best
-        aims = _aims(found.ends, [sum(load.size[m] for m in some) for some in dealt])
+        aims = _aims(found.ends, [sum(map(load.size.__getitem__, some)) for some in dealt])
     assert best is not None
     return best
 
@@ -217,8 +217,8 @@ def _guessed_aims(load: Load, share: int) -> list[int]:
     aims = [sum(load.size) // load.replicas] * load.replicas
     for _ in range(GUESSES):
         dealt = deal(load.size, aims, share)
-        work = [sum(load.size[m] for m in some) for some in dealt]
-        longest = [max((load.size[m] for m in some), default=0) for some in dealt]
+        work = [sum(map(load.size.__getitem__, some)) for some in dealt]
+        longest = [max(map(load.size.__getitem__, some), default=0) for some in dealt]
         loss = [guessed_loss(most, len(load.lane.forward), sum(work) // load.replicas) for most in longest]
         aims = _aims(list(map(int.__add__, work, loss)), work)
     return aims
@@ -248,7 +248,7 @@ def _shaped(load: Load, dealt: Sequence[Sequence[int]], shapes: list[Shape], tri
             found.put(load, replica, other, passage)
         else:
             found.put(load, replica, queue, passage)
-        work = sum(load.size[m] for m in queue)
+        work = sum(map(load.size.__getitem__, queue))
         for shape in tried if found.ends[replica] > work + work // LITTLE else ():
             if found.try_queue(load, replica, shape(queue, load)):
                 shapes[replica] = shape

@@ -16,7 +16,7 @@ runs, all ranks are free.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
@@ -156,7 +156,7 @@ class _Run:
         beside, bound, bits = self.beside, bool(jobs.followers), max(1, len(priority)).bit_length()
         mask, time, ends, order, starts = (1 << bits) - 1, 0, list[int](), self.order, self.starts
         # `ends`: (time << bits) + job, which orders by time
-        touched: Iterable[int] = range(ranks)
+        touched = list(range(ranks))
         while True:
             for r in touched:
                 queue = ready[r]
@@ -190,7 +190,7 @@ class _Run:
                 touched = [r]
                 continue
             time = ends[0] >> bits
-            touched, self.held = [*self.held], set[int]()
+            touched, self.held = ([*self.held], set[int]()) if self.held else ([], self.held)
             while ends and ends[0] >> bits == time:
                 job = heappop(ends) & mask
                 r = rank[job]
