@@ -30,9 +30,9 @@ Constraints, each family by the function that adds it
 where r, w, m, latency, ... of a section stand for their sums over c weighted with x[s,c].
 
 Objective: the least T under K <= capacity, among equals the fewest ranks, then the plainest candidates. With a deadline: the fewest
-ranks under T <= deadline, among equals the least T. Or the least K (`least_memory`), the least T on any ranks (`least_time`). A large
-problem is solved with few candidates first; that step rules most of the others out (`secc.alloc.parts`). Fixed seed, one worker and a
-deterministic time limit make the answer the same on every machine; the bound that CP-SAT proves gives the gap. Then, under
+ranks under T <= deadline, among equals the least T. Or the least K (`least_memory`), the least T on any ranks (`least_time`). For a
+large problem an assignment is guessed first (`secc.alloc.guess`); its step rules most candidates out (`secc.alloc.groups`). Fixed seed, one
+worker and a deterministic time limit make the answer the same on every machine; the bound that CP-SAT proves gives the gap. Then, under
 T <= (1 + margin) T*, and on no more ranks than a deadline needs, the fewest doublings of a replica's ranks.
 """
 
@@ -46,7 +46,8 @@ from ortools.sat.python import cp_model
 
 from secc.alloc import parts
 from secc.alloc.evaluate import evaluate
-from secc.alloc.types import Assignment, Problem, Solution
+from secc.alloc.guess import guess
+from secc.alloc.types import Assignment, Candidate, Edge, Problem, Solution
 
 DETERMINISTIC_LIMIT = 20.0  # CP-SAT's unit, about a second on a fast machine
 RESOLUTION = 10**8  # times above it are solved in coarser units, so that sums stay far from CP-SAT's 64 bits
@@ -64,8 +65,8 @@ def solve(
 ) -> Solution | None:
     """The fastest assignment, or None if there is none. Raises RuntimeError if none was found or refuted within the limit.
 
-    None, too, where none takes at most `most` ns. `start` is an assignment of this
-    problem that is known to be good; without one, a large problem is solved with few candidates first.
+    None, too, where none takes at most `most` ns. `start` is an assignment of this problem that is known to be good; without one, a large
+    problem's is guessed.
 
     With a `margin`, replicas of several ranks are taken only where that is faster by more: the assignment with the fewest doublings
     among those that are slower than the fastest by at most this share.
@@ -73,14 +74,15 @@ def solve(
     coarse = _coarsened(problem)
     longest = _horizon(coarse) if coarse.deadline is None else coarse.deadline
     most = longest if most is None else min(longest, -(-most // _unit(problem)))
-    start = _start(coarse, most, limit) if start is None else start
+    if start is None and coarse.deadline is None and sum(map(len, coarse.sections.values())) >= MANY:
+        start = guess(coarse, most)
     if start is not None and coarse.deadline is None:
         most = min(most, evaluate(coarse, start).time_ns)
     if (part := parts.within(coarse, most)) is None:
         return None
     model = Model(part.problem, most)
     if start is not None:
-        model.hint({s: part.places[s].index(i) for s, i in start.choice.items()}, start.group)
+        model.hint(part.places_of(start), start.group)
     model.cp.minimize(model.objective())
     solver, status = _run(model, limit)
     if status == cp_model.INFEASIBLE:
@@ -88,31 +90,19 @@ def solve(
     assignment, first = part.whole(model.assignment(solver)), model.first(solver)
     bound = first if status == cp_model.OPTIMAL else int(solver.best_objective_bound) // model.weight
     if margin and any(problem.sections[s][i].width for s, i in assignment.choice.items()):
-        assignment, first = _plainer(coarse, solver.value(model.time), first, margin, limit)
+        assignment, first = _plainer(coarse, assignment, solver.value(model.time), first, margin, limit)
     value, gap = evaluate(problem, assignment), max(0.0, (first - bound) / max(first, 1))
     return Solution(assignment, value.time_ns, solver.status_name(status), round(gap, 6), value.ranks)
 
 
-def _start(problem: Problem, most: int, limit: float) -> Assignment | None:
-    """Of a large problem an assignment to start from, of a few candidates on each number of ranks; None where these do not do."""
-    if sum(map(len, problem.sections.values())) < MANY:
-        return None
-    part = parts.few(problem)
-    model = Model(part.problem, most)
-    model.cp.minimize(model.objective())
-    try:
-        solver, status = _run(model, limit / 4)
-    except RuntimeError:
-        return None
-    return None if status == cp_model.INFEASIBLE else part.whole(model.assignment(solver))
-
-
-def _plainer(problem: Problem, time: int, first: int, margin: float, limit: float) -> tuple[Assignment, int]:
+def _plainer(problem: Problem, best: Assignment, time: int, first: int, margin: float, limit: float) -> tuple[Assignment, int]:
     """The assignment with the fewest doublings that takes at most a margin more than the best, and its first part of the objective."""
     most, spread = int(time * (1 + margin)), int(time * margin)  # of times, where the objective's second part counts less than a doubling
     part = parts.within(problem, most)
     assert part is not None, "the best assignment is among these"
     model = Model(part.problem, most)
+    model.hint(part.places_of(best), best.group)
+    model.cp.add(model.total("width") <= sum(problem.sections[s][i].width for s, i in best.choice.items()))
     if problem.deadline is not None:
         model.cp.add(model.used == first)
         spread = most
@@ -162,20 +152,21 @@ def _unit(problem: Problem) -> int:
 
 
 def _coarsened(problem: Problem) -> Problem:
-    """The problem in units in which the largest work is at most `RESOLUTION`, times rounded up."""
+    """The problem in units in which the largest work is at most `RESOLUTION`, times rounded up, and bytes rounded up to whole MiB."""
     unit = _unit(problem)
-    if unit == 1:
-        return problem
 
     def up(ns: int) -> int:
         return -(-ns // unit)
 
-    def ups(values: Sequence[int]) -> tuple[int, ...]:
-        return tuple(up(v) for v in values)
+    def ups(e: Edge, *names: str) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(map(up, getattr(e, name))) for name in names}
 
-    sections = {s: tuple(replace(c, time_ns=up(c.time_ns)) for c in cs) for s, cs in problem.sections.items()}
+    def of(c: Candidate) -> Candidate:
+        return replace(c, time_ns=up(c.time_ns), memory=_mib(c.memory) << 20, memory_ahead=_mib(c.memory_ahead) << 20)
+
+    sections = {s: tuple(map(of, cs)) for s, cs in problem.sections.items()}
     edges = tuple(
-        replace(e, latency=ups(e.latency), slack=ups(e.slack), free=ups(e.free), messages=ups(e.messages), round=ups(e.round))
+        replace(e, sent=_whole(e.sent), returned=_whole(e.returned), **ups(e, "latency", "slack", "free", "messages", "round"))
         for e in problem.edges
     )
     deadline = None if problem.deadline is None else problem.deadline // unit
@@ -410,6 +401,10 @@ def _total_memory(problem: Problem) -> int:
     held = sum(max(e.sent) + max(e.returned) for e in problem.edges)
     own = sum(max(max(c.memory, c.memory_ahead) for c in cs) for cs in problem.sections.values())
     return held + own + (len(problem.sections) + 2 * len(problem.edges) + 1 << 20)
+
+
+def _whole(sizes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(_mib(size) << 20 for size in sizes)
 
 
 def _mib(size: int) -> int:

@@ -1,4 +1,4 @@
-"""Parts of a problem: a few candidates that promise a good start, and those that a bound on the step leaves.
+"""Parts of a problem: those candidates that a bound on the step leaves, or that are of one kind.
 
 A model of thousands of candidates takes long to build and to search. A good assignment bounds the step, and then most of them are out.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from secc.alloc.groups import MOST_SECTIONS, Groups
 from secc.alloc.types import Assignment, Candidate, Problem
 
 
@@ -22,6 +23,10 @@ class Part:
         """The part's assignment as one of the other problem."""
         return Assignment({s: self.places[s][i] for s, i in a.choice.items()}, a.group)
 
+    def places_of(self, a: Assignment) -> dict[str, int]:
+        """Where the candidates of the other problem's assignment stand in the part."""
+        return {s: self.places[s].index(i) for s, i in a.choice.items()}
+
 
 def kept(problem: Problem, test: Callable[[Candidate], bool]) -> Part | None:
     """The candidates of which the test holds; None where a section has none."""
@@ -29,40 +34,11 @@ def kept(problem: Problem, test: Callable[[Candidate], bool]) -> Part | None:
     return _part(problem, places) if all(places.values()) else None
 
 
-def few(problem: Problem) -> Part:
-    """Of each section's candidates on equally many ranks the shortest, and those that hold least."""
-    return _part(problem, {s: _first(candidates) for s, candidates in problem.sections.items()})
-
-
-def _first(candidates: Sequence[Candidate]) -> list[int]:
-    alike: dict[tuple[int, int], list[int]] = {}
-    for i, c in enumerate(candidates):
-        alike.setdefault((c.ranks, c.kind), []).append(i)
-    found: set[int] = set()
-    for some in alike.values():
-        found.add(min(some, key=lambda i: candidates[i].time_ns))
-        found.add(min(some, key=lambda i: candidates[i].memory))
-        found.add(min(some, key=lambda i: candidates[i].memory_ahead))
-    return sorted(found)
-
-
 def within(problem: Problem, most: int) -> Part | None:
-    """What a step of at most `most` leaves; None where a section has no candidate left.
-
-    The others take longer by themselves, leave the other sections too few ranks, or too little of the time on all ranks.
-    """
-    timely = {s: [c for c in cs if c.time_ns <= most] for s, cs in problem.sections.items()}
-    if not all(timely.values()):
-        return None
-    ranks = {s: min(c.ranks for c in cs) for s, cs in timely.items()}
-    work = {s: min(c.work for c in cs) for s, cs in timely.items()}
-    places: dict[str, list[int]] = {}
-    for s, candidates in problem.sections.items():
-        others = [n for other, n in ranks.items() if other != s] or [0]
-        spare = problem.ranks * most - sum(work.values()) + work[s]
-        apart, together = problem.ranks - max(others), min(others)
-        left = (i for i, c in enumerate(candidates) if c.time_ns <= most and c.work <= spare)
-        places[s] = [i for i in left if candidates[i].ranks <= apart or candidates[i].ranks >= together]
+    """What a step of at most `most` leaves; None where a section has no candidate left."""
+    if len(problem.sections) > MOST_SECTIONS:
+        return kept(problem, lambda c: c.time_ns <= most)
+    places = Groups(problem, most).left()
     return _part(problem, places) if all(places.values()) else None
 
 

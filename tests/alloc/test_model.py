@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from secc.alloc import model, parts
 from secc.alloc.evaluate import evaluate
+from secc.alloc.guess import guess
 from secc.alloc.model import least_memory, least_time, solve
 from secc.alloc.types import Assignment, Candidate, Edge, Problem, Solution
 from tests.alloc import instances
@@ -51,6 +52,22 @@ def test_a_bound_leaves_every_assignment_within_it(problem: Problem, most: int) 
         for a in instances.assignments(left.problem):
             for s, i in left.whole(a).choice.items():
                 assert problem.sections[s][i] == left.problem.sections[s][a.choice[s]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.one_of(instances.problems(), instances.mixed()), st.integers(10, 400))
+def test_a_guess_is_an_assignment_within_the_bound(problem: Problem, most: int) -> None:
+    if (found := guess(problem, most)) is not None:
+        assert evaluate(problem, found).time_ns <= most
+
+
+def test_a_guess_shares_out_the_ranks() -> None:
+    """Twelve ranks for works of one to two: four and eight of them, apart; on the same ones memory is short."""
+    few = [Candidate(n, 1, 1200 // n, memory=3 * GIB) for n in (2, 4, 8)]
+    many = [Candidate(n, 1, 2400 // n, memory=3 * GIB) for n in (2, 4, 8)]
+    problem = Problem({"a": tuple(few), "b": tuple(many)}, (), 12, 4 * GIB)
+    assert guess(problem, 10**6) == Assignment({"a": 1, "b": 2}, {"a": "a", "b": "b"})
+    assert guess(problem, 299) is None
 
 
 def _figures(solution: Solution | None) -> tuple[int, int] | None:
