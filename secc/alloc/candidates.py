@@ -38,7 +38,7 @@ IN_TURN = 2  # micro-batches in flight of a section whose consumers share its ra
 AHEAD = 2  # times as many micro-batches in flight as a pipeline has stages, where memory allows
 PARTS = (1, 2)  # of a rank's memory, the parts that a section may fill with what it holds for consumers elsewhere
 
-Dealt = tuple[int, list[tuple[Pattern, int, int]]]
+Dealt = tuple[int, int, list[tuple[Pattern, int, int]]]
 Busy = tuple[int, int, int, int]
 
 
@@ -267,19 +267,38 @@ def _only_none(load: Load, key: str, pins: Pins, reason: str) -> None:
 
 def candidate(work: Workload, load: Load, dp: int, size: int, sharding: str = "none", recompute: str = "none") -> Candidate:
     """The times and memory of a section in `dp` replicas with micro-batches of `size` samples."""
-    total, micro_batches, fill, drain = busy_ns(work, load, dp, size, sharding, recompute)
-    total += bubbles_ns(load, size, (total, micro_batches, fill, drain))
-    rank = room(work, load, dp, size, sharding, recompute, micro_batches)
-    turns = in_turn(work, load, micro_batches)
+    busy = busy_ns(work, load, dp, size, sharding, recompute)
+    return _candidate(work, load, dp, size, sharding, recompute, busy, room(work, load, dp, size, sharding, recompute, busy[1]))
+
+
+def stays(load: Load, dp: int, sharding: str, capacity: int) -> bool:
+    """Whether what stays on a rank fits into `capacity` bytes, whatever micro-batches there are."""
+    return any(memory(load.cost, 0, dp=dp, sharding=sharding, micro_batches=n).total(1) <= capacity for n in (1, 2))
+
+
+def fitting(work: Workload, load: Load, dp: int, size: int, sharding: str, recompute: str, capacity: int | None) -> list[Candidate]:
+    """The candidate, and what it holds for consumers elsewhere varied (`held`); none if it needs more than `capacity` bytes."""
+    busy = busy_ns(work, load, dp, size, sharding, recompute)
+    rank = room(work, load, dp, size, sharding, recompute, busy[1])
+    if capacity is not None and rank.total(in_turn(work, load, busy[1])) > capacity:
+        return []
+    return _held(work, load, _candidate(work, load, dp, size, sharding, recompute, busy, rank), rank)
+
+
+def _candidate(
+    work: Workload, load: Load, dp: int, size: int, sharding: str, recompute: str, busy: Busy, rank: Memory
+) -> Candidate:  # fmt: skip
+    total, micro_batches, fill, drain = busy
+    own = rank.total(in_turn(work, load, micro_batches))
     return Candidate(
         dp=dp,
         micro_batch=size,
-        time_ns=total + update_ns(work, load, dp, sharding),
+        time_ns=total + bubbles_ns(load, size, busy) + update_ns(work, load, dp, sharding),
         fill_ns=load.pp * fill,
         drain_ns=load.pp * drain,
         micro_batches=micro_batches,
-        memory=rank.total(turns),
-        memory_ahead=rank.total(turns if load.mode == "forward" else micro_batches),
+        memory=own,
+        memory_ahead=own if load.mode == "forward" else rank.total(micro_batches),
         in_flight=0 if load.mode == "forward" else micro_batches,
         recompute=recompute,
         tp=load.tp,
@@ -309,9 +328,12 @@ def held(work: Workload, load: Load, c: Candidate) -> list[Candidate]:
 
     Each place in flight is then taken in rounds, for which consumers elsewhere have to return gradients.
     """
+    return _held(work, load, c, room_of(work, load, c))
+
+
+def _held(work: Workload, load: Load, c: Candidate, rank: Memory) -> list[Candidate]:
     if not c.in_flight or load.name not in work.sources:
         return [c]
-    rank = room_of(work, load, c)
     least, capacity = min(c.micro_batches, max(load.pp, IN_TURN)), work.cluster.device.usable
     found = {c.micro_batches: c}
     for part in PARTS:
@@ -320,7 +342,8 @@ def held(work: Workload, load: Load, c: Candidate) -> list[Candidate]:
             rounds *= 2
             count = max(least, -(-c.micro_batches // rounds))
             size = rank.total(count)
-        found[count] = replace(c, in_flight=count, memory_ahead=size, rounds=-(-c.micro_batches // count))
+        if count < c.micro_batches:
+            found[count] = replace(c, in_flight=count, memory_ahead=size, rounds=-(-c.micro_batches // count))
     return list(found.values())
 
 
@@ -366,9 +389,8 @@ def busy_ns(work: Workload, load: Load, dp: int, size: int, sharding: str, recom
     key = busiest, size, recompute
     if gathers is None and key in load.busy:
         return load.busy[key]
-    parts, dealt = _dealt(load, busiest, size)
-    count = max(1, -(-sum(number for *_, number in dealt) // parts))
-    waits = load.spread.in_rounds(count, dp, size) if gathers is not None else load.spread.uneven(busiest, count)
+    parts, count, dealt = _dealt(load, busiest, size)
+    waits = _in_rounds(load, count, dp, size) if gathers is not None else load.spread.uneven(busiest, count)
     total, fill, drain = 0, 0, 0
     for pattern, alike, number in dealt:
         forward, backward = _times(work, load, pattern, alike, recompute)
@@ -382,6 +404,13 @@ def busy_ns(work: Workload, load: Load, dp: int, size: int, sharding: str, recom
     return found
 
 
+def _in_rounds(load: Load, rounds: int, dp: int, size: int) -> int:
+    key = "rounds", rounds, dp, size
+    if key not in load.memo:
+        load.memo[key] = load.spread.in_rounds(rounds, dp, size), 0
+    return load.memo[key][0]
+
+
 def _gathers(work: Workload, load: Load, dp: int) -> Passing | None:
     """The collectives of passes under `zero3`."""
     if dp not in load.gathers:
@@ -391,12 +420,13 @@ def _gathers(work: Workload, load: Load, dp: int) -> Passing | None:
 
 def _dealt(load: Load, busiest: int, size: int) -> Dealt:
     """How a replica's samples are expected to be cut: for each pattern the samples in a micro-batch, and how many of these there are, in
-    parts of which the first number makes a whole one."""
+    parts of which the first number makes a whole one; the second is how many there are in all."""
     if (busiest, size) not in load.dealt:
         samples = [(pattern, busiest * pattern.share / load.share) for pattern in load.active]
         numbers = [(pattern, min(size, ceil(n)), n / min(size, ceil(n))) for pattern, n in samples]
         parts = lcm(*(n.denominator for *_, n in numbers))
-        load.dealt[busiest, size] = parts, [(p, alike, int(n * parts)) for p, alike, n in numbers]
+        dealt = [(p, alike, int(n * parts)) for p, alike, n in numbers]
+        load.dealt[busiest, size] = parts, max(1, -(-sum(number for *_, number in dealt) // parts)), dealt
     return load.dealt[busiest, size]
 
 

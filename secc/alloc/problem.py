@@ -5,14 +5,14 @@ Layouts, sizes and ways to run that no other one beats are candidates (`secc.all
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from math import ceil, prod
 
 from secc import parallel
 from secc.alloc import layouts
-from secc.alloc.candidates import Load, Workload, candidate, declared_layers, held, places, replica_of, room, ways_to_run
+from secc.alloc.candidates import Load, Workload, declared_layers, fitting, places, replica_of, stays, ways_to_run
 from secc.alloc.pins import Pins
 from secc.alloc.types import ALL, Candidate, Edge, Pool, Problem
 from secc.cost import time
@@ -22,7 +22,7 @@ from secc.ir.cuts import cuttable
 from secc.runtime.expr import evaluate
 from secc.runtime.sends import SENDS
 
-MANY_RANKS = 128  # from which on a section's candidates are so many that copies of the process make them sooner
+MANY_RANKS = 64  # from which on a section's candidates are so many that copies of the process make them sooner
 
 
 def problem(work: Workload, ranks: int, strategy: str, pins: Pins, free: bool = True) -> Problem:
@@ -34,10 +34,9 @@ def problem(work: Workload, ranks: int, strategy: str, pins: Pins, free: bool = 
         return _of_kinds(work, strategy, pins, free)
     capacity, alike = work.cluster.device.usable, strategy == "uniform"
     sections: dict[str, tuple[Candidate, ...]] = {}
-    for name, load in work.loads.items():
-        every = _fitting(work, load, ranks, pins, free, alike)
-        every = (replace(c, kind=ALL) for c in every) if work.kinds else every
-        sections[name] = layouts.unbeaten(every, capacity, alike)
+    for name, every in _fitting(work, work.loads, ranks, pins, free, alike).items():
+        found = (replace(c, kind=ALL) for c in every) if work.kinds else every
+        sections[name] = layouts.unbeaten(found, capacity, alike)
     return Problem(sections, edges(work, sections), ranks, capacity, strategy, pins.together, work.cluster.per_node)
 
 
@@ -56,7 +55,7 @@ def _of_any_kind(work: Workload, name: str, pins: Pins, free: bool) -> list[Cand
     errors: list[UserError] = []
     for kind, part in ((ALL, work), *enumerate(work.kinds)):
         try:
-            every = _fitting(part, part.loads[name], part.cluster.ranks, pins, free, whole=kind == ALL)
+            every = _fitting(part, {name: part.loads[name]}, part.cluster.ranks, pins, free, whole=kind == ALL)[name]
             found += layouts.unbeaten((replace(c, kind=kind) for c in every), part.cluster.device.usable)
         except UserError as error:
             errors.append(error)
@@ -77,31 +76,37 @@ def usable_ranks(work: Workload, strategy: str, pins: Pins, ranks: int) -> int:
     return max(counts) if strategy in {"colocate", "uniform"} else sum(counts)
 
 
-def _fitting(work: Workload, load: Load, ranks: int, pins: Pins, free: bool, alike: bool = False, whole: bool = False) -> list[Candidate]:
-    """A section's candidates on up to `ranks` devices, or on exactly so many (`whole`), without those that others of their shape beat.
+def _fitting(
+    work: Workload, loads: Mapping[str, Load], ranks: int, pins: Pins, free: bool, alike: bool = False, whole: bool = False
+) -> dict[str, list[Candidate]]:
+    """Sections' candidates on up to `ranks` devices, or on exactly so many (`whole`), without those that others of their shape beat.
 
-    Those that fit no device are among them only where none does.
+    Those that fit no device are among them only where none of their section does.
     """
-    capacity, every = work.cluster.device.usable, shapes(work, load, pins, ranks, free)
-    map_ = parallel.mapped if ranks >= MANY_RANKS else map
+    capacity, every = work.cluster.device.usable, {name: shapes(work, load, pins, ranks, free) for name, load in loads.items()}
 
-    def found(most: int | None) -> list[Candidate]:
-        def of_shape(shape: tuple[int, int]) -> tuple[Candidate, ...]:
-            return layouts.unbeaten(_candidates(work, load, ranks, pins, shape, min(map(prod, every)), whole, most), capacity, alike)
+    def found(names: Sequence[str], most: int | None) -> dict[str, list[Candidate]]:
+        def of_shape(item: tuple[str, tuple[int, int]]) -> tuple[Candidate, ...]:
+            name, shape = item
+            own = _candidates(work, loads[name], ranks, pins, shape, min(map(prod, every[name])), whole, most)
+            return layouts.unbeaten(own, capacity, alike)
 
-        return [c for some in map_(of_shape, every) for c in some]
+        items = [(name, shape) for name in names for shape in every[name]]
+        some = parallel.mapped(of_shape, items) if ranks >= MANY_RANKS else map(of_shape, items)
+        of = {name: list[Candidate]() for name in names}
+        for (name, _), candidates in zip(items, some, strict=True):
+            of[name] += candidates
+        return of
 
-    fitting = found(capacity)
-    return fitting if any(c.memory <= capacity for c in fitting) else found(None)
+    made = found([*loads], capacity)
+    none = [name for name, candidates in made.items() if not any(c.memory <= capacity for c in candidates)]
+    return made | (found(none, None) if none else {})
 
 
 def _candidates(
     work: Workload, load: Load, ranks: int, pins: Pins, shape: tuple[int, int], least: int, whole: bool, capacity: int | None
 ) -> Iterator[Candidate]:
-    """Candidates of one (tp, pp), without those that need more than `capacity` bytes even for one micro-batch in a step.
-
-    `least` are the ranks of the smallest replicas.
-    """
+    """Candidates of one (tp, pp), without those that need more than `capacity` bytes. `least` are the ranks of the smallest replicas."""
     ways, size_of_replica = ways_to_run(work, load, pins), prod(shape)
     replica = replica_of(work, load, *shape, ranks)
     most = min(ranks // size_of_replica, work.global_batch)
@@ -110,10 +115,10 @@ def _candidates(
     for dp in pins.dp(load.name, most, layouts.replicas(size_of_replica, ranks, work.cluster.per_node, most)):
         if whole and dp * size_of_replica != ranks:
             continue
+        fit = {sharding: capacity is None or stays(replica, dp, sharding, capacity) for sharding, _ in ways}
         for size in pins.micro_batch(load.name, -(-work.samples(load) // dp)):
-            for way in ways:
-                if capacity is None or room(work, replica, dp, size, *way, 1).total(1) <= capacity:
-                    yield from held(work, replica, candidate(work, replica, dp, size, *way))
+            for way in (way for way in ways if fit[way[0]]):
+                yield from fitting(work, replica, dp, size, *way, capacity)
 
 
 def shapes(work: Workload, load: Load, pins: Pins, ranks: int, free: bool = True) -> list[tuple[int, int]]:

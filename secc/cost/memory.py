@@ -6,7 +6,7 @@ frees what its micro-batch kept at the same time. Both are taken to change evenl
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from secc.cost.section import SectionCost
 from secc.runtime.buckets import BUCKET_BYTES, WINDOW
@@ -15,8 +15,7 @@ OPTIMIZER_STATES = 2  # AdamW keeps two tensors for each trainable parameter, in
 MANY = 1 << 30  # micro-batches: more than are in flight
 
 
-@dataclass(frozen=True)
-class Sums:
+class Sums(NamedTuple):
     """Gradients that travel in the last backward: bytes of all of them (0: none travel) and of those under way at once, of the `shard` of
     their sums that a rank keeps beside its own gradients, and whether it frees its own when they start."""
 
@@ -26,8 +25,7 @@ class Sums:
     freed: bool = False
 
 
-@dataclass(frozen=True)
-class Memory:
+class Memory(NamedTuple):
     """Bytes on one rank: `parameters`, `gradients` as its backwards make them, `optimizer`, `buffers` of gathered layers, `activation` for
     each micro-batch in flight, and `working`: what the backward of one of them, or a forward without one, adds for a time.
     `micro_batches`: those of a step. `largest`: activations of the largest sample, which may be alone in flight where it takes more than
@@ -102,15 +100,15 @@ def memory(
     shard = -(-size // dp)
     alone = sharding == "zero2" and micro_batches == 1
     own = min(size, BUCKET_BYTES) if alone else size
-    sums = replace(_sums(cost, size), shard=shard, freed=sharding == "zero2" and not alone) if size else Sums()
+    sums = _sums(cost, size, shard, sharding == "zero2" and not alone) if size else Sums()
     states = OPTIMIZER_STATES * shard + -(-masters // dp)
     return Memory(cost.param_bytes, own, states, activation, 0, working, micro_batches, largest, sums)
 
 
-def _sums(cost: SectionCost, of_bucket: int) -> Sums:
+def _sums(cost: SectionCost, of_bucket: int, shard: int = 0, freed: bool = False) -> Sums:
     """The sums of a section's gradients, whose buckets are cut by `of_bucket` bytes in all."""
     wide = cost.wide_bytes
-    return Sums(wide, min(wide, WINDOW * BUCKET_BYTES * wide // of_bucket))
+    return Sums(wide, min(wide, WINDOW * BUCKET_BYTES * wide // of_bucket), shard, freed)
 
 
 def _gathered(cost: SectionCost, activation: int, working: int, dp: int, micro_batches: int, largest: int) -> Memory:
