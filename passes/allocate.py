@@ -58,8 +58,8 @@ class Allocate(ModulePass):
     choices, NAME.KEY=VALUE; `strategy` is auto, apart, colocate or uniform. With `fit=false` a model that fits no device is planned
     with the least memory instead of refused, and the prediction says what is missing. `refused` are choices, NAME.KEY=VALUE, that a later
     pass could not carry out, `stages` numbers of stages, NAME.pp=N, that the model's layers were captured for, and `known` all choices of
-    the plan that they were captured for, which is taken again where it fits. On CPUs, whose ranks share a memory, replicas of several ranks
-    are for what does not fit otherwise.
+    the plan that they were captured for, which is taken again where it fits, with what was `proven` of it. On CPUs, whose ranks share a
+    memory, replicas of several ranks are for what does not fit otherwise.
     `objective` is time, or gpus: the fewest ranks on which a step takes at most `step_time` seconds. `run_ahead` is the GiB that a rank
     keeps of results for the next step where frozen sections run ahead, or auto."""
 
@@ -73,32 +73,25 @@ class Allocate(ModulePass):
     refused: tuple[str, ...] = ()
     stages: tuple[str, ...] = ()
     known: tuple[str, ...] = ()
+    proven: tuple[str, ...] = ()
     objective: str = "time"
     step_time: float = 0.0
     run_ahead: str = ahead.AUTO
 
     def apply(self, ctx: Context, op: ModuleOp) -> None:
-        solved = self.solved(graph_of(op))
-        _write(graph_of(op), solved, self.contested(solved))
+        graph = graph_of(op)
+        if self.known and (found := self._again(graph)) is not None:
+            return _write(graph, *found)
+        solved = self.solved(graph)
+        _write(graph, solved, self.contested(solved))
 
     def solved(self, graph: GraphOp) -> Solved:
         """The best plan by closed forms. Raises UserError where nothing fits, and for options that cannot be had."""
-        cluster = with_overheads(graph, parse(self.cluster))
-        ranks = self._ranks(cluster)
-        pins = pins_.parse((*self.stages, *self.set), [s.sym.data for s in graph.sections], self.refused)
-        for section in graph.sections:
-            if pins.splits_sequence(section.sym.data):
-                section.attributes["norms"] = StringAttr("sequence")
-        work = workload(graph, cluster, self.global_batch or SAMPLES_PER_RANK * ranks)
-        self._check(work, ranks, pins)
-        deadline = round(self.step_time * 10**9) if self.objective == "gpus" else None
-        size = ahead.parse(self.run_ahead, work, GIB)
-        asked = replace(problem(work, ranks, self.strategy, pins, free=cluster.device.backend != "cpu"), deadline=deadline)
-        asked = ahead.priced(asked, work, size)
-        found = known.assignment(asked, self.known)
-        solution = solve(asked, margin=MARGIN, start=found)
-        if solution is None and cluster.device.backend == "cpu":
-            asked = ahead.priced(replace(problem(work, ranks, self.strategy, pins), deadline=deadline), work, size)
+        work, pins, size = self._read(graph)
+        asked = self._problem(work, pins, size, free=work.cluster.device.backend != "cpu")
+        solution = solve(asked, margin=MARGIN)
+        if solution is None and work.cluster.device.backend == "cpu":
+            asked = self._problem(work, pins, size, free=True)
             solution = solve(asked, margin=MARGIN)
         if solution is None and not self.fit and (need := least_memory(asked)) is not None:
             asked = replace(asked, capacity=need, pools=tuple(replace(pool, capacity=need) for pool in asked.pools))
@@ -109,9 +102,40 @@ class Allocate(ModulePass):
 
     def contested(self, solved: Solved) -> Winner:
         """The best plan under the order that ranks run, of the solver's and those near it."""
-        asked = solved.asked
-        trial, found = Trial(solved.work, asked, solved.run_ahead), known.assignment(asked, self.known)
-        return contest(trial, asked, solved.solution.assignment, partial(hand_out, asked), MARGIN, found)
+        asked, trial = solved.asked, Trial(solved.work, solved.asked, solved.run_ahead)
+        return contest(trial, asked, solved.solution.assignment, partial(hand_out, asked), MARGIN)
+
+    def _again(self, graph: GraphOp) -> tuple[Solved, Winner] | None:
+        """The plan that is known, with what was proven of it, if it can still be had: nothing else is priced."""
+        work, _, size = self._read(graph)
+        pins = pins_.parse((*self.stages, *self.set, *self.known), [s.sym.data for s in graph.sections], self.refused)
+        try:
+            asked = self._problem(work, pins, size, free=True)
+        except UserError:
+            return None
+        if (found := known.assignment(asked, self.known)) is None:
+            return None
+        tried, value = Trial(work, asked, size).run(found, hand_out(asked, found)), evaluate(asked, found)
+        status, gap, trials = known.proof(self.proven)
+        solved = Solved(work, asked, Solution(found, value.time_ns, status, gap, value.ranks), pins, size)
+        return (solved, Winner(found, tried, value.time_ns, trials)) if tried.fits else None
+
+    def _read(self, graph: GraphOp) -> tuple[Workload, Pins, int | None]:
+        """What the options ask for: the work, the pins, and bytes for running ahead."""
+        cluster = with_overheads(graph, parse(self.cluster))
+        ranks = self._ranks(cluster)
+        pins = pins_.parse((*self.stages, *self.set), [s.sym.data for s in graph.sections], self.refused)
+        for section in graph.sections:
+            if pins.splits_sequence(section.sym.data):
+                section.attributes["norms"] = StringAttr("sequence")
+        work = workload(graph, cluster, self.global_batch or SAMPLES_PER_RANK * ranks)
+        self._check(work, ranks, pins)
+        return work, pins, ahead.parse(self.run_ahead, work, GIB)
+
+    def _problem(self, work: Workload, pins: Pins, size: int | None, free: bool) -> Problem:
+        deadline = round(self.step_time * 10**9) if self.objective == "gpus" else None
+        asked = problem(work, self._ranks(work.cluster), self.strategy, pins, free)
+        return ahead.priced(replace(asked, deadline=deadline), work, size)
 
     def _ranks(self, cluster: Cluster) -> int:
         if self.ranks > cluster.ranks:

@@ -86,6 +86,7 @@ class Options:
     refused: tuple[str, ...] = ()  # choices that `allocate` must not make
     stages: tuple[str, ...] = ()  # NAME.pp=N for which layers were captured
     known: tuple[str, ...] = ()  # all choices of the plan for which they were
+    proven: tuple[str, ...] = ()  # what the solver has proven of it
 
 
 @dataclass
@@ -291,6 +292,7 @@ def pipeline_text(options: Options) -> str:
     allocate = {
         "cluster": options.cluster, "global-batch": options.global_batch, "strategy": options.strategy,
         "set": options.set, "refused": options.refused, "stages": options.stages, "known": options.known,
+        "proven": options.proven,
         **({"run-ahead": options.run_ahead} if options.run_ahead != "auto" else {}),
         **({"objective": options.objective, "step-time": options.step_time} if options.objective != "time" or options.step_time else {}),
     }  # fmt: skip

@@ -125,7 +125,7 @@ class Planner:
         module = self.source.make(captured)
         start = print_module(module)
         stages = tuple(pin for pin in staged.stages if pin.partition("=")[0] not in self.pinned)
-        text = self.source.text(**options, sections=staged.sections, stages=stages, known=staged.known)
+        text = self.source.text(**options, sections=staged.sections, stages=stages, known=staged.known, proven=staged.proven)
         try:
             return _Chosen(module, start, captured, *self._run(module, text))
         except UserError as error:

@@ -27,8 +27,8 @@ from secc.ir.text import parse
 class Staging:
     """The blocks to open, the sections to keep, as `coarsen` takes them ("name=path+path"), and each section's stages ("name.pp=2").
 
-    `choices` has for each block the choice that opening it is for ("name.pp"), `known` are all that were made; `notes` says how each
-    section was formed.
+    `choices` has for each block the choice that opening it is for ("name.pp"), `known` are all that were made, with what was `proven` of
+    them; `notes` says how each section was formed.
     """
 
     cut: tuple[str, ...]
@@ -36,6 +36,7 @@ class Staging:
     stages: tuple[str, ...]
     choices: Mapping[str, str]
     known: tuple[str, ...]
+    proven: tuple[str, ...]
     notes: Mapping[str, tuple[str, ...]]
 
     def impossible(self, error: UserError, paths: Collection[str] = ()) -> Impossible:
@@ -59,7 +60,7 @@ def find(module: ModuleOp, meta: nn.Module, dumps: Mapping[str, str]) -> Staging
     stages = tuple(f"{s.sym.data}.pp={number_of(s, 'pp') or 1}" for s in graph.sections)
     notes = {s.sym.data: texts_of(s, "notes") for s in coarse}
     choices = {path: f"{section}.pp" for section, path in calls if path in cut}
-    return Staging(cut, sections, stages, choices, known.choices(graph), notes)
+    return Staging(cut, sections, stages, choices, known.choices(graph), known.proven(graph), notes)
 
 
 def tell(staging: Staging, module: ModuleOp) -> bool:

@@ -81,7 +81,7 @@ def before_allocate(directory: Path) -> tuple[list[ModulePass], Path]:
     steps = list(pipeline.parse(",".join(pipeline.made_by(dumps[-1].read_text()))))
     first = next(i for i, step in enumerate(steps) if step.name == ALLOCATE)
     allocate: Any = steps[first]
-    freed = _with(allocate, stages=tuple(pin for pin in allocate.stages if pin.endswith(WHOLE)), known=())
+    freed = _with(allocate, stages=tuple(pin for pin in allocate.stages if pin.endswith(WHOLE)), known=(), proven=())
     return [freed, *(_with(step, assume=True) if step.name == SHARD else step for step in steps[first + 1 :])], dumps[at - 1]
 
 

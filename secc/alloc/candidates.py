@@ -285,9 +285,7 @@ def fitting(work: Workload, load: Load, dp: int, size: int, sharding: str, recom
     return _held(work, load, _candidate(work, load, dp, size, sharding, recompute, busy, rank), rank)
 
 
-def _candidate(
-    work: Workload, load: Load, dp: int, size: int, sharding: str, recompute: str, busy: Busy, rank: Memory
-) -> Candidate:  # fmt: skip
+def _candidate(work: Workload, load: Load, dp: int, size: int, sharding: str, recompute: str, busy: Busy, rank: Memory) -> Candidate:
     total, micro_batches, fill, drain = busy
     own = rank.total(in_turn(work, load, micro_batches))
     return Candidate(

@@ -7,8 +7,8 @@ is shorter or so many have been tried, or their orders became so long together. 
 not count.
 
 A trial searches orders of several batches. So plans are looked at first: one batch, in the first order found. Those that are far behind
-the best in that are not tried, and those far behind in the order searched for this batch not on the others. Looks and trials run on all
-cores.
+the best in that are not tried, and those far behind in the order searched for this batch not on the others; nor is a plan that is far
+ahead of all others, unless it is the last. Looks and trials run on all cores.
 
 Under `zero3` replicas wait for each other in every micro-batch, and on shared ranks for whatever else these are at, which closed forms do
 not price: such steps take up to twice their time. So the solver's best plan is tried with and without, and those near it are without.
@@ -35,6 +35,7 @@ MOST_TRIALS = 60
 MOST_JOBS = 600_000  # forwards and backwards in the orders of all looks and trials, tens of microseconds each
 CLOSE = 1 / 16  # a plan whose look takes longer than the best one's by more is not tried
 CLOSER = 1 / 32  # a plan whose first batch takes longer than the best one's by more is not tried on others
+BEHIND = 1 / 5  # of the step, the part by which closed forms may put a plan that is looked at behind the one it is near to
 TRIED_AT_ONCE = 8  # neighbours of the best one, before the best of them goes on
 ALIKE = 6  # ways to run one section on as many ranks, of those that the closed forms like best
 ALIKE_STEPS = 1000  # steps that differ by less than one part in so many are about alike
@@ -57,14 +58,8 @@ def contest(
     best: Assignment,
     hand_out: Callable[[Assignment], Ranks],
     margin: float,
-    known: Assignment | None = None,
 ) -> Winner:
-    """The best under the real order of the solver's plan `best` and those near it. `hand_out` gives the ranks of a plan's groups.
-
-    `known` is the winner of a contest for the same model: where it still fits, there is no other one.
-    """
-    if known is not None and (tried := trial.run(known, hand_out(known))).fits:
-        return Winner(known, tried, evaluate(problem, known).time_ns, 1)
+    """The best under the real order of the solver's plan `best` and those near it. `hand_out` gives the ranks of a plan's groups."""
     plain, firsts = _plain(problem, best, margin)
     return _Contest(trial, problem, plain, hand_out, margin).run(firsts)
 
@@ -84,48 +79,71 @@ Key = tuple[tuple[int, ...], tuple[str, ...]]
 
 
 class _Contest:
-    """`looks` are what plans took at a look, `firsts` on the first batch, and `known` in a trial. Plans of `plain` are sought."""
+    """`plans` are those that were looked at, `looks` what they took then, `steps` what on the first batch, or on all. Plans of `plain` are
+    sought."""
 
     def __init__(self, trial: Trial, problem: Problem, plain: Problem, hand_out: Callable[[Assignment], Ranks], margin: float) -> None:
         self.trial, self.problem, self.plain, self.hand_out, self.margin = trial, problem, plain, hand_out, margin
+        self.plans: list[Assignment] = []
         self.looks: dict[Key, Tried] = {}
-        self.firsts: dict[Key, Tried] = {}
-        self.known: dict[Key, Tried] = {}
-        self.step = 1  # ns that make a difference
+        self.steps: dict[Key, list[Tried]] = {}
         self.by_ranks = {s: _by_ranks(cs, plain != problem) for s, cs in problem.sections.items()}
 
     def run(self, best: Sequence[Assignment]) -> Winner:
         free = self.problem.deadline is None  # with a deadline the fewest devices are wanted, and the solver has them
         others = starts(self.plain, best[0], self.margin) if free else ()
-        tried = self._tried([*{_key(a): a for a in (*best, *others)}.values()])
-        self.step = max(1, self.known[_key(tried[0])].time_ns // ALIKE_STEPS)
-        shortest = min(tried, key=self._score)
-        while free and (left := self._left()):
-            new = sorted(((self._closed(a), i, a) for i, a in enumerate(self._unknown(self._neighbours(shortest)))), key=lambda x: x[:2])
-            varied = self._varied([a for _, _, a in new], shortest)
-            tried = self._tried(varied[: min(TRIED_AT_ONCE, left)])
-            challenger = min(tried, key=self._score, default=shortest)
-            if self._score(challenger) >= self._score(shortest):
-                break
+        self._look([*{_key(a): a for a in (*best, *others)}.values()])
+        shortest = self._shortest()
+        while True:
+            if free and (left := self._left()):
+                self._look(self._near(shortest)[: min(TRIED_AT_ONCE, left)])
+            challenger = self._shortest()
+            if challenger is shortest:
+                if self._settled(shortest):
+                    return Winner(shortest, mean(self.steps[_key(shortest)]), self._closed(shortest), len(self.plans))
+                challenger = self._shortest()
             shortest = challenger
-        return Winner(shortest, self.known[_key(shortest)], self._closed(shortest), len(self.looks))
 
     def _left(self) -> int:
         """How many more plans may be tried."""
-        jobs = [tried.jobs for tried in (*self.looks.values(), *self.known.values())]
+        jobs = sum(tried.jobs for some in ([*self.looks.values()], *self.steps.values()) for tried in some)
         longest = max(tried.jobs for tried in self.looks.values())
-        return max(0, min(MOST_TRIALS - len(self.looks), (MOST_JOBS - sum(jobs)) // max(1, longest)))
+        return max(0, min(MOST_TRIALS - len(self.plans), (MOST_JOBS - jobs) // max(1, longest)))
 
-    def _tried(self, plans: Sequence[Assignment]) -> list[Assignment]:
-        """Those of new plans that were tried: which are close to the best at a look, or all where nothing was found that fits."""
+    def _look(self, plans: Sequence[Assignment]) -> None:
+        self.plans += plans
         self.looks |= zip(map(_key, plans), self._run([(a, None) for a in plans]), strict=True)
-        close = _close(plans, self.looks, CLOSE)
-        self.firsts |= zip(map(_key, close), self._run([(a, 0) for a in close]), strict=True)
-        closer = _close(close, self.firsts, CLOSER)
-        others = range(1, len(self.trial.batches))
-        steps = iter(self._run([(a, i) for a in closer for i in others]))
-        self.known |= {(k := _key(a)): mean([self.firsts[k], *islice(steps, len(others))]) for a in closer}
-        return closer
+
+    def _try(self, plans: Sequence[Assignment], count: int) -> None:
+        """Plans on the first batches, so many."""
+        wanted = [(a, i) for a in plans for i in range(len(self.steps.get(_key(a), ())), count)]
+        for (a, _), tried in zip(wanted, self._run(wanted), strict=True):
+            self.steps.setdefault(_key(a), []).append(tried)
+
+    def _shortest(self) -> Assignment:
+        """The best plan of those that were looked at. What is far ahead of all others is taken for the best without being tried."""
+        close = self._close(self.plans, lambda key: self.looks[key], CLOSE)
+        if len(close) > 1:
+            self._try(close, 1)
+            close = self._close(close, lambda key: self.steps[key][0], CLOSER)
+        if len(close) > 1 and self._fits(close[0]):
+            self._try(close, len(self.trial.batches))
+        best = min(close, key=self._score) if len(close) > 1 else close[0]
+        return best if self._fits(best) or not any(map(self._fits, self.plans)) else self._shortest()
+
+    def _settled(self, a: Assignment) -> bool:
+        """Whether the best plan fits on all batches, or none does."""
+        self._try([a], len(self.trial.batches))
+        return self._fits(a) or not any(map(self._fits, self.plans))
+
+    def _fits(self, a: Assignment) -> bool:
+        return all(tried.fits for tried in (self.looks[_key(a)], *self.steps.get(_key(a), ())))
+
+    def _close(self, plans: Sequence[Assignment], step: Callable[[Key], Tried], share: float) -> Sequence[Assignment]:
+        """Those of the plans that take no longer than the shortest by more than a share, or all where none fits."""
+        fitting = [(step(_key(a)).time_ns, a) for a in plans if self._fits(a)]
+        most = min((time for time, _ in fitting), default=0) * (1 + share)
+        return [a for time, a in fitting if time <= most] or plans
 
     def _run(self, wanted: Sequence[tuple[Assignment, int | None]]) -> list[Tried]:
         """The steps of plans on batches, or looks at them."""
@@ -142,17 +160,21 @@ class _Contest:
 
     def _score(self, a: Assignment) -> tuple[bool, int, int]:
         """Less is better: what fits, the shorter step, the plainer plan. Steps that are about alike count as equal."""
-        tried, chosen = self.known[_key(a)], [self.problem.sections[s][i] for s, i in a.choice.items()]
-        wide = any(c.width for c in chosen)
-        return not tried.fits, round(tried.time_ns * (1 + self.margin * wide) / self.step), sum(c.extras for c in chosen)
+        tried, chosen = mean(self.steps[_key(a)]), [self.problem.sections[s][i] for s, i in a.choice.items()]
+        wide, step = any(c.width for c in chosen), max(1, self.looks[_key(self.plans[0])].time_ns // ALIKE_STEPS)
+        return not tried.fits, round(tried.time_ns * (1 + self.margin * wide) / step), sum(c.extras for c in chosen)
 
     def _closed(self, a: Assignment) -> int:
         return evaluate(self.problem, a).time_ns
 
     # -- plans near it ------------------------------------------------------------------------------------------------------------
 
-    def _unknown(self, found: Iterable[Assignment]) -> list[Assignment]:
-        return list({_key(a): a for a in found if _key(a) not in self.looks}.values())
+    def _near(self, shortest: Assignment) -> list[Assignment]:
+        """The plans near it that nobody looked at, those first that are worth most."""
+        new = {_key(a): a for a in self._neighbours(shortest) if _key(a) not in self.looks}
+        timed = sorted(((self._closed(a), i, a) for i, a in enumerate(new.values())), key=lambda x: x[:2])
+        most = self._closed(shortest) + BEHIND * self.looks[_key(shortest)].time_ns
+        return self._varied([a for time, _, a in timed if time <= most], shortest)
 
     def _neighbours(self, a: Assignment) -> Iterator[Assignment]:
         ranks = {g: self.problem.sections[g][a.choice[g]].ranks for g in a.group.values()}
@@ -208,13 +230,6 @@ class _Contest:
     def _fast(self, options: Iterable[Assignment]) -> list[Assignment]:
         """Options of which other sections are not settled yet: those whose own candidates take the least time."""
         return sorted(options, key=lambda o: sum(self.problem.sections[s][i].time_ns for s, i in o.choice.items()))
-
-
-def _close(plans: Sequence[Assignment], tried: Mapping[Key, Tried], share: float) -> list[Assignment]:
-    """Those of the plans that take no longer than the shortest of all by more than a share, or all where nothing was found that fits."""
-    steps = [t.time_ns for t in tried.values() if t.fits]
-    most = min(steps, default=0) * (1 + share)
-    return [a for a in plans if not steps or (tried[_key(a)].fits and tried[_key(a)].time_ns <= most)]
 
 
 def _in_step(c: Candidate) -> bool:

@@ -1,10 +1,12 @@
 """A plan as a list of choices, NAME.KEY=VALUE, and back: so a model's second allocation, with its layers, knows what the first one found.
 
-What blocks cost in all is the same cut or whole, so nothing is to be gained by looking for the best plan twice.
+What blocks cost in all is the same cut or whole, so nothing is to be gained by looking for the best plan twice. What the solver had proven
+of it and how many plans were tried comes along as KEY=VALUE.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from itertools import product
 
@@ -16,6 +18,7 @@ from secc.alloc.types import Assignment, Candidate, Problem
 from secc.ir.analysis import number_of
 from secc.ir.dialect import GraphOp, SectionOp
 
+PROOF = {"status": "FEASIBLE", "gap": "1.0", "tried": "1"}  # of a plan of which nothing is told
 NUMBERS, WORDS = ("dp", "tp", "pp", "micro_batch"), ("sharding", "recompute")
 
 
@@ -29,6 +32,19 @@ def choices(graph: GraphOp) -> tuple[str, ...]:
         found += [f"{name}.with={first[ranks]}"] if ranks in first else []
         first.setdefault(ranks, name)
     return tuple(found)
+
+
+def proven(graph: GraphOp) -> tuple[str, ...]:
+    """What is told of these choices."""
+    solver = graph.attributes.get("solver")
+    told = json.loads(solver.data) if isinstance(solver, StringAttr) else {}
+    return tuple(f"{key}={told[key]}" for key in PROOF if key in told)
+
+
+def proof(texts: Sequence[str]) -> tuple[str, float, int]:
+    """Status, gap and the number of plans that were tried."""
+    told = PROOF | dict(text.split("=", 1) for text in texts)
+    return told["status"], float(told["gap"]), int(told["tried"])
 
 
 def _value(section: SectionOp, key: str) -> str:

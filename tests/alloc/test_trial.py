@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,13 @@ from secc.alloc import known
 from secc.alloc import problem as problems
 from secc.alloc import trial as trials
 from secc.alloc.candidates import room, workload
-from secc.alloc.contest import contest
+from secc.alloc.contest import Winner, contest
 from secc.alloc.evaluate import evaluate
 from secc.alloc.layouts import IN_STEP
 from secc.alloc.model import solve
 from secc.alloc.pins import Pins
 from secc.alloc.problem import problem
-from secc.alloc.trial import Trial, Tried
+from secc.alloc.trial import Ranks, Samples, Trial, Tried
 from secc.alloc.types import Assignment, Problem
 from secc.cluster import parse
 from secc.ir import samples, text
@@ -128,6 +127,25 @@ def test_plans_far_behind_at_a_look_are_not_tried(monkeypatch: pytest.MonkeyPatc
     assert runs.count(True) == won.trials and len(trial.batches) <= runs.count(False) < len(trial.batches) * won.trials
 
 
+def test_a_plan_that_does_not_fit_on_later_batches_does_not_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, asked, trial = vlm()
+    solution = solve(asked)
+    assert solution is not None
+
+    def won() -> Winner:
+        return contest(trial, asked, solution.assignment, lambda a: handed(asked, a), 0.0)
+
+    first, step = won(), Trial.step
+
+    def fuller(self: Trial, a: Assignment, ranks: Ranks, batch: Samples, *, soon: bool = False) -> Tried:
+        found = step(self, a, ranks, batch, soon=soon)
+        return replace(found, fits=a != first.assignment or batch is self.batches[0])
+
+    monkeypatch.setattr(Trial, "step", fuller)
+    second = won()
+    assert second.tried.fits and second.assignment != first.assignment
+
+
 def test_replicas_in_step_win_only_where_the_order_says_so() -> None:
     """Closed forms that promise too much of zero3 have it tried; what it takes is what counts."""
     _, asked, trial = vlm()
@@ -159,19 +177,16 @@ def test_candidates_made_in_other_processes_are_the_same(monkeypatch: pytest.Mon
 
 
 def test_a_known_plan_is_taken_again() -> None:
-    module, asked, trial = vlm()
+    module, asked, _ = vlm()
     Allocate(cluster="1x4xcpu", global_batch=32).apply(text.context(), module)
     texts = known.choices(graph_of(module))
     found = known.assignment(asked, texts)
     assert found is not None
-    won = contest(trial, asked, next(iter(_others(asked, found))), lambda a: handed(asked, a), 0.0, found)
-    assert won.assignment == found and won.trials == 1
+    again, _, _ = vlm()
+    other, proven = tuple(t.replace("sharding=none", "sharding=zero1") for t in texts), ("status=OPTIMAL", "gap=0.25", "tried=9")
+    assert other != texts
+    Allocate(cluster="1x4xcpu", global_batch=32, known=other, proven=proven).apply(text.context(), again)
+    assert known.choices(graph_of(again)) == other and known.proven(graph_of(again)) == proven
     assert known.assignment(asked, [t.replace("micro_batch=", "micro_batch=7") for t in texts]) is None
     small = replace(asked, capacity=1 << 20)
     assert known.assignment(small, texts) is None
-
-
-def _others(asked: Problem, a: Assignment) -> Iterator[Assignment]:
-    """Assignments that differ from one in a section's candidate."""
-    for s, candidates in asked.sections.items():
-        yield from (replace(a, choice={**a.choice, s: i}) for i in range(len(candidates)) if i != a.choice[s])

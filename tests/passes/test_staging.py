@@ -14,7 +14,7 @@ CUT = {"model.vision": "vision.pp", "model.lm": "lm.pp", "model.lm.more": "lm.pp
 
 
 def staging() -> Staging:
-    return Staging(tuple(CUT), (), (), CUT, (), {})
+    return Staging(tuple(CUT), (), (), CUT, (), (), {})
 
 
 def captured(*blocks: str) -> Any:
