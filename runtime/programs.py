@@ -6,14 +6,15 @@ as columns they are arranged and compared at once, and the others' are never mad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, islice, pairwise
 from typing import NamedTuple, cast, overload
 
 import torch
 from torch import Tensor
 
+from secc.runtime.collector import collector_paused
 from secc.runtime.columns import integers
 from secc.runtime.plan import Plan
 from secc.runtime.program import Instruction, Program
@@ -38,12 +39,11 @@ class Names(NamedTuple):
         return Names(tuple(s.name for s in plan.sections), tuple(e.name for e in plan.edges))
 
     @staticmethod
-    def within(programs: Iterable[Program]) -> Names:
+    def within(programs: Sequence[Program]) -> Names:
         """Those that programs speak of."""
-        sections, edges = (
-            dict.fromkeys(texts) for texts in zip(("", ""), *((i.section, i.edge) for p in programs for i in p), strict=True)
-        )
-        return Names(tuple(s for s in sections if s), tuple(e for e in edges if e))
+        sections = dict.fromkeys(i.section for program in programs for i in program if i.section)
+        edges = dict.fromkeys(i.edge for program in programs for i in program if i.edge)
+        return Names(tuple(sections), tuple(edges))
 
     @property
     def texts(self) -> dict[int, tuple[str, ...]]:
@@ -116,17 +116,23 @@ class Programs(Sequence[Program]):
     def __repr__(self) -> str:
         return repr(tuple(self))
 
+    def __iter__(self) -> Iterator[Program]:
+        """All programs, made at once, which takes a third of making one after the other."""
+        if len(self._made) < len(self):
+            with collector_paused():
+                every = self._instructions(0, self._bounds[-1])
+                self._made = {rank: tuple(islice(every, stop - start)) for rank, (start, stop) in enumerate(pairwise(self._bounds))}
+        return map(self._made.__getitem__, range(len(self)))
+
     def _program(self, rank: int) -> Program:
         if rank not in self._made:
-            self._made[rank] = tuple(map(_made, zip(*self._fields(rank), strict=True)))
+            self._made[rank] = tuple(self._instructions(*self._bounds[rank : rank + 2]))
         return self._made[rank]
 
-    def _fields(self, rank: int) -> Iterable[Iterable[object]]:
-        start, stop = self._bounds[rank : rank + 2]
-        texts = self.names.texts
-        for i, column in enumerate(self.rows[: len(Instruction._fields)]):
-            numbers = column[start:stop].tolist()
-            yield map((*texts[i], "").__getitem__, numbers) if i in texts else numbers  # BLANK is the last one
+    def _instructions(self, start: int, stop: int) -> Iterator[Instruction]:
+        columns = [column[start:stop].tolist() for column in self.rows[: len(Instruction._fields)]]
+        words = {i: (*texts, "") for i, texts in self.names.texts.items()}  # BLANK is the last one
+        return map(_made, zip(*(map(words[i].__getitem__, c) if i in words else c for i, c in enumerate(columns)), strict=True))
 
 
 class _Numbers(dict[str, int]):
