@@ -214,7 +214,7 @@ class Shapes:
         self._alike: dict[Any, Result] = {}  # without the sizes of the arguments
         self._reading: set[Any] = set()
         self._signatures: dict[str, Any] = {}
-        self._digests: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of real tensors, with the version that they are of
+        self._digests = Digests()
 
     def result(
         self,
@@ -249,22 +249,28 @@ class Shapes:
         return found
 
     def _values(self, inputs: list[torch.Tensor]) -> tuple[bytes, ...]:
-        return tuple(self._digest(t) for t in inputs if not is_fake(t))
-
-    def _digest(self, tensor: torch.Tensor) -> bytes:
-        """Of the values; all layers of a tower are called with the same tensors."""
-        if torch.is_inference(tensor):
-            return _digest(tensor)
-        known = self._digests.get(tensor)
-        if known is None or known[0] != tensor._version:
-            known = tensor._version, _digest(tensor)
-            self._digests[tensor] = known
-        return known[1]
+        return tuple(self._digests.of(t) for t in inputs if not is_fake(t))
 
     def _signature(self, path: str, module: nn.Module) -> Any:
         if path not in self._signatures:
             self._signatures[path] = tuple(map(_nature, module.modules())), tuple(_parameters(module))
         return self._signatures[path]
+
+
+class Digests:
+    """Digests of the values of real tensors, made once: all layers of a tower are called with the same ones."""
+
+    def __init__(self) -> None:
+        self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # with the version that they are of
+
+    def of(self, tensor: torch.Tensor) -> bytes:
+        if torch.is_inference(tensor):
+            return _digest(tensor)
+        known = self._known.get(tensor)
+        if known is None or known[0] != tensor._version:
+            known = tensor._version, _digest(tensor)
+            self._known[tensor] = known
+        return known[1]
 
 
 def _nature(module: nn.Module) -> Any:

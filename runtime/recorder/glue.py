@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils import _pytree as pytree
 
+from secc.runtime.recorder import meta_rules
 from secc.runtime.recorder.fakes import is_fake
 from secc.runtime.recorder.recording import behind, read_value
 from secc.runtime.recorder.tape import Tape
@@ -115,7 +116,7 @@ class Executor:
         if func is aten._ctc_loss.Tensor and is_fake(args[0]) and not self.unknown(args[3]):
             return _aligned(args[0], args[3])
         if func is not aten.index.Tensor:
-            return func(*args, **kwargs)
+            return meta_rules.run(func, args, kwargs)
         if any(i is not None and i.dtype in (torch.bool, torch.uint8) and self.unknown(i) for i in args[1]):
             self._fail("rows are chosen by a mask that depends on a block's result", _REMEDY)
         if not is_fake(args[0]):

@@ -22,6 +22,7 @@ from secc.runtime.recorder import structure
 from secc.runtime.recorder.places import place
 from secc.runtime.recorder.shortcuts import SHORT
 
+DEVICE = torch.ops.prim.device.default
 _READERS: dict[Any, str] = {torch.Tensor.tolist: "tolist", torch.Tensor.numpy: "numpy", torch.Tensor.__array__: "numpy"}
 _MAKERS = {torch.tensor, torch.as_tensor, torch.Tensor.new_tensor}
 _TEXTS = {torch.Tensor.__format__, torch.Tensor.__repr__}
@@ -75,6 +76,8 @@ class Ops(TorchDispatchMode):
         self._listener = listener
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE and self._listener.paused:
+            return func(*args)  # autograd asks each result for it, of hundreds of windows alike
         handle = self._listener.watch if self._listener.paused else self._listener.dispatch
         return handle(func, args, kwargs or {})
 

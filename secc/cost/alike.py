@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from secc.cost.attention import valueless
+from secc.runtime.recorder.fakes import Digests
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,13 @@ def alike(units: Sequence[nn.Module], counter: Counts, makes: Makes) -> Iterator
     """Run two of alike units and count the others."""
     runs: Counter[object] = Counter()
     known: dict[object, tuple[Counted, Any]] = {}
+    digests = Digests()
 
     def wrapped(unit: nn.Module) -> Callable[..., Any]:
         plain, kind = unit.forward, _kind(unit)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            key = (kind, _shown((args, kwargs)))
+            key = (kind, _shown((args, kwargs), digests))
             if key in known:
                 more, result = known[key]
                 counter.add(more)
@@ -100,13 +102,13 @@ def _kind(unit: nn.Module) -> object:
     return type(unit), repr(unit), tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in unit.named_parameters())
 
 
-def _shown(arguments: Any) -> object:
+def _shown(arguments: Any, digests: Digests) -> object:
     leaves, structure = tree_flatten(arguments)
-    return str(structure), tuple(_leaf(leaf) for leaf in leaves)
+    return str(structure), tuple(_leaf(leaf, digests) for leaf in leaves)
 
 
-def _leaf(leaf: Any) -> object:
+def _leaf(leaf: Any, digests: Digests) -> object:
     if not isinstance(leaf, torch.Tensor):
         return repr(leaf)
     layout = leaf.size(), leaf.stride(), leaf.dtype, leaf.requires_grad
-    return layout if valueless(leaf) else (layout, leaf.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return layout if valueless(leaf) else (layout, digests.of(leaf))

@@ -30,6 +30,7 @@ from secc.cost.attention import FusedAttention, valueless
 from secc.cost.efficiency import DEFAULT, Efficiency
 from secc.cost.live import Live
 from secc.cost.saved import Saved, storage
+from secc.runtime.recorder import meta_rules
 from secc.runtime.recorder.fakes import dense, fresh
 from secc.runtime.recorder.glue import grouped_mm
 
@@ -175,7 +176,7 @@ class _Counter(TorchDispatchMode):
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func.is_view or func.namespace == "prim" or func._opname in NOTHING:
-            return func(*args, **kwargs)
+            return _ran(func, args, kwargs)
         self._ops, self._attending = self._ops + 1, False
         key = _key((func, args, kwargs))
         if key in self._known:
@@ -183,8 +184,7 @@ class _Counter(TorchDispatchMode):
             made = [self._makes(size, stride, dtype) for size, stride, dtype in layouts]
             out = made[0] if len(made) == 1 else tuple(made)
         else:
-            # Torch's rule for products of experts takes bfloat16 only.
-            out = grouped_mm(*args[:3], **kwargs) if func is GROUPED else func(*args, **kwargs)
+            out = _ran(func, args, kwargs)
             formula = FORMULAS.get(func._overloadpacket)
             flops = int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
             if key is not None and _is_fresh(func, out, args):
@@ -258,6 +258,13 @@ class _Counter(TorchDispatchMode):
             in_turn=in_turn,
             live=() if self._live is None else (*self._live.bytes,),
         )
+
+
+def _ran(func: Any, args: Any, kwargs: Any) -> Any:
+    """The result of an operation."""
+    if func is GROUPED:  # torch's rule for products of experts takes bfloat16 only
+        return grouped_mm(*args[:3], **kwargs)
+    return meta_rules.run(func, args, kwargs)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -1,0 +1,85 @@
+"""Results of common ops on fake tensors without `FakeTensorMode`, which asks much about each op first (is anything constant, symbolic, on
+several devices, to be decomposed): for a layer at sizes not met before that takes most of the time.
+
+A view, a cast or a product of matrices goes to torch's kernel for the meta device. What an entrywise op gives of tensors without gaps has
+their broadcast shape and no gaps; its dtype is learnt from torch, once for each choice of dtypes and scalars.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+
+from secc.runtime.recorder.fakes import dense, fresh
+
+aten = torch.ops.aten
+_KERNELS = frozenset({aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.clone, aten._to_copy})
+_OTHERWISE = (torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.inplace_view)
+_CPU = torch.device("cpu")
+
+_dtypes: dict[Any, torch.dtype] = {}  # of what entrywise ops give
+
+
+def run(func: Any, args: Any, kwargs: Any) -> Any:
+    """`func(*args, **kwargs)`, by a rule where there is one."""
+    rule = _rule(func)
+    tensors = _fakes(args, kwargs) if rule is not None and kwargs.get("device") is None else None
+    return rule(func, args, kwargs, tensors) if rule is not None and tensors else func(*args, **kwargs)
+
+
+@cache
+def _rule(func: Any) -> Callable[[Any, Any, Any, Sequence[FakeTensor]], Any] | None:
+    """The rule of an op that writes into nothing and whose result follows from layouts alone."""
+    if func.namespace != "aten" or func._schema.is_mutable or any(tag in func.tags for tag in _OTHERWISE):
+        return None
+    if func.is_view or func.overloadpacket in _KERNELS:
+        return _by_kernel
+    return _entrywise if torch.Tag.pointwise in func.tags else None
+
+
+def _fakes(args: Any, kwargs: Any) -> list[FakeTensor] | None:
+    """The tensors among an op's arguments; None where not all are plain fake ones of one mode."""
+    found: list[FakeTensor] = []
+    for value in (*args, *kwargs.values()):
+        for t in value if isinstance(value, (list, tuple)) else (value,):
+            if (
+                isinstance(t, FakeTensor)
+                and t.constant is None
+                and t.fake_device == _CPU
+                and (not found or t.fake_mode is found[0].fake_mode)
+            ):
+                found.append(t)
+            elif isinstance(t, torch.Tensor):
+                return None
+    return found
+
+
+def _by_kernel(func: Any, args: Any, kwargs: Any, tensors: Sequence[FakeTensor]) -> Any:
+    mode: FakeTensorMode = tensors[0].fake_mode
+    with torch._C.DisableTorchFunction():
+        with in_kernel_invocation_manager(mode):
+            out = func(*args, **kwargs)
+        return FakeTensor(mode, out, _CPU) if isinstance(out, torch.Tensor) else type(out)(FakeTensor(mode, t, _CPU) for t in out)
+
+
+def _entrywise(func: Any, args: Any, kwargs: Any, tensors: Sequence[FakeTensor]) -> Any:
+    shape = max(tensors, key=lambda t: (t.ndim, t.numel())).shape
+    if not all(_fits(t.shape, shape) and t.stride() == dense(t.shape) for t in tensors):
+        return func(*args, **kwargs)
+    scalars = tuple((k, repr(v)) for k, v in (*enumerate(args), *kwargs.items()) if not isinstance(v, torch.Tensor))
+    key = func, tuple((t.dtype, t.ndim == 0) for t in tensors), scalars, torch.get_default_dtype()
+    if key in _dtypes:
+        return fresh(tensors[0].fake_mode, shape, dense(shape), _dtypes[key])
+    out = func(*args, **kwargs)
+    if isinstance(out, FakeTensor) and out.shape == shape and out.stride() == dense(shape):
+        _dtypes[key] = out.dtype
+    return out
+
+
+def _fits(shape: torch.Size, wide: torch.Size) -> bool:
+    """Whether a tensor is broadcast to a wider shape."""
+    return all(a in (1, b) for a, b in zip(reversed(shape), reversed(wide), strict=False))

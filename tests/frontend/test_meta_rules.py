@@ -1,0 +1,76 @@
+"""What rules say of ops on fake tensors is what torch says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from secc.runtime.recorder import meta_rules
+
+aten = torch.ops.aten
+MODE = FakeTensorMode()
+
+
+def fake(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    with MODE:
+        return torch.empty(shape, dtype=dtype)
+
+
+def layout(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return [layout(v) for v in value]
+    return type(value), value.shape, value.stride(), value.storage_offset(), value.dtype, value.device
+
+
+def calls(n: int) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    x, turned, half = fake(n, 3, 8), fake(8, 3, n).permute(2, 1, 0), fake(n, 3, 8, dtype=torch.bfloat16)
+    whole, flag, one = fake(n, 3, 8, dtype=torch.int64), fake(3, 8, dtype=torch.bool), fake(dtype=torch.float64)
+    return [
+        (aten.mul.Tensor, (x, fake(8)), {}),
+        (aten.add.Tensor, (half, x), {}),
+        (aten.add.Tensor, (fake(n, 1, 8), fake(3, 1)), {}),
+        (aten.add.Tensor, (x, one), {"alpha": 2}),
+        (aten.mul.Tensor, (whole, 2.5), {}),
+        (aten.mul.Tensor, (turned, turned), {}),
+        (aten.mul.Tensor, (turned, x), {}),
+        (aten.eq.Scalar, (whole, 3), {}),
+        (aten.where.self, (flag, x, one), {}),
+        (aten.sin.default, (whole,), {}),
+        (aten.silu.default, (x[1:],), {}),
+        (aten.pow.Tensor_Scalar, (half, 2), {}),
+        (aten.mm.default, (fake(n, 8), fake(8, 5)), {}),
+        (aten.addmm.default, (fake(5), fake(n, 8), fake(5, 8).t()), {}),
+        (aten.bmm.default, (x, turned.transpose(1, 2)), {}),
+        (aten._to_copy.default, (turned,), {"dtype": torch.bfloat16}),
+        (aten.clone.default, (turned,), {"memory_format": torch.contiguous_format}),
+        (aten.view.default, (x, [n * 3, 8]), {}),
+        (aten.transpose.int, (x, 0, 2), {}),
+        (aten.expand.default, (fake(1, 3, 1), [n, 3, 4]), {}),
+        (aten.slice.Tensor, (x, 0, 1, 9), {}),
+        (aten.select.int, (x, 2, 3), {}),
+        (aten.split.Tensor, (x, 2, 1), {}),
+        (aten.unbind.int, (x, 1), {}),
+        (aten.embedding.default, (fake(9, 4), whole), {}),
+    ]
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 5])
+def test_layouts_are_torchs_also_of_what_was_learnt_at_another_size(n: int) -> None:
+    for func, args, kwargs in [*calls(4), *calls(n)]:
+        assert layout(meta_rules.run(func, args, kwargs)) == layout(func(*args, **kwargs)), func
+
+
+def test_views_share_their_storage() -> None:
+    x = fake(4, 6)
+    for view in (meta_rules.run(aten.t.default, (x,), {}), *meta_rules.run(aten.split.Tensor, (x, 3), {})):
+        assert view.untyped_storage()._cdata == x.untyped_storage()._cdata
+
+
+def test_real_tensors_keep_their_values_and_shapes_that_do_not_fit_are_refused() -> None:
+    assert meta_rules.run(aten.add.Tensor, (torch.ones(2), torch.ones(2)), {}).tolist() == [2, 2]
+    assert isinstance(meta_rules.run(aten.add.Tensor, (fake(2), fake(2)), {}), FakeTensor)
+    with pytest.raises(RuntimeError):
+        meta_rules.run(aten.add.Tensor, (fake(2), fake(3)), {})
