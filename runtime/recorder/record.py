@@ -109,6 +109,11 @@ class Recorder:
             return self._attempt(batch, rules)
         return self._attempt(batch, NO_RULES)
 
+    def taken(self, recording: Recording) -> Recording:
+        """A recording that another process made with a copy of this recorder, which now knows of it too."""
+        self.logged |= any("log" in node.meta for node in recording.graph.nodes)
+        return recording
+
     def _attempt(self, batch: Mapping[str, Any], rules: Rules) -> Recording:
         self._rules = rules
         if self._valueless and any(is_large(t) for _, t in _named(batch)):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import permutations
+from itertools import count, permutations
 from typing import Any
 
 import torch
 
+from secc import parallel
 from secc.errors import UserError
 from secc.frontend.inputs import IGNORED, Inputs
 from secc.frontend.known import Known
@@ -17,10 +20,12 @@ from secc.frontend.ways import FEWEST, Observed, Shapes, way
 from secc.runtime.recorder import Recorder
 from secc.runtime.recorder.fold import fold
 from secc.runtime.recorder.outline import Outline
+from secc.runtime.recorder.travel import pack, unpack
 from secc.runtime.sizes import pad_batch, sizes_of
 from secc.runtime.user_model import UserModel
 
 _TURNS = 3  # choices of samples that are tried for micro-batches whose sizes move independently
+LONG = 0.1  # seconds of recordings beside which a copy of this process is cheap
 _BEYOND = (2, 5, 3, 7, 4)  # by how much one width is padded beyond another
 
 
@@ -63,10 +68,37 @@ class Batches:
         return found
 
     def _recorded(self, ragged: Sequence[Batch], even: Sequence[Batch]) -> list[Observed]:
-        found = [self._observe(b) for b in (*ragged, even[0])]
+        found = self._observed([*ragged, even[0]])
         if [way(o.recording) for o in found].count(way(found[-1].recording)) < FEWEST:
-            found += [self._observe(b) for b in even[1:]]
+            found += self._observed(even[1:])
         return found
+
+    def _observed(self, batches: Sequence[Batch]) -> list[Observed]:
+        """Recordings of micro-batches. Where they take long, a copy of this process makes every second of those that are left, as far as
+        they can be made and travel."""
+        start, first = time.perf_counter(), list[Observed]()
+        while len(first) < len(batches) and time.perf_counter() - start < LONG:
+            first.append(self._observe(batches[len(first)]))
+        left = batches[len(first) :]
+        if len(left) < 2:
+            return first + [self._observe(b) for b in left]
+        with parallel.beside(lambda: list(self._packed(left[1::2]))) as packed:
+            made = dict(zip(count(0, 2), list(self._made(left[::2])), strict=False))
+            others = [Observed(self._recorder.taken(unpack(data)), b.sizes) for data, b in zip(packed(), left[1::2], strict=False)]
+        made |= dict(zip(count(1, 2), others, strict=False))
+        return first + [made.get(i) or self._observe(b) for i, b in enumerate(left)]
+
+    def _made(self, batches: Sequence[Batch]) -> Iterator[Observed]:
+        """Recordings up to the first that cannot be made: which error counts hangs on none of the others."""
+        with suppress(Exception):
+            for b in batches:
+                yield self._observe(b)
+
+    def _packed(self, batches: Sequence[Batch]) -> Iterator[bytes]:
+        """The same to travel."""
+        with suppress(Exception):
+            for observed in self._made(batches):
+                yield pack(observed.recording)
 
     def _others(self, found: Sequence[Observed]) -> list[Sample]:
         """Samples that alone meet conditions which `found` never met, where there are conditions that were the same in all of it."""

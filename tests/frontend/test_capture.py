@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from pathlib import Path
 
@@ -9,8 +10,12 @@ import pytest
 import torch
 
 from secc.errors import UserError
+from secc.frontend import batches
 from secc.frontend.capture import Capture
+from secc.frontend.import_ir import to_ir
+from secc.ir.text import print_module
 from secc.runtime.plan import Draw
+from secc.runtime.recorder import Recorder, Recording
 from secc.runtime.user_model import UserModel, load
 from tests.frontend.replaying import assert_exact, captured, real_model
 
@@ -226,3 +231,57 @@ def test_widths_are_captured_in_both_orders_that_samples_have(tmp_path: Path) ->
     other = [s for s in samples if len(s["a"]) <= len(s["b"])]
     for some in (samples[:5], other[:1], other[1:3]):
         assert_exact(user, found, some, real_model(user))
+
+
+LATE = """
+import torch
+from torch import nn
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(3, 1)
+    def forward(self, x):
+        if x.shape[0] == {refused}:
+            raise ValueError("too many")
+        return self.line(x).mean()
+def model():
+    return Model()
+def dataset():
+    return [{{"x": torch.ones(3)}} for _ in range(8)]
+"""
+
+
+def _split(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Have a copy of this process make recordings from the first on; the list grows with each that came from it."""
+    taken, original = list[object](), Recorder.taken
+
+    def noted(self: Recorder, recording: Recording) -> Recording:
+        taken.append(recording)
+        return original(self, recording)
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(batches, "LONG", 0.0)
+    monkeypatch.setattr(Recorder, "taken", noted)
+    return taken
+
+
+@pytest.mark.parametrize(("name", "cut"), [("llava_tiny", "model.vision_tower"), ("two_modalities", "")])
+def test_recordings_made_by_a_copy_of_the_process_give_the_same_capture(
+    models: Path, monkeypatch: pytest.MonkeyPatch, name: str, cut: str
+) -> None:
+    text = lambda: print_module(to_ir(captured(load(models / f"{name}.py"), cut={cut} - {""})))  # noqa: E731
+    monkeypatch.setattr(batches, "LONG", float("inf"))
+    alone = text()
+    taken = _split(monkeypatch)
+    assert text() == alone and taken
+
+
+@pytest.mark.parametrize("refused", [3, 4])
+def test_a_late_micro_batch_that_is_refused_tells_the_same_in_a_copy_of_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: int
+) -> None:
+    path = tmp_path / "late.py"
+    path.write_text(LATE.format(refused=refused))
+    _split(monkeypatch)
+    with pytest.raises(UserError, match="ValueError: too many"):
+        captured(load(path))

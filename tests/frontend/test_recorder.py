@@ -15,6 +15,7 @@ from torch import nn
 
 from secc.errors import UserError
 from secc.runtime.recorder import BlockError, Recorder, Recording, Replay, record, take
+from secc.runtime.recorder.travel import pack, unpack
 from secc.runtime.user_model import loss_of
 
 BATCH = {"x": torch.arange(20.0).reshape(4, 5) / 10 - 1, "keep": torch.tensor([True, False, True, True])}
@@ -475,3 +476,17 @@ def test_a_branch_on_a_random_number_is_refused_by_place() -> None:
     with pytest.raises(BlockError, match="random numbers") as error:
         record(Chance(5, 5), BATCH, [])
     assert error.value.where.startswith("test_recorder.py:")
+
+
+def test_a_recording_travels_as_bytes() -> None:
+    def glue(model: Model, h: torch.Tensor, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        kept = h[keep] if keep.any() else h
+        return (kept * torch.tensor([1.0, 2.0, 3.0])).split(2)[0] + model.scale
+
+    found, model = recorded(glue)
+    there = unpack(pack(found))
+    assert_replays(there, model)
+    assert str(there.graph) == str(found.graph) and list(there.inputs) == list(found.inputs)
+    assert [n.meta for n in there.graph.nodes] == [n.meta for n in found.graph.nodes]
+    assert all(torch.equal(there.constants[k], v) for k, v in found.constants.items()) and found.constants
+    assert [(r.kind, r.value, r.where) for r in there.reads] == [(r.kind, r.value, r.where) for r in found.reads] != []

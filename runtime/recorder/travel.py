@@ -1,0 +1,61 @@
+"""Recordings as bytes, to go from one process to another: node after node, since the nodes of a graph, each linked to the next, are too
+deep a structure for pickle; an op goes by its name."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from secc.runtime.recorder.recording import Recording
+
+
+def pack(recording: Recording) -> bytes:
+    """The recording as bytes. Raises what pickle raises for something in it that cannot travel."""
+    buffer = io.BytesIO()
+    nodes = list(recording.graph.nodes)
+    pickler = _Pickler(buffer, {node: i for i, node in enumerate(nodes)})
+    pickler.dump(len(nodes))
+    for node in nodes:
+        pickler.dump((node.op, node.target, node.args, node.kwargs, node.name, node.meta))
+    pickler.dump({f.name: getattr(recording, f.name) for f in fields(recording) if f.name != "graph"})
+    return buffer.getvalue()
+
+
+def unpack(data: bytes) -> Recording:
+    """The recording that `pack` was given."""
+    graph, nodes = fx.Graph(), list[fx.Node]()
+    unpickler = _Unpickler(io.BytesIO(data), nodes)
+    for _ in range(unpickler.load()):
+        op, target, args, kwargs, name, meta = unpickler.load()
+        nodes.append(graph.create_node(op, target, args, kwargs, name))
+        nodes[-1].meta = meta
+    return Recording(graph, **unpickler.load())
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, index: dict[fx.Node, int]) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self._index = index
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, fx.Node):
+            return self._index[obj]
+        return (obj.namespace, obj._opname, obj._overloadname) if isinstance(obj, OpOverload) else None
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, nodes: list[fx.Node]) -> None:
+        super().__init__(file)
+        self._nodes = nodes
+
+    def persistent_load(self, pid: Any) -> Any:
+        if isinstance(pid, int):
+            return self._nodes[pid]
+        namespace, op, overload = pid
+        return getattr(getattr(getattr(torch.ops, namespace), op), overload)
