@@ -141,7 +141,7 @@ class Planner:
         """The capture with towers opened down to their layers. Raises Impossible where they have to stay whole."""
         source = self.source
         try:
-            captured = capture(source.user, source.meta, source.drawn, source.inputs, staged.cut, recorder=source.captured.recorder)
+            captured = capture(source.user, source.meta, source.drawn, source.inputs, staged.cut, before=source.captured)
             staging.check(staged, captured)
         except UserError as error:
             raise staged.impossible(error) from error

@@ -16,7 +16,7 @@ from xdsl.dialects.builtin import ModuleOp
 from secc.alloc import known
 from secc.errors import Impossible, UserError
 from secc.frontend.capture import Capture
-from secc.frontend.frontier import layers
+from secc.frontend.frontier import Tree
 from secc.ir.analysis import number_of, texts_of
 from secc.ir.dialect import CallOp, graph_of, section_of, strings
 from secc.ir.merging import note
@@ -54,7 +54,8 @@ def find(module: ModuleOp, meta: nn.Module, dumps: Mapping[str, str]) -> Staging
     graph = graph_of(module)
     staged = {s.sym.data for s in graph.sections if (number_of(s, "pp") or 1) > 1}
     calls = {(section_of(op), op.target.data) for case in graph.cases for op in case.ops if isinstance(op, CallOp)}
-    cut = tuple(sorted({path for section, path in calls if section in staged and layers(meta, path)}))
+    tree = Tree(meta)
+    cut = tuple(sorted({path for section, path in calls if section in staged and tree.depth(path)}))
     coarse = graph_of(parse(dumps["coarsen"])).sections if cut else ()
     sections = tuple(f"{s.sym.data}={'+'.join(strings(s.blocks))}" for s in coarse if strings(s.blocks))
     stages = tuple(f"{s.sym.data}.pp={number_of(s, 'pp') or 1}" for s in graph.sections)

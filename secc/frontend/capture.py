@@ -17,7 +17,7 @@ from secc.frontend.anew import Outlines, Rows, counted
 from secc.frontend.batches import Batches, shapes_alone
 from secc.frontend.compare import Generic, generalise
 from secc.frontend.draws import find
-from secc.frontend.frontier import Frontier, Note, choose, coarsen, component, layers
+from secc.frontend.frontier import Frontier, Note, Seen, Tree, choose, coarsen
 from secc.frontend.inputs import Inputs
 from secc.frontend.known import Known
 from secc.frontend.survey import Pattern, Survey
@@ -78,7 +78,8 @@ class Capture:
     """Everything the compiler knows of the user's forward.
 
     `hazards` are ops in blocks that couple the samples of a batch, `draws` the random ops, `buffers` those outside of blocks that glue
-    reads and whose values are known here. `recorder` is what it was recorded with, and knows what blocks return.
+    reads and whose values are known here. `recorder` is what it was recorded with, and knows what blocks return; `seen` is what calls of
+    modules showed.
     """
 
     inputs: Inputs
@@ -92,6 +93,7 @@ class Capture:
     notes: list[Note]
     buffers: dict[str, torch.Tensor]
     recorder: Recorder
+    seen: Mapping[str, Seen]
 
     @property
     def spare(self) -> bool:
@@ -111,17 +113,17 @@ class Capture:
 
 def capture(
     user: UserModel, model: nn.Module, survey: Survey, inputs: Inputs, cut: Collection[str] = (), blocks: Sequence[str] = (),
-    recorder: Recorder | None = None,
+    before: Capture | None = None,
 ) -> Capture:  # fmt: skip
     """Capture `model` (meta or real) for every pattern that the survey's samples can form.
 
-    `cut` names components whose layers are to be blocks, `blocks` modules that the user wants as blocks. `recorder` is that of an earlier
-    capture of the model. Raises UserError, with file:line and remedy, for what cannot be captured.
+    `cut` names components whose layers are to be blocks, `blocks` modules that the user wants as blocks. `before` is an earlier capture of
+    the model and these samples. Raises UserError, with file:line and remedy, for what cannot be captured.
     """
-    recorder = recorder or Recorder(model, ())
+    recorder = Recorder(model, ()) if before is None else before.recorder
     recorder.logs = True
     batches = {p: Batches(user, survey, inputs, p, recorder) for p in survey.unions()}
-    frontier = choose(model, [b.ragged[0].batch for b in batches.values()], cut, blocks, recorder)
+    frontier = choose(model, [b.ragged[0].batch for b in batches.values()], cut, blocks, recorder, before and before.seen)
     rows = Rows({s.name for s in inputs.symbols})
     cases, observed = _Cases(model, frontier, frozenset(survey.patterns), batches, cut, rows).found(recorder)
     inputs = counted(inputs, rows, survey, lambda sample: shapes_alone(recorder, user, sample))
@@ -129,11 +131,13 @@ def capture(
     frontier.notes += [Note("", _IDLE, h.where) for h in hazards if h.kind == "autocast"]
     draws = find(observed, inputs)
     called = {str(n.target): n for case in reversed(cases) for n in case.generic.graph.nodes if n.op == "call_module"}
-    blocks_called = {path: _block(model, path, call) for path, call in called.items()}
+    tree = Tree(model)
+    blocks_called = {path: _block(tree, path, call) for path, call in called.items()}
     buffers = _buffers(model, cases, blocks_called)
     parameters, tied = _parameters(model), ties(model)
     return Capture(
-        inputs, survey.optional, cases, blocks_called, parameters, tied, hazards, draws, frontier.notes, buffers, recorder
+        inputs, survey.optional, cases, blocks_called, parameters, tied, hazards, draws, frontier.notes, buffers, recorder,
+        frontier.seen,
     )  # fmt: skip
 
 
@@ -222,9 +226,9 @@ class _Cases:
         """Whether a module as one block would hold blocks of several components, or of one that is to be cut; the model itself is none."""
         if not path:
             return True
-        inside = [b for b in self.frontier.blocks if b.startswith(f"{path}.")]
+        inside, tree = [b for b in self.frontier.blocks if b.startswith(f"{path}.")], Tree(self.model)
         cut = any(path == c or path.startswith(f"{c}.") for c in self.cut)
-        return len({component(self.model, b) for b in inside}) > 1 or (cut and len(inside) > 1)
+        return len({tree.component(b) for b in inside}) > 1 or (cut and len(inside) > 1)
 
 
 def _decides_loss(seen: Sequence[Observed], loops: bool) -> bool:
@@ -271,11 +275,11 @@ def _named(case: Case) -> Case:
     return case
 
 
-def _block(model: nn.Module, path: str, call: fx.Node) -> Block:
+def _block(tree: Tree, path: str, call: fx.Node) -> Block:
     """A block from its module and a call of it, whose place stands for a class that is torch's own."""
-    module = model.get_submodule(path)
+    module = tree.modules[path]
     parameters = dict(module.named_parameters(prefix=path))
-    around = component(model, path)
+    around = tree.component(path)
     return Block(
         path,
         type(module).__name__,
@@ -284,7 +288,7 @@ def _block(model: nn.Module, path: str, call: fx.Node) -> Block:
         sum(p.numel() for p in parameters.values()),
         sum(p.numel() for p in parameters.values() if p.requires_grad),
         around,
-        layers(model, around),
+        tree.depth(around),
     )
 
 

@@ -45,10 +45,12 @@ class Note:
 
 @dataclass
 class Frontier:
-    """The chosen blocks (module paths) and notes about the choice. `component` maps a block to the module that it belongs to."""
+    """The chosen blocks (module paths), what the calls of modules showed, and notes about the choice. `component` maps a block to the
+    module that it belongs to."""
 
     blocks: list[str]
     component: dict[str, str]
+    seen: Mapping[str, Seen]
     notes: list[Note] = field(default_factory=list)
 
 
@@ -58,29 +60,19 @@ def choose(
     cut: Collection[str] = (),
     named: Sequence[str] = (),
     recorder: Recorder | None = None,
+    seen: Mapping[str, Seen] | None = None,
 ) -> Frontier:
     """Choose blocks, looking at how `model(**batch)` calls its modules (one batch for each pattern is enough; nothing is computed).
 
     `cut`: components whose layers are to be blocks. `named`: blocks that the user chose, beside which the rules hold. `recorder` is one
-    of the model that may be used; it is left with other blocks than it had.
+    of the model that may be used; it is left with other blocks than it had. `seen` is what an earlier choice saw.
     Raises UserError for a path that the model does not have, and for a forward that cannot be looked at.
     """
-    tree = _Tree(model)
+    tree = Tree(model)
     tree.check([*cut, *named])
-    seen = _trace(recorder or Recorder(model, ()), tree, batches)
+    seen = _trace(recorder or Recorder(model, ()), tree, batches) if seen is None else seen
     blocks = tree.blocks(seen, frozenset(cut), frozenset(named))
-    return Frontier(blocks, {b: tree.component(b) for b in blocks})
-
-
-def component(model: nn.Module, path: str) -> str:
-    """The largest module around a block that holds no other stack of layers, "" for the model itself."""
-    return _Tree(model).component(path)
-
-
-def layers(model: nn.Module, path: str) -> int:
-    """The number of layers in the longest stack of a module, 0 if it has none."""
-    tree = _Tree(model)
-    return max((len(list(tree.children(s))) for s in tree.stacks(path)), default=0)
+    return Frontier(blocks, {b: tree.component(b) for b in blocks}, seen)
 
 
 def coarsen(blocks: Collection[str], path: str) -> list[str]:
@@ -88,7 +80,7 @@ def coarsen(blocks: Collection[str], path: str) -> list[str]:
     return sorted({b for b in blocks if not b.startswith(f"{path}.")} | {path})
 
 
-class _Tree:
+class Tree:
     """The module tree with its stacks."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -120,8 +112,12 @@ class _Tree:
         """The layers of all outermost stacks."""
         return [path for stack in self.stacks("") for path, _ in self.children(stack)]
 
+    def depth(self, path: str) -> int:
+        """The number of layers in the longest stack of a module, 0 if it has none."""
+        return max((len(list(self.children(s))) for s in self.stacks(path)), default=0)
+
     def component(self, path: str) -> str:
-        """Climb while the module around holds at most one stack."""
+        """The largest module around a block that holds no other stack of layers, "" for the model itself."""
         while path:
             around = path.rpartition(".")[0]
             if len(self.stacks(around)) > 1:
@@ -174,12 +170,12 @@ class _Tree:
         return any(s.last > end and s.widths[1] >= _WIDER * s.widths[0] > 0 for s in after)
 
 
-def _below(cut: frozenset[str], path: str, child: str, tree: _Tree) -> frozenset[str]:
+def _below(cut: frozenset[str], path: str, child: str, tree: Tree) -> frozenset[str]:
     """A cut component is opened down to its stack."""
     return cut | {child} if path in cut and tree.stacks(child) else cut
 
 
-def _trace(recorder: Recorder, tree: _Tree, batches: Sequence[Mapping[str, Any]]) -> dict[str, Seen]:
+def _trace(recorder: Recorder, tree: Tree, batches: Sequence[Mapping[str, Any]]) -> dict[str, Seen]:
     """Call every pattern's forward with the layers opaque, and write down what each module outside of layers was called with."""
     blocks = tree.layers()
     while True:

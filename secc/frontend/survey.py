@@ -205,7 +205,8 @@ def _first_label(sample: Sample) -> int:
     labels = sample.get("labels")
     if labels is None or "labels" not in _sequences(sample):
         return 0
-    return next((i for i, label in enumerate(labels) if int(label) != -100), 0)
+    counted = (torch.as_tensor(labels) != -100).nonzero()
+    return int(counted[0]) if len(counted) else 0
 
 
 def _window(sample: Sample, start: int, size: int) -> Sample:

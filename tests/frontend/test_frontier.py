@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from secc.errors import UserError
-from secc.frontend.frontier import choose, coarsen, component, is_stack
+from secc.frontend.frontier import Tree, choose, coarsen, is_stack
 
 WIDTH, VOCABULARY = 8, 40
 TOKENS = {"tokens": torch.randint(0, VOCABULARY, (3, 7)), "labels": torch.randint(0, VOCABULARY, (3, 7))}
@@ -153,9 +153,9 @@ def test_layers_that_cannot_be_called_from_text_stay_inside_their_component() ->
 
 def test_the_component_is_the_largest_module_without_another_stack() -> None:
     model = Pair(Wrapped(), Language())
-    assert component(model, "first.tower") == "first"
-    assert component(model, "second.head") == "second"
-    assert component(Language(), "head") == ""
+    assert Tree(model).component("first.tower") == "first"
+    assert Tree(model).component("second.head") == "second"
+    assert Tree(Language()).component("head") == ""
 
 
 def test_stacks_are_lists_of_alike_layers_with_weights() -> None:
