@@ -38,6 +38,7 @@ from secc.runtime.user_model import UserModel
 
 LARGEST = 1 << 29  # entries of a module that is run here
 LARGE = 1 << 26  # entries of one in whose place one of the user's small model is run, if there is one
+MEDIUM = 1 << 22  # and of one that takes seconds, which is run itself where the small one does not show it
 SHARE = 8  # a wide linear map is a head if it has at least one in so many of its block's parameters
 
 
@@ -166,11 +167,16 @@ class _Seeker:
         return self._known[key]
 
     def _sought(self, path: str, module: nn.Module, count: int) -> Cutting:
-        size = sum(p.numel() for p in module.parameters())
-        like = self.small.like(module) if size > LARGE and path in self.observer.calls else None
+        size, experts = sum(p.numel() for p in module.parameters()), any(map(sizes_of, module.modules()))
+        like = self.small.like(module) if size > (LARGE if experts else MEDIUM) and path in self.observer.calls else None
         if path not in self.observer.calls or (size > LARGEST and like is None):
             why = "it was not called here" if size <= LARGEST else "it is too large to be shown exact here: define small_model()"
             return Cutting(whole={p: why for p, m in module.named_modules() if linear(m) is not None or sizes_of(m)})
+        cutting = self._tried(path, module, like, count)
+        return cutting if cutting.styles or like is None or size > LARGE else self._tried(path, module, None, count)
+
+    def _tried(self, path: str, module: nn.Module, like: tuple[nn.Module, Call] | None, count: int) -> Cutting:
+        """A mapping that is exact: shown on `like`, a small layer with its call, or on the layer itself."""
         call = self.observer.calls[path]
         layer, cutting = bared(module, call), Cutting()
         experts, why = self._experts(module, *(like or (module, call)), count)
