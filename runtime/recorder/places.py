@@ -84,4 +84,9 @@ def raised_at(error: BaseException) -> str:
 
 
 def short_place(code: CodeType, line: int) -> str:
-    return f"{Path(code.co_filename).name}:{line}"
+    return f"{_name(code.co_filename)}:{line}"
+
+
+@cache
+def _name(file: str) -> str:
+    return Path(file).name

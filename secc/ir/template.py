@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import sympy
@@ -75,6 +76,11 @@ def _map(value: Any, function: Callable[[Any], Any]) -> Any:
 
 def parse(text: str) -> Arguments:
     """Read a template. Raises ValueError if it is not one."""
+    return _parsed(text).map(lambda leaf: leaf)
+
+
+@cache  # alike blocks are called alike
+def _parsed(text: str) -> Arguments:
     named = _REFERENCE.sub(lambda found: found[1] or f"{_REF}{found[2]}", text)
     try:
         call = ast.parse(f"f({named})", mode="eval").body

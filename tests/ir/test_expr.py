@@ -69,6 +69,14 @@ def test_anything_else_is_refused_by_both(text: str) -> None:
         rank.evaluate(text, {"B": 1, "S": 1})
 
 
+def test_a_mean_that_is_no_whole_number_is_the_fraction_nearest_to_it() -> None:
+    """Sizes are whole, shares of them need not be, and means may be given as sizes."""
+    share = expr.parse("B*S") / 7 + expr.parse("S//4")
+    assert expr.evaluate(share, {"B": 3, "S": 5}) == 15 / 7 + 1 and expr.evaluate(share, {"B": 7, "S": 5}) == 6
+    assert expr.evaluate(expr.parse("2*S + 1"), {"S": 2.25}) == 5.5  # pyright: ignore[reportArgumentType]
+    assert isinstance(expr.evaluate(share, {"B": 7, "S": 5}), int)
+
+
 def test_floats_keep_all_their_digits() -> None:
     assert expr.text(expr.parse("0.30000000000000004*B")) == "0.30000000000000004*B"
 
