@@ -104,7 +104,8 @@ def _kind(unit: nn.Module) -> object:
 
 def _shown(arguments: Any, digests: Digests) -> object:
     leaves, structure = tree_flatten(arguments)
-    return str(structure), tuple(_leaf(leaf, digests) for leaf in leaves)
+    with torch._C.DisableTorchFunction():
+        return str(structure), tuple(_leaf(leaf, digests) for leaf in leaves)
 
 
 def _leaf(leaf: Any, digests: Digests) -> object:

@@ -18,7 +18,7 @@ Empty = Callable[[Sequence[int], torch.dtype], torch.Tensor]  # makes a tensor w
 
 def valueless(tensor: torch.Tensor) -> bool:
     """Whether a tensor has no values: it is fake, or on the meta device."""
-    return tensor.is_meta or isinstance(tensor, FakeTensor)
+    return isinstance(tensor, FakeTensor) or tensor.is_meta  # properties pass through the modes
 
 
 class FusedAttention(TorchFunctionMode):

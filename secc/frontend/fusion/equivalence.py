@@ -16,6 +16,7 @@ from torch import fx
 from secc.frontend.fusion.rules import H, Trial
 
 Values = dict[fx.Node, torch.Tensor]
+Results = tuple[torch.Tensor, ...]
 _WIDTH = 24  # of rows where no parameter decides it
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3}
@@ -44,28 +45,28 @@ def difference(part: Part, new: fx.Node, trials: Sequence[Trial]) -> str:
     """Why `new` may not stand for the part's root, "" if it may."""
     ran = False
     for trial in trials:
-        truth = _truth(part, trial)
-        if truth is None:
+        truths = _truths(part, trial)
+        if truths is None:
             continue
         ran = True
         for dtype, of_parameters in part.dtypes():
-            for scale in _SCALES:
-                reason = _compare(part, new, trial, dtype, of_parameters, scale)
+            for scale, truth in zip(_SCALES, truths, strict=True):
+                values = _values(part, trial, dtype, of_parameters, scale)
+                reason = _compare(part, new, values, truth, _ROUNDING[dtype])
                 if reason:
                     return f"{reason} ({_text(dtype)}, {', '.join(f'{k} {list(v)}' for k, v in trial.items())})"
     return "" if ran else "none of the sizes that it is tried at runs"
 
 
-def _truth(part: Part, trial: Trial) -> tuple[torch.Tensor, ...] | None:
+def _truths(part: Part, trial: Trial) -> list[Results] | None:
+    """What is computed in float64 at each scale, None where the user's code may not take this shape."""
     try:
-        return _results(part, part.root, _values(part, trial, torch.float64, torch.float64, 1.0))
-    except Exception:  # the user's code may not take this shape
+        return [_results(part, part.root, _values(part, trial, torch.float64, torch.float64, scale)) for scale in _SCALES]
+    except Exception:
         return None
 
 
-def _compare(part: Part, new: fx.Node, trial: Trial, dtype: torch.dtype, of_parameters: torch.dtype, scale: float) -> str:
-    truth = _results(part, part.root, _values(part, trial, torch.float64, torch.float64, scale))
-    values = _values(part, trial, dtype, of_parameters, scale)
+def _compare(part: Part, new: fx.Node, values: tuple[Values, dict[str, torch.Tensor]], truth: Results, rounding: float) -> str:
     try:
         own = _results(part, part.root, values)
     except Exception:  # dtypes that the user's code does not take
@@ -77,7 +78,7 @@ def _compare(part: Part, new: fx.Node, trial: Trial, dtype: torch.dtype, of_para
     for what, f, o, t in zip(_names(part), found, own, truth, strict=True):
         if f.shape != o.shape or f.dtype != o.dtype:
             return f"{what} is {_text(f.dtype)}{list(f.shape)} instead of {_text(o.dtype)}{list(o.shape)}"
-        error, allowed = _error(f, t), _SLACK * _error(o, t) + _ROUNDING[dtype]
+        error, allowed = _error(f, t), _SLACK * _error(o, t) + rounding
         if not error <= allowed:
             return f"{what} errs by {error:.2g}, the module's own code by {_error(o, t):.2g}"
     return ""
@@ -123,7 +124,7 @@ def _rounded(value: torch.Tensor) -> torch.Tensor:
     return value.to(torch.bfloat16).to(torch.float16).double()
 
 
-def _results(part: Part, root: fx.Node, values: tuple[Values, dict[str, torch.Tensor]]) -> tuple[torch.Tensor, ...]:
+def _results(part: Part, root: fx.Node, values: tuple[Values, dict[str, torch.Tensor]]) -> Results:
     """The value at the part's end with `root` in its place, and the gradients of leaves and parameters for a fixed upstream."""
     leaves, parameters = values
     known: dict[fx.Node, Any] = dict(leaves)
