@@ -18,6 +18,8 @@ import torch
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
+PATIENCE = 10  # added to the niceness
+
 _work: tuple[Callable[[Any], Any], list[Any]] | None = None  # what copies find here when they are made
 
 
@@ -37,13 +39,16 @@ def mapped(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Re
 
 
 @contextmanager
-def beside(function: Callable[[], Result]) -> Iterator[Callable[[], Result]]:
-    """Run `function` in a copy while the block runs here; what is given waits for its result. With one core it runs then, and here."""
+def beside(function: Callable[[], Result], patient: bool = False) -> Iterator[Callable[[], Result]]:
+    """Run `function` in a copy while the block runs here; what is given waits for its result. With one core it runs then, and here.
+
+    A `patient` copy leaves cores to this process and its other copies where these need them.
+    """
     global _work
     if cores() < 2:
         yield function
         return
-    with ProcessPoolExecutor(1, multiprocessing.get_context("fork"), initializer=_alone) as pool:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork"), initializer=_alone, initargs=(patient,)) as pool:
         _work = (lambda _: function()), [None]
         try:
             found = pool.submit(_result, 0)  # forks now
@@ -58,9 +63,10 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if forks and hasattr(os, "sched_getaffinity") and _work is None else 1
 
 
-def _alone() -> None:
+def _alone(patient: bool = False) -> None:
     """A copy has none of the threads that torch computes with here, and must not wait for them."""
     torch.set_num_threads(1)
+    os.nice(PATIENCE if patient else 0)
 
 
 def _result(index: int) -> Any:

@@ -97,7 +97,8 @@ class Planner:
         chosen = whole = _Chosen(first, self.first, self.source.captured, *self._run(first, self.source.text(**options)))
         sought = NOTHING
         if (staged := staging.find(first, self.source.meta, dict(whole.run.dumps))).cut:
-            with parallel.beside(lambda: seek(first, *self._subject(whole))) as seeking:  # layers of a tower are the same once it is opened
+            # Layers of a tower are the same once it is opened. What is sought is wanted last, behind the captured layers' own choices.
+            with parallel.beside(lambda: seek(first, *self._subject(whole)), patient=True) as seeking:
                 chosen = self._staged(staged, options)
                 sought = seeking()
         module, run = chosen.module, chosen.run

@@ -33,6 +33,11 @@ def test_one_function_runs_beside_other_work(two_cores: None) -> None:
         assert here == [os.getpid(), 0, 1] and process() != os.getpid()
 
 
+def test_a_patient_copy_is_nicer(two_cores: None) -> None:
+    with parallel.beside(lambda: os.nice(0), patient=True) as patient, parallel.beside(lambda: os.nice(0)) as other:
+        assert patient() > other() == os.nice(0)
+
+
 def test_errors_come_back_as_they_are(two_cores: None) -> None:
     def refuse(_: int) -> None:
         raise UserError("no", "model.py:1", "say yes")
