@@ -104,7 +104,7 @@ def _kind(unit: nn.Module) -> object:
 
 def _shown(arguments: Any, digests: Digests) -> object:
     leaves, structure = tree_flatten(arguments)
-    with torch._C.DisableTorchFunction():
+    with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
         return str(structure), tuple(_leaf(leaf, digests) for leaf in leaves)
 
 
