@@ -1,7 +1,8 @@
 """Each baseline's best step on the same samples, devices and costs as a plan of secc.
 
-Layouts are ranked in closed form from the dataset's mean samples; of the best the order is computed, without programs and messages; those
-whose order is shortest are simulated, and the shortest step that holds no more than there is memory counts.
+Layouts are ranked in closed form from the dataset's mean samples; of the best the order is computed, without programs and messages, unless
+their work alone (`bound`) takes longer than orders that are known; those whose order is shortest are simulated, and the shortest step that
+holds no more than there is memory counts.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from secc.alloc.candidates import update_ns
+from secc.baselines.bound import least
 from secc.baselines.layout import Base, Layout, base, planned
 from secc.baselines.packing import Batch, cuts
 from secc.baselines.schemes import SCHEMES, Scheme
@@ -28,6 +30,7 @@ from secc.simulate.machine import simulate
 
 ALL = "all"
 SIMULATED = 5  # layouts of a baseline that are simulated
+LOOKED = 8  # whose orders are computed at a time
 
 
 @dataclass(frozen=True)
@@ -59,30 +62,58 @@ class Comparison:
         """The best layout of a baseline, by its mean step over the global batches."""
         scheme = SCHEMES[name]
         layouts = scheme.layouts(self.space, Batch(self.base.plan, batches[0]).anchor)
-        looks = mapped(lambda layout: self._look(layout, scheme, batches[0]), layouts)
-        ranked = sorted(range(len(layouts)), key=lambda i: looks[i])[:SIMULATED]
-        times = mapped(lambda i: self._mean(layouts[i], scheme, batches), ranked)
-        fitting = [(time, i) for time, i in zip(times, ranked, strict=True) if time is not None]
+        if not layouts:
+            return Found(None, None, "no layout fits")
+        first, *others = self._ranked(layouts, scheme, batches[0])
+        steps = mapped(lambda samples: self._step(layouts[first], scheme, samples), batches)
+        most = None if None in steps else sum(ns for ns in steps if ns is not None)
+        times = [most, *mapped(lambda i: self._shorter(layouts[i], scheme, batches, most), others)]
+        fitting = [(time, i) for time, i in zip(times, [first, *others], strict=True) if time is not None]
         if not fitting:
             return Found(None, None, "no layout fits")
         time, i = min(fitting)
         return Found(time / len(batches) / 1e9, layouts[i].ranks, describe(layouts[i]))
 
+    def _ranked(self, layouts: Sequence[Layout], scheme: Scheme, samples: Sequence[SampleMeta]) -> list[int]:
+        """The places of those with the shortest orders. Those that could take the least are looked at first, until no other can be among
+        the shortest."""
+        bounds = mapped(lambda layout: self._least(layout, scheme, samples) + self._update(layout), layouts)
+        left = sorted(range(len(layouts)), key=lambda i: bounds[i])
+        looks: list[tuple[int, int]] = []
+        while left and (len(looks) < SIMULATED or bounds[left[0]] < looks[-1][0]):
+            some, left = left[:LOOKED], left[LOOKED:]
+            found = mapped(lambda i: self._look(layouts[i], scheme, samples), some)
+            looks = sorted([*looks, *zip(found, some, strict=True)])[:SIMULATED]
+        return [i for _, i in looks]
+
+    def _least(self, layout: Layout, scheme: Scheme, samples: Sequence[SampleMeta]) -> int:
+        """Ns that no order of its micro-batches can beat."""
+        batch = Batch(planned(self.base, layout), samples)
+        return least(batch.plan, batch.costs, cuts(batch, scheme.order, layout.samples))
+
     def _look(self, layout: Layout, scheme: Scheme, samples: Sequence[SampleMeta]) -> int:
         """Ns of a step by its order alone, and of the longest update."""
-        plan, work = planned(self.base, layout), self.base.work
-        parts = ((self.space.rank(n, p.chosen.tp, p.chosen.pp), p.chosen) for n, p in layout.parts.items())
-        return arranged(plan, samples, scheme, layout).makespan + max(update_ns(work, load, c.dp, c.sharding) for load, c in parts)
+        return arranged(planned(self.base, layout), samples, scheme, layout).makespan + self._update(layout)
 
-    def _mean(self, layout: Layout, scheme: Scheme, batches: Sequence[Sequence[SampleMeta]]) -> int | None:
-        """Ns of the steps together, None where one of them holds more than a rank has memory for."""
-        plan, total = planned(self.base, layout), 0
-        for samples in batches:
-            found = step(plan, samples, scheme, layout)
-            if fullest(found, layout) > self.space.capacity:
+    def _update(self, layout: Layout) -> int:
+        parts = ((self.space.rank(n, p.chosen.tp, p.chosen.pp), p.chosen) for n, p in layout.parts.items())
+        return max(update_ns(self.base.work, load, c.dp, c.sharding) for load, c in parts)
+
+    def _shorter(self, layout: Layout, scheme: Scheme, batches: Sequence[Sequence[SampleMeta]], most: int | None) -> int | None:
+        """Ns of the steps together, None where one of them does not fit, or they take longer than `most`."""
+        found = [self._least(layout, scheme, samples) for samples in batches]
+        for k, samples in enumerate(batches):
+            if most is not None and sum(found) > most:
                 return None
-            total += found.end
-        return total
+            if (own := self._step(layout, scheme, samples)) is None:
+                return None
+            found[k] = own
+        return sum(found)
+
+    def _step(self, layout: Layout, scheme: Scheme, samples: Sequence[SampleMeta]) -> int | None:
+        """Ns of a step, None where it holds more than a rank has memory for."""
+        found = step(planned(self.base, layout), samples, scheme, layout)
+        return found.end if fullest(found, layout) <= self.space.capacity else None
 
 
 def arranged(plan: Plan, samples: Sequence[SampleMeta], scheme: Scheme, layout: Layout) -> Arranged:

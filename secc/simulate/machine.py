@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from secc.runtime.check import check
+from secc.runtime.collector import collector_paused
 from secc.runtime.comm import WINDOW
 from secc.runtime.costs import Costs
 from secc.runtime.edges import EdgeLayout
@@ -36,8 +37,9 @@ Job = tuple[str, str, int, int]  # kind, section, micro-batch, rank
 
 def simulate(plan: Plan, samples: Sequence[SampleMeta], schedule: Schedule, traffic: Traffic | None = None) -> Simulated:
     """One step under the plan's costs and cluster. Raises ScheduleError for a schedule that must not run."""
-    check(plan, samples, schedule)
-    return _Machine(plan, samples, schedule, traffic or Traffic(plan)).run()
+    with collector_paused():
+        check(plan, samples, schedule)
+        return _Machine(plan, samples, schedule, traffic or Traffic(plan)).run()
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from secc.alloc.types import Candidate
+from secc.baselines.bound import least
 from secc.baselines.compare import Comparison, fullest, step
 from secc.baselines.layout import Layout, Part, planned
 from secc.baselines.packing import Batch, cuts, first_fit, in_turn, largest_first, stratified
@@ -18,10 +19,12 @@ from secc.baselines.schemes import SCHEMES, Scheme
 from secc.cli import main
 from secc.compiler import Options, compile_model
 from secc.cost.memory import Memory
+from secc.runtime.costs import Costs
 from secc.runtime.plan import load
+from secc.runtime.wavefront import Arranged
 from secc.schedule.bounds import schedule_bound
 from secc.simulate.batches import global_batches
-from tests.schedule.plans import batches, plan, plans, sample, section
+from tests.schedule.plans import batches, passes_on, plan, plans, sample, section, stages
 from tests.simulate.test_machine import IMAGE, cluster, vlm
 
 MODEL = Path(__file__).parent.parent / "models" / "llava_tiny.py"
@@ -52,6 +55,21 @@ def test_every_sample_passes_each_of_its_sections_once(p, samples, order, size):
     for name, cut in cuts(batch, order, size).items():
         assert sorted(position for _, lot in cut for position in lot) == batch.active(name)
         assert all(lot and 0 <= replica < batch.replicas(name) for replica, lot in cut)
+
+
+@given(plans(), batches, st.sampled_from(sorted(SCHEMES)), st.integers(1, 4))
+@settings(max_examples=100, deadline=None)
+def test_no_order_of_micro_batches_is_shorter_than_their_least(p, samples, name, size):
+    p, order = packed(p), SCHEMES[name].order
+    cut = cuts(Batch(p, samples), order, size)
+    assert least(p, Costs(p, samples), cut) <= Arranged(p, samples, cut).makespan
+
+
+def test_the_least_counts_what_earlier_stages_take():
+    """Two micro-batches of 10 and 20 in three stages: the last one waits for twice 10, and its backwards are followed by twice 20."""
+    lm = stages("lm", [[0], [1], [2]], forward="S", backward="2*S")
+    p, samples = packed(plan(lm, passes_on(lm), 3)), [sample(0, length=10), sample(1, length=20)]
+    assert least(p, Costs(p, samples), {"lm": [(0, (0,)), (0, (1,))]}) == 3 * (10 + 20) + 2 * 10 + 2 * 20
 
 
 def test_first_fit_fills_what_is_open_before_it_opens_more():
