@@ -3,7 +3,8 @@
 - Every section apart, and all on the same devices; each also without replicas of several ranks, because what stages wait for on devices
   that sections share is more than closed forms say.
 - All on all devices with equally many replicas: samples stay where they are, and no replica waits for another one's.
-- Without sections that return what they hold in rounds, because a place in flight is also kept while consumers wait for others.
+- Without sections that return what they hold in rounds, also where all are apart, because a place in flight is also kept while
+  consumers wait for others.
 """
 
 from __future__ import annotations
@@ -58,6 +59,9 @@ class _Kinds:
             found = best if groups == count else self.solved(free)
             if found is not None:
                 yield found
+            if found is not None and groups != count and any(free.sections[s][i].rounds > 1 for s, i in found.choice.items()):
+                roomy = self.solved(without(free, lambda c: c.rounds > 1))
+                yield from () if roomy is None else (roomy,)
             if found is not None and any(free.sections[s][i].width for s, i in found.choice.items()):
                 narrow = self.solved(without(free, lambda c: c.width > 0))
                 yield from () if narrow is None else (narrow,)

@@ -46,8 +46,12 @@ def test_the_best_plan_of_each_kind_is_among_the_starts(problem: Problem) -> Non
     def plain(a: Assignment) -> bool:
         return all(c.rounds == 1 for c in chosen(problem, a))
 
+    def apart(a: Assignment) -> bool:
+        return len(set(a.group.values())) == len(a.group)
+
     found = starts(problem, best.assignment, 0.0)
     kinds = [level] if plain(best.assignment) else [level, plain]
+    kinds += [] if apart(best.assignment) else [lambda a: apart(a) and plain(a)]
     for kind in kinds:
         wanted = fastest(problem, kind)
         if wanted is not None and wanted <= FAR * best.time_ns:
