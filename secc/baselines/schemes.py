@@ -117,7 +117,7 @@ def _over_all(part: Part, ranks: int) -> Part:
     """With the states of a rank's shards, and gradients only while they are on their way."""
     m, whole = part.memory, ("optimizer",) if part.chosen.sharding == "none" else ()
     shards = {key: getattr(m, key) // ranks for key in ("parameters", "gradients", *whole)}
-    return replace(part, memory=replace(m, **shards, buffers=m.sums.window, sums=Sums()))
+    return replace(part, memory=m._replace(**shards, buffers=m.sums.window, sums=Sums()))
 
 
 def _bubble(space: Space, anchor: str) -> list[Layout]:
