@@ -9,14 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from secc.runtime.plan import Plan, Section
-from secc.runtime.program import replica_ranks, returns_gradient
+from secc.runtime.program import owes_backward, replica_ranks, returns_gradient
 
 
 @dataclass
 class Graph:
     """The sections as a graph: producers first, and for each the sections upstream of it.
 
-    `ahead` names the sections that do all their forwards first; None: those that feed sections on other ranks.
+    `ahead` names the sections that do all their forwards first; None: those that feed sections on other ranks, or
+    with a backward of their own in replicas of other widths.
     """
 
     plan: Plan
@@ -58,11 +59,16 @@ class Graph:
         return others.difference(s.name for s in self.stages[name])
 
     def runs_ahead(self, section: Section) -> bool:
-        """Whether a section does all its forwards first: it, or its pipeline, feeds sections on other ranks."""
+        """Whether a section does all its forwards first: it, or its pipeline, feeds sections on other ranks.
+
+        Or on the same ranks in replicas of other widths: whenever one rank of a wide replica does something alone, the others wait. Not
+        where nothing bounds what it would hold for them, because it has no backward.
+        """
+        held = owes_backward(section)
         if self.ahead is not None:
             return section.whole in self.ahead
         fed = (s for s in self.order if section.name in self.outside(s.name, self.ancestors[s.name]))
-        return any(self._ranks(s) != self._ranks(section) for s in fed)
+        return any((held and s.mesh.tp != section.mesh.tp) or self._ranks(s) != self._ranks(section) for s in fed)
 
     def is_owed(self, section: Section) -> bool:
         """Whether other sections, beside stages of its pipeline, return gradients to a section."""

@@ -9,8 +9,8 @@ of so many places, and bytes where sizes are given, of which one job alone may t
 unless nothing else could: room is a wish, so it can stop no step.
 
 Jobs that are *joined* run at the same time, one on each of several ranks, for as long as the longest of them. A rank that comes to one of
-them before the others are free waits; so it does for the other ranks that a *wide* job keeps busy. Nothing can wait for ever: when no job
-runs, all ranks are free.
+them before the others are free waits; so it does for the other ranks that a *wide* job keeps busy. Meanwhile these start nothing less
+urgent. Nothing can wait for ever: when no job runs, all ranks are free.
 """
 
 from __future__ import annotations
@@ -138,6 +138,8 @@ class _Run:
         self.joined = {**{job: (job,) for job in self.beside}, **jobs.joined}
         self.absent = {job: len(some) for job, some in jobs.joined.items() if job == some[0]}  # those that wait for others
         self.begun, self.held = set[int](), set[int]()  # joined jobs that have started; ranks that wait for others to be free
+        self.reserved: dict[int, int] = {}  # the ranks that they wait for, and how urgent what waits is
+        self.yielding = set[int]()  # those of them that have less urgent jobs
         self.started = [0] * len(jobs.lines)
         none = [] if jobs.followers else [-1] * len(self.priority)
         self.takes, self.gives, self.followers = (x or none for x in (jobs.takes, jobs.gives, jobs.followers))
@@ -153,14 +155,14 @@ class _Run:
         jobs, waits, ready, free, joined = self.jobs, self.waits, self.ready, self.free, self.joined
         rank, duration, successors, ranks = jobs.rank, jobs.duration, jobs.successors, jobs.ranks
         by_priority, priority, takes, gives, followers = self.by_priority, self.priority, self.takes, self.gives, self.followers
-        beside, bound, bits = self.beside, bool(jobs.followers), max(1, len(priority)).bit_length()
+        beside, reserved, bound, bits = self.beside, self.reserved, bool(jobs.followers), max(1, len(priority)).bit_length()
         mask, time, ends, order, starts = (1 << bits) - 1, 0, list[int](), self.order, self.starts
         # `ends`: (time << bits) + job, which orders by time
         touched = list(range(ranks))
         while True:
             for r in touched:
                 queue = ready[r]
-                while queue and free[r]:
+                while queue and free[r] and not (reserved and self.yields(r)):
                     job = by_priority[heappop(queue)]
                     if job in joined:
                         if self.joins(job, r):
@@ -190,7 +192,7 @@ class _Run:
                 touched = [r]
                 continue
             time = ends[0] >> bits
-            touched, self.held = ([*self.held], set[int]()) if self.held else ([], self.held)
+            touched = self.retried() if self.held else []
             while ends and ends[0] >> bits == time:
                 job = heappop(ends) & mask
                 r = rank[job]
@@ -236,9 +238,10 @@ class _Run:
             heappush(self.kept[slot], self.priority[job])
             return False
         others = [on for j in together for on in self.beside.get(j, ())] if self.beside else []
-        if not all(self.free[jobs.rank[j]] for j in together) or not all(map(self.free.__getitem__, others)):
+        wanted = [*others, *(jobs.rank[j] for j in together)]
+        if not all(map(self.free.__getitem__, wanted)):
             heappush(self.ready[r], self.priority[job])
-            self.held.add(r)
+            self.hold(r, wanted, self.priority[job])
             return False
         for on in others:
             self.free[on] = False
@@ -251,6 +254,26 @@ class _Run:
                 self.pass_on(j)
         self.begun.update(together)
         return True
+
+    def hold(self, r: int, wanted: Sequence[int], place: int) -> None:
+        """Rank `r` waits for these ranks to be free, which start nothing less urgent meanwhile: they might never all be free at once."""
+        self.held.add(r)
+        for on in wanted:
+            self.reserved[on] = min(place, self.reserved.get(on, place))
+
+    def yields(self, r: int) -> bool:
+        """Whether a rank has nothing as urgent as what another one holds back for."""
+        if r in self.held or self.ready[r][0] <= self.reserved.get(r, self.ready[r][0]):
+            return False
+        self.yielding.add(r)
+        return True
+
+    def retried(self) -> list[int]:
+        """The ranks that waited for others, those first that others wait with, and those that held back for them; all may start again."""
+        found = [*self.held, *self.yielding]
+        for some in (self.held, self.yielding, self.reserved):
+            some.clear()
+        return found
 
     def leave(self, job: int) -> tuple[int, ...]:
         """Make the ranks free that an ended job kept busy besides its own."""

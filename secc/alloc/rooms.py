@@ -29,11 +29,15 @@ def room(work: Workload, asked: Problem, assignment: Assignment, value: Value, s
     load = on_rank(own.loads[section], c.tp, c.pp, own.cluster)
     if load.mode == "forward":
         return Room()
+    together = [(s, i) for s, i in assignment.choice.items() if group[s] == group[section]]
     apart = any(e.src == section and group[e.dst] != group[section] for e in asked.edges)
     number = c.in_flight if apart else stage_room(own, load, c, stage) if c.pp > 1 else 0
+    few = number or in_turn(own, load, c.micro_batches)
+    if not number and section in own.sources and any(asked.sections[s][i].tp != c.tp for s, i in together):
+        number = c.micro_batches  # it does its forwards first (`Graph.runs_ahead`), as far as bytes allow
     others = value.memory[group[section]] - (c.memory_ahead if apart else c.memory)
     holders = sum(group[s] == group[section] and load.mode != "forward" for s, load in own.loads.items())
-    return Room(number, size(own, room_of(own, load, c), number or in_turn(own, load, c.micro_batches), others, holders))
+    return Room(number, size(own, room_of(own, load, c), few, others, holders))
 
 
 def size(work: Workload, rank: Memory, in_flight: int, others: int, holders: int) -> int:
