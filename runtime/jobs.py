@@ -139,6 +139,10 @@ def _add(step: Step, n: Numbers, table: Table) -> None:
     for of_round in dict.fromkeys(rounds([section], {section.name: table.micro_batches}).values()):
         for first in range(start, start + len(parts) * count, count):
             jobs.join([first + m.index for m in of_round])
+        if n.backward == start:  # replicas are in step in both, and the one with the longest forward may not have the longest backward
+            lasts = sum(max(column[m.index] for m in of_round) for column in (table.forward, inputs))
+            for m in of_round:
+                jobs.duration[start + m.index] = lasts
 
 
 def _depend(plan: Plan, step: Step, messages: Messages) -> None:

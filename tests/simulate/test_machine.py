@@ -86,6 +86,14 @@ def test_without_a_cluster_a_step_takes_what_the_order_predicts(p, samples, orde
     assert end == makespan or (end < makespan and any(s.in_flight for s in p.sections))
 
 
+def test_replicas_in_step_take_the_longest_forward_and_the_longest_backward():
+    """One job does both in the last section, and no micro-batch is the longest in both."""
+    p = plan([section("lm", [0, 1], micro_batch=2, sharding="zero3", forward="7*B", backward="5*I + 3*S")], [], 2)
+    samples = [sample(0, length=1), sample(1, length=1), sample(2, *IMAGE, length=1)]
+    programs, makespan = timed_schedule(p, samples)
+    assert simulate(p, samples, programs).end == makespan == 14 + 8
+
+
 @given(plans(), batches, st.sampled_from(["wavefront", "dataset"]), st.integers(1, 5))
 @settings(max_examples=100)
 def test_no_step_with_messages_is_shorter_than_its_bound(p, samples, order, per_node):
