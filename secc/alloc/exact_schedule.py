@@ -2,10 +2,10 @@
 
 Sets
     U        units: a sample in a section (`secc.schedule.work`), each with a forward and, where one is owed, a backward
-    R(u)     ranks of u's section
+    R(u)     replicas of u's section, by their first ranks
 
 Variables
-    x[u,r]   0/1: u runs on rank r of R(u)
+    x[u,r]   0/1: u runs on replica r of R(u), which keeps all its ranks busy
     f[u]     start of u's forward;  b[u] start of its backward;  w[u] start of the second part of a backward that is split
     T        time of the step
 
@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from ortools.sat.python import cp_model
 
 from secc.runtime.program import computations, owes_backward
+from secc.runtime.routes import replicas
 from secc.schedule.pipeline_bounds import has_slots
 from secc.schedule.work import Unit, Work
 
@@ -82,6 +83,7 @@ class _Model:
         split = {s.name for s in work.sections if computations(s)[-1] == "W"}
         self.weight = {k: self.cp.new_int_var(0, self.horizon, f"w{k}") for k in self.units if k[0] in split}
         self.time = self.cp.new_int_var(0, self.horizon, "T")
+        self.replicas = {s.name: {ranks[0]: ranks for ranks in replicas(s)} for s in work.sections}
         self.pipelines = [stages for stages in work.plan.pipelines.values() if len(stages) > 1]
         for family in (self._place, self._order, self._end, self._stages, self._room, self._symmetry):
             family()
@@ -103,7 +105,8 @@ class _Model:
             for rank, chosen in self.x[k].items():
                 for start, duration in self._jobs(k, u):
                     interval = self.cp.new_optional_fixed_size_interval_var(start, duration, chosen, f"i{k}{rank}")
-                    jobs.setdefault(rank, []).append(interval)
+                    for busy in self.replicas[k[0]][rank]:
+                        jobs.setdefault(busy, []).append(interval)
         for intervals in jobs.values():
             self.cp.add_no_overlap(intervals)
 
@@ -149,14 +152,14 @@ class _Model:
                 self.cp.add_cumulative(intervals, [1] * len(intervals), section.in_flight)
 
     def _symmetry(self) -> None:
-        """Where no two sections share some ranks only, ranks of a section can be renamed, so its first unit may go to its first replica.
+        """Where no two sections share some ranks only, replicas of a section can be renamed, so its first unit may go to its first one.
 
-        Ranks of a pipeline are renamed together.
+        Stages of a pipeline are renamed together.
         """
         staged = {s.name for stages in self.pipelines for s in stages}
         sets = [frozenset(self.work.ranks[s.name]) for s in self.work.sections]
         alone = {frozenset(self.work.ranks[s.name]) for s in self.work.sections if s.name not in staged}
-        if any(a & b for a in set(sets) for b in set(sets) if a != b) or len(set(sets)) < len(alone) + len(staged):
+        if self._mixed() or any(a & b for a in set(sets) for b in set(sets) if a != b) or len(set(sets)) < len(alone) + len(staged):
             return
         for ranks in alone:
             first = next((k for k in self.units if frozenset(self.work.ranks[k[0]]) == ranks), None)
@@ -165,6 +168,11 @@ class _Model:
         for stages in self.pipelines:
             for p in self.work.active[stages[0].name][:1]:
                 self.cp.add(self.x[stages[0].name, p][self.work.ranks[stages[0].name][0]] == 1)
+
+    def _mixed(self) -> bool:
+        """Whether sections share ranks in replicas that are not the same."""
+        groups = {frozenset(ranks) for found in self.replicas.values() for ranks in found.values()}
+        return any(a & b for a in groups for b in groups if a != b)
 
 
 def _serial(work: Work) -> int:

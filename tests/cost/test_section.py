@@ -242,7 +242,7 @@ def test_memory_of_sharded_states() -> None:
     plain, zero1, zero2 = (memory(found, 0, dp=4, sharding=s, micro_batches=2) for s in ("none", "zero1", "zero2"))
     assert plain.optimizer == 2 * size and zero1.optimizer == 2 * size // 4
     assert plain.gradients == zero1.gradients == size and (plain.sums.shard, zero1.sums.shard) == (0, size // 4)
-    assert zero2.sums == replace(zero1.sums, freed=True) and plain.sums.window == zero1.sums.window == 4 * found.trainable
+    assert zero2.sums == zero1.sums._replace(freed=True) and plain.sums.window == zero1.sums.window == 4 * found.trainable
     assert memory(found, 0, dp=1, sharding="zero1") == memory(found, 0)
 
 

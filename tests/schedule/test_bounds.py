@@ -64,6 +64,13 @@ def test_the_optimum_lies_between_the_bound_and_the_order(p, samples):
     assert schedule_bound(p, samples).ns <= exact.bound_ns or not exact.optimal
 
 
+def test_an_exact_schedule_keeps_all_ranks_of_a_replica_busy():
+    """Two sections on rank 1, one of which needs rank 0 as well."""
+    p = plan([section("narrow", [1], forward="7*B", backward="0"), section("wide", [0, 1], tp=2, forward="5*B", backward="0")], [], 2)
+    exact = solve(Work(p, [sample(0)]))
+    assert exact is not None and exact.ns == exact.bound_ns == 12
+
+
 @st.composite
 def staged(draw):
     """A pipeline with stages as long as each other or not, perhaps behind an encoder, with room for any number, in one piece or split."""
