@@ -1,10 +1,10 @@
 """The solver's best plan against plans near it, each under the real order, which finds what the closed forms misjudge.
 
 From the solver's plan with the shortest step under the order (`secc.alloc.starts`, `secc.alloc.trial`), plans that differ in one thing are
-tried: one section run in another way on as many ranks, or ranks handed from one group to another. Those come first that the closed forms
-like best, but one for each section before the second for any, and other shapes before other micro-batches. The shortest goes on, until none
-is shorter or so many have been tried, or their orders became so long together. A plan whose order holds more than the memory there is does
-not count.
+tried: one section run in another way on as many ranks, or ranks handed to a group by another one, or by nobody where some are idle. Those
+come first that the closed forms like best, but one for each section before the second for any, and other shapes before other micro-batches.
+The shortest goes on, until none is shorter or so many have been tried, or their orders became so long together. A plan whose order holds
+more than the memory there is does not count.
 
 A trial searches orders of several batches. So plans are looked at first: one batch, in the first order found. Those that are far behind
 the best in that are not tried, and those far behind in the order searched for this batch not on the others; nor is a plan that is far
@@ -22,7 +22,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, product
+from functools import cached_property
+from itertools import compress, islice, product
 
 from secc.alloc.evaluate import evaluate
 from secc.alloc.layouts import IN_STEP
@@ -36,6 +37,7 @@ MOST_JOBS = 600_000  # forwards and backwards in the orders of all looks and tri
 CLOSE = 1 / 16  # a plan whose look takes longer than the best one's by more is not tried
 CLOSER = 1 / 32  # a plan whose first batch takes longer than the best one's by more is not tried on others
 BEHIND = 1 / 5  # of the step, the part by which closed forms may put a plan that is looked at behind the one it is near to
+FEW = 3  # of those that are closer, how many are tried at once, and then on other batches
 TRIED_AT_ONCE = 8  # neighbours of the best one, before the best of them goes on
 ALIKE = 6  # ways to run one section on as many ranks, of those that the closed forms like best
 ALIKE_STEPS = 1000  # steps that differ by less than one part in so many are about alike
@@ -124,10 +126,10 @@ class _Contest:
         """The best plan of those that were looked at. What is far ahead of all others is taken for the best without being tried."""
         close = self._close(self.plans, lambda key: self.looks[key], CLOSE)
         if len(close) > 1:
-            self._try(close, 1)
+            self._try(close := self._few(close, 1), 1)
             close = self._close(close, lambda key: self.steps[key][0], CLOSER)
         if len(close) > 1 and self._fits(close[0]):
-            self._try(close, len(self.trial.batches))
+            self._try(close := self._few(close, len(self.trial.batches)), len(self.trial.batches))
         best = min(close, key=self._score) if len(close) > 1 else close[0]
         return best if self._fits(best) or not any(map(self._fits, self.plans)) else self._shortest()
 
@@ -141,9 +143,13 @@ class _Contest:
 
     def _close(self, plans: Sequence[Assignment], step: Callable[[Key], Tried], share: float) -> Sequence[Assignment]:
         """Those of the plans that take no longer than the shortest by more than a share, or all where none fits."""
-        fitting = [(step(_key(a)).time_ns, a) for a in plans if self._fits(a)]
-        most = min((time for time, _ in fitting), default=0) * (1 + share)
-        return [a for time, a in fitting if time <= most] or plans
+        fitting = sorted(((step(_key(a)).time_ns, i, a) for i, a in enumerate(plans) if self._fits(a)), key=lambda x: x[:2])
+        return [a for time, _, a in fitting if time <= fitting[0][0] * (1 + share)] or plans
+
+    def _few(self, plans: Sequence[Assignment], count: int) -> list[Assignment]:
+        """Those of the plans that were tried on so many batches, and a few of the others: many are hardly different."""
+        tried = [len(self.steps.get(_key(a), ())) >= count for a in plans]
+        return [*compress(plans, tried), *islice((a for a, known in zip(plans, tried, strict=True) if not known), FEW)]
 
     def _run(self, wanted: Sequence[tuple[Assignment, int | None]]) -> list[Tried]:
         """The steps of plans on batches, or looks at them."""
@@ -161,20 +167,30 @@ class _Contest:
     def _score(self, a: Assignment) -> tuple[bool, int, int]:
         """Less is better: what fits, the shorter step, the plainer plan. Steps that are about alike count as equal."""
         tried, chosen = mean(self.steps[_key(a)]), [self.problem.sections[s][i] for s, i in a.choice.items()]
-        wide, step = any(c.width for c in chosen), max(1, self.looks[_key(self.plans[0])].time_ns // ALIKE_STEPS)
-        return not tried.fits, round(tried.time_ns * (1 + self.margin * wide) / step), sum(c.extras for c in chosen)
+        wide = any(c.width for c in chosen)
+        return not tried.fits, round(tried.time_ns * (1 + self.margin * wide) / self._step), sum(c.extras for c in chosen)
 
     def _closed(self, a: Assignment) -> int:
         return evaluate(self.problem, a).time_ns
+
+    @cached_property
+    def _step(self) -> int:
+        """What makes a difference, ns."""
+        return max(1, self.looks[_key(self.plans[0])].time_ns // ALIKE_STEPS)
+
+    def _promise(self, a: Assignment) -> tuple[int, int, int]:
+        """Of closed forms the less the better: the step and, where steps are about alike, the rounds in which places in flight are taken,
+        and how long a sample is under way; what both cost in a real order is more than they say."""
+        chosen = [self.problem.sections[s][i] for s, i in a.choice.items()]
+        return self._closed(a) // self._step, max(c.rounds for c in chosen), sum(c.fill_ns + c.drain_ns for c in chosen)
 
     # -- plans near it ------------------------------------------------------------------------------------------------------------
 
     def _near(self, shortest: Assignment) -> list[Assignment]:
         """The plans near it that nobody looked at, those first that are worth most."""
         new = {_key(a): a for a in self._neighbours(shortest) if _key(a) not in self.looks}
-        timed = sorted(((self._closed(a), i, a) for i, a in enumerate(new.values())), key=lambda x: x[:2])
         most = self._closed(shortest) + BEHIND * self.looks[_key(shortest)].time_ns
-        return self._varied([a for time, _, a in timed if time <= most], shortest)
+        return self._varied(sorted((a for a in new.values() if self._closed(a) <= most), key=self._promise), shortest)
 
     def _neighbours(self, a: Assignment) -> Iterator[Assignment]:
         ranks = {g: self.problem.sections[g][a.choice[g]].ranks for g in a.group.values()}
@@ -186,6 +202,10 @@ class _Contest:
                 if more and fewer:
                     changed = {s: more if a.group[s] == g else fewer for s in a.choice if a.group[s] in (g, h)}
                     yield from self._best(a, changed, 1)
+        idle = self.problem.ranks - sum(ranks.values())
+        for g, shift in product(ranks, SHIFTS if idle else ()):
+            if (more := self._beside(g, ranks[g], shift)) and more - ranks[g] <= idle:
+                yield from self._best(a, {s: more for s in a.choice if a.group[s] == g}, ALIKE)
 
     def _beside(self, section: str, ranks: int, shift: int) -> int | None:
         """The number of ranks so many steps up or down of those that a section may have."""
@@ -210,8 +230,9 @@ class _Contest:
         for plan in plans:
             changed = [s for s, i in plan.choice.items() if i != a.choice[s]]
             alike = all(self._shape(plan, s) == self._shape(a, s) for s in changed)
-            places.append(seen[alike, *changed] + alike)
-            seen[alike, *changed] += 1
+            kind = alike, *((s, self._shape(plan, s)[-1]) for s in changed)
+            places.append(seen[kind] + alike)
+            seen[kind] += 1
         return [plan for _, plan in sorted(zip(places, plans, strict=True), key=lambda p: p[0])]
 
     def _shape(self, a: Assignment, section: str) -> tuple[int, int, int]:
@@ -219,13 +240,13 @@ class _Contest:
         return c.tp, c.pp, c.ranks
 
     def _legal(self, options: Iterable[Assignment]) -> list[Assignment]:
-        timed: list[tuple[int, int, Assignment]] = []
+        found: list[tuple[tuple[int, int, int], int, Assignment]] = []
         for i, option in enumerate(options):
             try:
-                timed.append((self._closed(option), i, option))
+                found.append((self._promise(option), i, option))
             except ValueError:
                 continue
-        return [option for _, _, option in sorted(timed, key=lambda t: t[:2])]
+        return [option for _, _, option in sorted(found, key=lambda t: t[:2])]
 
     def _fast(self, options: Iterable[Assignment]) -> list[Assignment]:
         """Options of which other sections are not settled yet: those whose own candidates take the least time."""

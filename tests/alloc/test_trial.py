@@ -146,6 +146,16 @@ def test_a_plan_that_does_not_fit_on_later_batches_does_not_win(monkeypatch: pyt
     assert second.tried.fits and second.assignment != first.assignment
 
 
+def test_devices_that_nobody_uses_are_handed_out() -> None:
+    """A plan on two of four devices, where sections are apart, is near plans on more."""
+    _, asked, trial = vlm()
+    asked = replace(asked, strategy="apart")
+    single = {s: next(i for i, c in enumerate(cs) if c.ranks == 1) for s, cs in asked.sections.items()}
+    small = Assignment(single, {s: s for s in single})
+    won = contest(trial, asked, small, lambda a: handed(asked, a), 0.0)
+    assert sum(asked.sections[s][i].ranks for s, i in won.assignment.choice.items()) == 4
+
+
 def test_replicas_in_step_win_only_where_the_order_says_so() -> None:
     """Closed forms that promise too much of zero3 have it tried; what it takes is what counts."""
     _, asked, trial = vlm()
