@@ -10,6 +10,7 @@ import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import torch
 
@@ -77,26 +78,29 @@ class Mix(torch.utils.data.Dataset[Sample]):
         return {"input_ids": tokens, "labels": tokens} | {k: len(v) for k, v in tensors.items()} | audio
 
 
+@cache
+def _drawn(*shape: int) -> torch.Tensor:
+    """The row that is repeated; it is drawn once, because sizes are asked of thousands of samples."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
 def _clip() -> torch.Tensor:
     """A clip, filled up to 30 s as Whisper's encoder wants it; two spectral frames make one of the encoder's."""
-    row = torch.randn(MELS, 1, generator=torch.Generator().manual_seed(0))
-    return row.expand(MELS, 2 * FRAMES_PER_SECOND * CLIP_SECONDS)[None]
+    return _drawn(MELS, 1).expand(MELS, 2 * FRAMES_PER_SECOND * CLIP_SECONDS)[None]
 
 
 def qwen_images(tokens: tuple[int, ...]) -> tuple[list[int], Sample]:
     """Images of Qwen's towers: a grid that is nearly square, four patches of 2 x 3 x 14 x 14 values beside each other a token."""
     grids = [(h, max(1, round(n / h))) for n in tokens for h in [max(1, math.isqrt(n))]]
     counts = [h * w for h, w in grids]
-    row = torch.randn(1, 4, 2 * 3 * 14 * 14, generator=torch.Generator().manual_seed(0))
     thw = torch.tensor([[1, 2 * h, 2 * w] for h, w in grids])
-    return counts, {"pixel_values": row.expand(sum(counts), -1, -1), "image_grid_thw": thw}
+    return counts, {"pixel_values": _drawn(1, 4, 2 * 3 * 14 * 14).expand(sum(counts), -1, -1), "image_grid_thw": thw}
 
 
 def tiled_images(tokens: tuple[int, ...], size: int = 448, tile: int = 256, most: int = 12) -> tuple[list[int], Sample]:
     """Images cut into 1 to `most` square tiles of `size` pixels with `tile` tokens each."""
     tiles = [min(most, max(1, round(n / tile))) for n in tokens]
-    picture = torch.randn(1, 3, size, size, generator=torch.Generator().manual_seed(0))
-    return [tile * n for n in tiles], {"pixel_values": picture.expand(sum(tiles), -1, -1, -1)}
+    return [tile * n for n in tiles], {"pixel_values": _drawn(1, 3, size, size).expand(sum(tiles), -1, -1, -1)}
 
 
 def clip_images(tokens: tuple[int, ...]) -> tuple[list[int], Sample]:
