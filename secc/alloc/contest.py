@@ -33,7 +33,8 @@ from secc.alloc.trial import Ranks, Trial, Tried, mapped, mean
 from secc.alloc.types import Assignment, Candidate, Problem
 
 MOST_TRIALS = 60
-MOST_JOBS = 600_000  # forwards and backwards in the orders of all looks and trials, tens of microseconds each
+MOST_JOBS = (200_000, 600_000)  # forwards and backwards in the orders of all looks and trials, tens of microseconds each: at least, at most
+JOBS_A_SAMPLE = 600  # of a batch, in between
 CLOSE = 1 / 16  # a plan whose look takes longer than the best one's by more is not tried
 CLOSER = 1 / 32  # a plan whose first batch takes longer than the best one's by more is not tried on others
 BEHIND = 1 / 5  # of the step, the part by which closed forms may put a plan that is looked at behind the one it is near to
@@ -110,7 +111,8 @@ class _Contest:
         """How many more plans may be tried."""
         jobs = sum(tried.jobs for some in ([*self.looks.values()], *self.steps.values()) for tried in some)
         longest = max(tried.jobs for tried in self.looks.values())
-        return max(0, min(MOST_TRIALS - len(self.plans), (MOST_JOBS - jobs) // max(1, longest)))
+        most = sorted((*MOST_JOBS, JOBS_A_SAMPLE * len(self.trial.batches[0])))[1]
+        return max(0, min(MOST_TRIALS - len(self.plans), (most - jobs) // max(1, longest)))
 
     def _look(self, plans: Sequence[Assignment]) -> None:
         self.plans += plans
