@@ -34,7 +34,7 @@ def room(work: Workload, asked: Problem, assignment: Assignment, value: Value, s
     number = c.in_flight if apart else stage_room(own, load, c, stage) if c.pp > 1 else 0
     few = number or in_turn(own, load, c.micro_batches)
     if not number and section in own.sources and any(asked.sections[s][i].tp != c.tp for s, i in together):
-        number = c.micro_batches  # it does its forwards first (`Graph.runs_ahead`), as far as bytes allow
+        number = own.global_batch  # it does its forwards first (`Graph.runs_ahead`), as far as bytes allow
     others = value.memory[group[section]] - (c.memory_ahead if apart else c.memory)
     holders = sum(group[s] == group[section] and load.mode != "forward" for s, load in own.loads.items())
     return Room(number, size(own, room_of(own, load, c), few, others, holders))
