@@ -3,6 +3,7 @@
 python -m tools.bench_schedules quality            mixes and loads, mean and worst of ten seeds, as a table
 python -m tools.bench_schedules pipelines          the same of language models in stages, by samples, stages, room and kind of backward
 python -m tools.bench_schedules loads              the same of 32 samples a replica, by mixes, loads, stages and room
+python -m tools.bench_schedules widths             the same of encoders and language models on the same ranks, in replicas of other widths
 python -m tools.bench_schedules small --count 300  against optima proven by CP-SAT (minutes)
 python -m tools.bench_schedules rooms --count 20    the same of pipelines alone, by stages and room
 python -m tools.bench_schedules cost               milliseconds of one core over four decades of batch sizes
@@ -109,6 +110,25 @@ def loads(seeds: int) -> None:
     for images, load, stages in product((0.10, 0.33, 0.75), (0.6, 0.8, 1.0), PLANNED_STAGES):
         cells = [_staged(32, images, load, mixes.Pipeline(stages, room * stages, split), seeds) for split, room in kinds]
         print(f"| {images:.2f} | {load:.0%} | {stages} | {' | '.join(cells)} |", flush=True)
+
+
+WIDTHS = ((1, 2), (1, 4), (2, 4), (2, 1), (4, 1))
+
+
+def widths(seeds: int) -> None:
+    """Rows of the ranks in an encoder's and a language model's replicas, all on 16 ranks, at P(image) 0.33 with 32 samples for each replica
+    of the language model; columns of loads and of images in a micro-batch: mean/worst over the bound."""
+    kinds = list(product((0.2, 0.6), (1, 4)))
+    heads = [f"{load:.0%}, {size} a micro-batch" for load, size in kinds]
+    print(f"| tp of encoder | tp of language model | {' | '.join(heads)} |\n| --- | --- |{' --- |' * len(kinds)}")
+    for encoder, language in WIDTHS:
+        cells: list[str] = []
+        for load, size in kinds:
+            batches = [mixes.multimodal(32 * 16 // language, 0.33, seed) for seed in range(seeds)]
+            plans = [mixes.shared(samples, 16, (encoder, language), load, size) for samples in batches]
+            found = [timed_schedule(p, b)[1] / schedule_bound(p, b).ns for p, b in zip(plans, batches, strict=True)]
+            cells.append(f"{mean(found):.3f}/{max(found):.3f}")
+        print(f"| {encoder} | {language} | {' | '.join(cells)} |", flush=True)
 
 
 def _staged(count: int, images: float, load: float, pipeline: mixes.Pipeline, seeds: int) -> str:
@@ -225,7 +245,7 @@ def _timed(plan: Plan, samples: list[SampleMeta]) -> tuple[float, float]:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["quality", "pipelines", "loads", "small", "rooms", "cost"])
+    parser.add_argument("what", choices=["quality", "pipelines", "loads", "widths", "small", "rooms", "cost"])
     parser.add_argument("--seeds", type=int, default=10, help="batches for each row of quality")
     parser.add_argument("--samples", type=int, nargs="+", default=PLANNED_SAMPLES, help="samples a replica, rows of pipelines")
     parser.add_argument("--count", type=int, default=300, help="instances of small, batches of each row of rooms")
@@ -240,6 +260,8 @@ def main(arguments: list[str]) -> int:
             pipelines(options.seeds, options.samples)
         case "loads":
             loads(options.seeds)
+        case "widths":
+            widths(options.seeds)
         case "small":
             small(options.count, options.limit)
         case "rooms":

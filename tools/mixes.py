@@ -97,6 +97,15 @@ def vlm(
     return plan([vision, *lm], [("vision", lm[0].name), *pairwise(s.name for s in lm)])
 
 
+def shared(samples: Samples, ranks: int, widths: tuple[int, int], load: float, micro_batch: int = 1) -> Plan:
+    """An encoder and a language model on the same ranks, in replicas of `widths` ranks each; `load` as above."""
+    narrow, wide = (Mesh(tuple(range(ranks)), ranks // tp, 1, tp) for tp in widths)
+    ns = entry_ns(samples, "I", narrow.dp, wide.dp, load, 3)
+    vision = replace(section("vision", range(ranks), "I", ns, when=IMAGES), mesh=narrow, micro_batch=micro_batch)
+    lm = replace(section("lm", range(ranks), "T", TOKEN_NS), mesh=wide)
+    return plan([vision, lm], [("vision", "lm")])
+
+
 def omni(samples: Samples, encoders: int, replicas: int, load: float) -> Plan:
     """Vision and audio encoders on ranks of their own, both into a language model."""
     made = [

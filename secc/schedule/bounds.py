@@ -24,7 +24,8 @@ T >= min h + that + min t, the minima over these jobs.
 *Chain.* T >= h + duration + t of every job: the longest way through one sample's own work.
 
 *Even.* A replica of several ranks holds them all for as long as its work takes. The ranks' times together are no more than T each, so T is
-at least all that work over the number of ranks: the plan bound, which pools do not imply where replicas of different widths share ranks.
+at least all that work over the number of ranks: the plan bound, which pools do not imply where replicas of different widths share ranks. So
+it is taken for such ranks alone, too.
 
 Heads, tails and chains include messages between ranks at their fastest, and tails the reduction of the section's gradients, which follows
 its last backward. After the last reduction every rank waits for all others (the global norm), and then takes its optimizer step: the
@@ -33,7 +34,7 @@ longest of these adds to any bound.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -114,12 +115,17 @@ def work_plan_bound(work: Work) -> int:
 
 def _all_bounds(work: Work) -> Iterator[Bound]:
     yield Bound(max(_chains(work), default=0), "the longest way of one sample")
-    for ranks, sections in _pools(work):
+    for ranks, sections in _pools(work, work.ranks):
         where = ", ".join(sections)
         units = [u for name in sections for u in work.units[name]]
         for what, jobs in _families(units):
             yield Bound(_sets(jobs, ranks), f"{what} on the ranks of {where}")
             yield Bound(_packing(jobs, ranks), f"the largest {what} on the ranks of {where}")
+    tps = {s.name: s.mesh.tp for s in work.sections}
+    for ranks, sections in _pools(work, {s.name: s.mesh.ranks for s in work.sections}):
+        if len({tps[name] for name in sections}) > 1:
+            total = sum(job.weight * tps[name] for name in sections for job in next(_families(work.units[name]))[1])
+            yield Bound(-(-total // ranks), f"all work on the ranks of {', '.join(sections)}, which wide replicas hold together")
     trips = round_trips(work)
     for section in work.sections:
         if has_slots(work, section):
@@ -140,15 +146,15 @@ def _chains(work: Work) -> Iterator[int]:
             yield u.forward_head + u.forward + u.forward_tail
 
 
-def _pools(work: Work) -> list[tuple[int, list[str]]]:
-    """Numbers of ranks, and the sections whose work is done there and nowhere else."""
-    sets = {frozenset(ranks) for name, ranks in work.ranks.items() if name not in work.ahead}
+def _pools(work: Work, where: Mapping[str, Sequence[int]]) -> list[tuple[int, list[str]]]:
+    """Numbers of ranks, and the sections whose work is done there and nowhere else; `where` has the ranks of sections."""
+    sets = {frozenset(ranks) for name, ranks in where.items() if name not in work.ahead}
     components = set(sets)
     while overlapping := next(((a, b) for a in components for b in components if a != b and a & b), None):
         components = components - set(overlapping) | {overlapping[0] | overlapping[1]}
     names = [s.name for s in work.sections if s.name not in work.ahead]
     pools = sets | components | {frozenset().union(*sets)}
-    inside = {pool: [n for n in names if pool.issuperset(work.ranks[n])] for pool in pools}
+    inside = {pool: [n for n in names if pool.issuperset(where[n])] for pool in pools}
     return sorted((len(pool), names) for pool, names in inside.items())
 
 

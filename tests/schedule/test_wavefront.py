@@ -193,6 +193,14 @@ def test_the_critical_section_hardly_waits(encoders, replicas, share):
     assert timed_schedule(p, samples, order="dataset")[1] > 1.05 * work
 
 
+@pytest.mark.parametrize(("encoder", "language"), [(1, 2), (1, 4), (2, 4), (2, 1), (4, 1)])
+def test_sections_that_share_ranks_in_other_widths_do_not_keep_each_other_waiting(encoder, language):
+    vision = section("vision", range(8), tp=encoder, when=IMAGE, forward=f"{200 * encoder}*I", backward=f"{400 * encoder}*I")
+    lm = section("lm", range(8), tp=language, forward="S", backward="2*S")
+    p, samples = plan([vision, lm], [edge("vision", "lm")], 8), mixed(32 * 8 // language, 0.33, seed=5)
+    assert timed_schedule(p, samples)[1] <= 1.08 * schedule_bound(p, samples).ns
+
+
 def test_what_cannot_be_scheduled_is_refused():
     a, b = section("a", [0]), section("b", [0])
     with pytest.raises(ValueError, match="a, b form a cycle"):
