@@ -34,7 +34,7 @@ from secc.alloc.types import Assignment, Candidate, Problem
 
 MOST_TRIALS = 60
 MOST_JOBS = (200_000, 600_000)  # forwards and backwards in the orders of all looks and trials, tens of microseconds each: at least, at most
-JOBS_A_SAMPLE = 600  # of a batch, in between
+JOBS_A_SAMPLE = 400  # of a batch, in between
 CLOSE = 1 / 16  # a plan whose look takes longer than the best one's by more is not tried
 CLOSER = 1 / 32  # a plan whose first batch takes longer than the best one's by more is not tried on others
 BEHIND = 1 / 5  # of the step, the part by which closed forms may put a plan that is looked at behind the one it is near to
