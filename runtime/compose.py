@@ -12,14 +12,14 @@ The stages of a pipeline are dealt together, too, and have the same micro-batche
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import compress, pairwise, repeat
 from operator import mul
-from typing import cast
 
 from secc.runtime.balance import Ranks, balance, balance_rounds
+from secc.runtime.columns import made
 from secc.runtime.costs import Costs
 from secc.runtime.graph import Graph
 from secc.runtime.lots import Cut, Lot, halved, lots
@@ -383,10 +383,7 @@ class Composer:
 
 def _micros(section: Section, replica: Iterable[int], lots: Sequence[Lot]) -> tuple[MicroBatch, ...]:
     """The section's micro-batches, without a call for each of the thousands."""
-    return tuple(map(_made, zip(range(len(lots)), repeat(section.name), replica, lots)))
-
-
-_made = cast("Callable[[tuple[object, ...]], MicroBatch]", partial(tuple.__new__, MicroBatch))
+    return tuple(made(MicroBatch, (range(len(lots)), repeat(section.name), replica, lots)))
 
 
 def _evened(cut: Cut, replicas: int) -> Cut:

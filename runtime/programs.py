@@ -6,8 +6,7 @@ as columns they are arranged and compared at once, and the others' are never mad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from itertools import chain, islice, pairwise
 from typing import NamedTuple, cast, overload
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from secc.runtime.collector import collector_paused
-from secc.runtime.columns import integers
+from secc.runtime.columns import integers, made
 from secc.runtime.plan import Plan
 from secc.runtime.program import Instruction, Program
 
@@ -23,8 +22,6 @@ KINDS = ("F", "B", "W", "SEND", "RECV", "REDUCE", "STEP")
 FORWARD, BACKWARD, WEIGHT, SEND, RECEIVE, REDUCE, STEP = range(len(KINDS))
 DIRECTIONS = ("fwd", "bwd")
 BLANK, UNKNOWN = -1, -2  # numbers of texts that say nothing, and of those that the plan does not have
-
-_made = cast("Callable[[tuple[object, ...]], Instruction]", partial(tuple.__new__, Instruction))  # a third of `_make`'s time
 
 
 class Names(NamedTuple):
@@ -132,7 +129,7 @@ class Programs(Sequence[Program]):
     def _instructions(self, start: int, stop: int) -> Iterator[Instruction]:
         columns = [column[start:stop].tolist() for column in self.rows[: len(Instruction._fields)]]
         words = {i: (*texts, "") for i, texts in self.names.texts.items()}  # BLANK is the last one
-        return map(_made, zip(*(map(words[i].__getitem__, c) if i in words else c for i, c in enumerate(columns)), strict=True))
+        return made(Instruction, (map(words[i].__getitem__, c) if i in words else c for i, c in enumerate(columns)))
 
 
 class _Numbers(dict[str, int]):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from secc.alloc.types import Candidate
 from secc.baselines.bound import least
-from secc.baselines.compare import Comparison, fullest, step
+from secc.baselines.compare import Comparison, describe, fullest, step
 from secc.baselines.layout import Layout, Part, planned
 from secc.baselines.packing import Batch, cuts, first_fit, in_turn, largest_first, stratified
 from secc.baselines.schemes import SCHEMES, Scheme
@@ -143,6 +143,17 @@ def test_every_layout_of_every_baseline_runs_on_the_same_devices(directory):
             assert max(bounded(p, one, rank) for rank in range(p.world_size)) <= comparison.space.capacity
             assert p.world_size <= own.world_size and {s.whole for s in p.sections} == {s.whole for s in own.sections}
             assert schedule_bound(p, samples).ns <= step(p, samples, Scheme(scheme.layouts, scheme.order), one).end
+
+
+def test_layouts_are_simulated_until_one_fits(directory, monkeypatch):
+    comparison, samples = Comparison(directory), next(global_batches(directory, load(directory)))
+    scheme, real = SCHEMES["uniform"], Comparison._step
+    layouts = scheme.layouts(comparison.space, Batch(comparison.base.plan, samples).anchor)
+    monkeypatch.setattr("secc.baselines.compare.SIMULATED", 1)
+    shortest = layouts[comparison._ranked(layouts, scheme, samples)[0]]
+    monkeypatch.setattr(Comparison, "_step", lambda self, layout, *rest: None if layout == shortest else real(self, layout, *rest))
+    found = comparison.best("uniform", [samples])
+    assert found.step_time_s is not None and found.layout != describe(shortest)
 
 
 def test_the_command_prints_each_baseline(directory, capsys):
