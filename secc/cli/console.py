@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -13,7 +15,10 @@ from rich.table import Table as RichTable
 
 from secc.report.table import Table
 
-out = Console(highlight=False)
+WIDE = 140  # columns of what is not shown on a terminal: read in files and logs, which do not end at the eightieth
+SHORT = 16  # a column of cells this long is not broken while the others keep as much
+
+out = Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE)
 err = Console(stderr=True, highlight=False)
 
 
@@ -37,11 +42,24 @@ def print_json(data: object) -> None:
 def print_table(table: Table) -> None:
     """A table for people."""
     shown = RichTable(title=table.title, title_justify="left", caption=table.note or None, caption_justify="left")
-    for column in table.columns:
-        shown.add_column(column, overflow="fold")
+    whole = _unbroken(table, out.width)
+    for i, column in enumerate(table.columns):
+        shown.add_column(column, overflow="fold", no_wrap=i in whole)
     for row in table.rows:
         shown.add_row(*map(escape, row))  # dims of tensors are no markup
     out.print(shown)
+
+
+def _unbroken(table: Table, width: int) -> set[int]:
+    """The columns whose words stay whole on so wide a terminal: the shortest ones, as long as all others have room left."""
+    lengths = [max(map(len, column)) for column in zip(table.columns, *table.rows, strict=True)]
+    left, whole = width - 3 * len(lengths) - 1, set[int]()  # a border and a space on either side of each column
+    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
+        others = len(lengths) - len(whole) - 1
+        if lengths[i] <= SHORT and left - lengths[i] >= SHORT * min(others, 1):
+            whole.add(i)
+            left -= lengths[i]
+    return whole
 
 
 def print_differences(found: Sequence[Table], as_json: bool) -> None:

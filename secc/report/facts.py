@@ -123,15 +123,13 @@ def _weights(plan: Plan, section: Section) -> str:
 
 def _work(plan: Plan) -> Table:
     shares: dict[str, Any] = plan.prediction.get("sections", {})
+    simulated = all("busy" in shares.get(s.name, {}) for s in plan.whole_sections)
 
     def row(s: Section) -> tuple[str, ...]:
-        busy = shares.get(s.name, {}).get("busy")
-        return (
-            s.name, WHAT_MODES_OWE.get(s.mode, s.mode), _weights(plan, s), f"{s.memory_gib:.3g}",
-            f"{float(busy):.0%}" if busy is not None else "", s.cost.label,
-        )  # fmt: skip
+        busy = (f"{float(shares[s.name]['busy']):.0%}",) if simulated else ()
+        return (s.name, WHAT_MODES_OWE.get(s.mode, s.mode), _weights(plan, s), f"{s.memory_gib:.3g}", *busy, s.cost.label)
 
-    columns = ("section", "owes", "weights", "GiB a rank", "busy", "costs are")
+    columns = ("section", "owes", "weights", "GiB a rank", *(("busy",) if simulated else ()), "costs are")
     return Table(
         "Work and memory", columns, tuple(row(s) for s in plan.whole_sections), "Predictions rest on costs of the kind in the last column."
     )

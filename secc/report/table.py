@@ -17,7 +17,7 @@ class Table:
 
 
 def blocks_text(paths: Sequence[str]) -> str:
-    """Module paths, layers in a row as one: `model.embed, model.layers.0-31, head`."""
+    """Module paths, layers in a row as one and what all begin with once: `model.{embed, layers.0-31, norm}`."""
     spans: list[tuple[str, int, int]] = []  # what stands before a number, the first and the last one; -1 where there is none
     for path in paths:
         head, dot, number = path.rpartition(".")
@@ -27,7 +27,19 @@ def blocks_text(paths: Sequence[str]) -> str:
             spans[-1] = (head + dot, spans[-1][1], int(number))
         else:
             spans.append((head + dot, int(number), int(number)))
-    return ", ".join(head if first < 0 else f"{head}{first}" + (f"-{last}" if last > first else "") for head, first, last in spans)
+    return braced([head if first < 0 else f"{head}{first}" + (f"-{last}" if last > first else "") for head, first, last in spans])
+
+
+def braced(paths: Sequence[str]) -> str:
+    """Dotted paths in one line: `a.{b, c.d}` for `a.b` and `a.c.d`."""
+    shared = 0
+    if len(paths) > 1:
+        parents = [path.split(".")[:-1] for path in paths]
+        shared = next((i for i, names in enumerate(zip(*parents, strict=False)) if len(set(names)) > 1), min(map(len, parents)))
+    if not shared:
+        return ", ".join(paths)
+    prefix = ".".join(paths[0].split(".")[:shared])
+    return f"{prefix}.{{{', '.join(path.removeprefix(prefix + '.') for path in paths)}}}"
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

@@ -18,7 +18,7 @@ from secc.ir.dialect import graph_of
 from secc.passes.allocate import Allocate
 from secc.report.facts import tables
 from secc.report.page import page
-from secc.report.table import blocks_text, bytes_text
+from secc.report.table import bytes_text
 from secc.runtime.plan import ModelRef, Plan
 
 TESTS = Path(__file__).parents[1]
@@ -111,9 +111,3 @@ def test_the_report_says_why(plan: Plan) -> None:
     assert {r[0] for r in found["What bounds sections"].rows} == {"vision_tower", "language_model"}
     for title in ("What else could be", "What bounds sections", "Where memory goes", "Where costs come from"):
         assert f"<h2>{title}</h2>" in page(plan)
-
-
-def test_layers_in_a_row_are_one() -> None:
-    paths = ["m.embed", *(f"m.layers.{i}" for i in (0, 1, 2, 4)), "m.2", "head"]
-    assert blocks_text(paths) == "m.embed, m.layers.0-2, m.layers.4, m.2, head"
-    assert blocks_text(["a.1", "b.2"]) == "a.1, b.2" and blocks_text([]) == ""
