@@ -148,8 +148,7 @@ class _Clock:
 
 def compile_model(path: str | Path, options: Options, progress: Callable[[str], None] | None = None) -> Compiled:
     """Compile a model file. Raises UserError for everything that is wrong with the model or the options."""
-    pipeline.parse(pipeline_text(options))  # first of all, since it reads the options
-    dtype_of(options.dtype)
+    _look_at(options)
     clock = _Clock(progress)
     user, meta, ref, drawn, inputs, captured = front(path, options, clock.step)
     with clock.step("build the model here"):
@@ -183,6 +182,15 @@ def compile_model(path: str | Path, options: Options, progress: Callable[[str], 
     return Compiled(
         made, planned.module, planned.dumps, planned.captured.constants, user, drawn, inputs, model, clock.seconds, source, options
     )
+
+
+def _look_at(options: Options) -> None:
+    """Refuse what is wrong in the options alone, before a model is read."""
+    pipeline.parse(pipeline_text(options))
+    dtype_of(options.dtype)
+    cluster = parse(options.cluster)
+    if options.costs:
+        costs.read(Path(options.costs)).check(cluster)
 
 
 def front(path: str | Path, options: Options, step: Step) -> tuple[UserModel, nn.Module, ModelRef, Survey, Inputs, Capture]:
@@ -228,9 +236,7 @@ def _module(
                 keep(module, meta, learnt(), known.costs)
         measure(module, meta, samples, known=known.costs)
         if options.costs:
-            table = costs.read(Path(options.costs))
-            table.check(parse(options.cluster))
-            table.write(module, meta)
+            costs.read(Path(options.costs)).write(module, meta)
     return module
 
 

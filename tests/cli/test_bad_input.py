@@ -57,6 +57,7 @@ def test_more_ranks_than_can_be_used(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_an_unknown_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     message = refusal(capsys, "compile", str(MODELS / "qwen_distil.py"), "-o", str(tmp_path / "plan"), "--cluster", "4x8xZ80")
     assert "Z80" in message and "what to do" in message
+    assert "capture" not in message, "found before the model is read"
 
 
 def test_an_output_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
