@@ -135,11 +135,12 @@ class _Measuring:
     def learnt(self, case: CaseOp, call: CallOp) -> CallCost | None:
         """The same, None instead of the estimate."""
         block = self._model.get_submodule(call.target.data)
-        return self._counted(call, block) or self._sampled(case, call, block)
+        return self._counted(call, block) or self._counted(call, block, own=True) or self._sampled(case, call, block)
 
-    def _counted(self, call: CallOp, block: nn.Module) -> CallCost | None:
-        """Polynomials that hold exactly, or None for a block that needs values or whose numbers no small polynomial gives."""
-        makes, kinds = Makes(), {name: self._graph.symbols[name].kind.data for name in _symbols(call)}
+    def _counted(self, call: CallOp, block: nn.Module, own: bool = False) -> CallCost | None:
+        """Polynomials that hold exactly, or None for a block that needs values (but those of its `own` tensors, if they have any) or whose
+        numbers no small polynomial gives."""
+        makes, kinds = Makes(own=own), {name: self._graph.symbols[name].kind.data for name in _symbols(call)}
         trials: dict[tuple[int, ...], Trial] = {}
 
         def trial(sizes: dict[str, int]) -> Trial:

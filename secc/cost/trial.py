@@ -1,7 +1,8 @@
 """One run of a user's block without values or weights: FLOPs, bytes saved for backward, bytes moved, operations.
 
-A block runs on the meta device. One that reads values of its integer arguments (where samples begin, grids of images) gets those for
-real and everything else as fake tensors.
+A block runs on the meta device, where tensors are that it makes without naming a device, too: elsewhere they could not meet the others.
+One that reads values of its integer arguments (where samples begin, grids of images) gets those for real and everything else as fake
+tensors.
 
 Beside what a plain run keeps, a trial tells what one keeps whose units (`secc.runtime.recompute`) run again in the backward: their inputs
 and what is saved outside of them. Attention counts as a fused kernel does: it keeps queries, keys, values, output and a log-sum, never
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +112,7 @@ def run(
         saved_tensors_hooks(saved.pack, lambda t: t),
         saved.watching(units),
         alike(units, counter, makes),
+        makes.factories(),
         fused,
         counter,
     ):
@@ -118,9 +121,11 @@ def run(
 
 
 class Makes:
-    """Makes tensors without values: on the meta device, or, with `real`, fake ones, which may meet real ones. Parameters get one each."""
+    """Makes tensors without values: on the meta device, or, with `real`, fake ones, which may meet real ones. Parameters get one each.
+    What a block makes by itself is on its device, or, with `real` or `own`, has values that it may read."""
 
-    def __init__(self, real: bool = False) -> None:
+    def __init__(self, real: bool = False, own: bool = False) -> None:
+        self._own = own
         self.mode = FakeTensorMode(allow_non_fake_inputs=True) if real else None
         self._parameters: dict[nn.Parameter, torch.Tensor] = {}
 
@@ -139,6 +144,10 @@ class Makes:
         if parameter not in self._parameters:
             self._parameters[parameter] = self(parameter.size(), parameter.stride(), parameter.dtype, parameter.requires_grad)
         return self._parameters[parameter]
+
+    def factories(self) -> AbstractContextManager[object]:
+        """While a block runs: makes what it makes without naming a device."""
+        return self.device if self.mode is None and not self._own else nullcontext()
 
     @property
     def device(self) -> torch.device:

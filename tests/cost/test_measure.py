@@ -130,6 +130,44 @@ def test_a_block_that_reads_values_gets_the_estimate() -> None:
     assert (found["kept"], found["working"], found["again"]) == ("32*B*S", "480*B*S", "0")
 
 
+class Padded(nn.Module):
+    """Writes into tensors that it makes itself, with or without naming the device of its argument."""
+
+    def __init__(self, device: bool) -> None:
+        super().__init__()
+        self.device, self.up = device, nn.Linear(8, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        on: dict[str, Any] = {"device": x.device} if self.device else {}
+        places, weights = torch.arange(x.shape[1], **on), torch.tensor([0.5] * 8, **on)
+        padded = torch.zeros(x.shape[0], x.shape[1] + 1, 8, **on)
+        padded[:, places] = x * weights
+        return self.up(padded)[:, 1:, :8]
+
+
+def test_tensors_that_a_block_makes_without_a_device_count_as_those_with_one() -> None:
+    named, bare = measured(Padded(device=True)), measured(Padded(device=False))
+    assert bare == named and named["cost"] == "counted"
+    assert named["flops"] == "1024*B*S + 1024*B"  # the product of the padded rows
+
+
+class Rated(nn.Module):
+    """Reads values of a tensor that it makes itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rates: list[float] = torch.linspace(0.5, 1.0, 3).tolist()
+        return self.up(x * rates[1])[..., :8]
+
+
+def test_values_of_tensors_that_a_block_makes_can_be_read() -> None:
+    found = measured(Rated())
+    assert (found["flops"], found["cost"]) == ("1024*B*S", "counted")
+
+
 class PerSample(nn.Module):
     """Attends within each sample of a packed batch, and reads how long they are."""
 
