@@ -3,12 +3,13 @@
 `secc.frontend.cuts` has found and shown them; here they are put together. A parameter that several sections have or that glue reads
 stays whole, and with it the module that it is in, unless all glue that reads it can do with some of its tokens each (`secc.ir.vocabulary`);
 one under several names is cut if it is cut alike under each of them. A tp that does not divide heads, or under which nothing could be cut,
-is refused. A plan that is only compared (`assume`) may have a tp under which nobody has cut the blocks yet, if they were found to take it.
+is refused. A plan that is only compared (`assume`) may have a tp under which nobody has cut the blocks yet, if they were found to take it;
+of another one it is told whether it divides what ranks would share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from xdsl.context import Context
@@ -18,7 +19,7 @@ from xdsl.passes import ModulePass
 
 from secc.errors import Impossible, UserError
 from secc.ir.analysis import text_of, texts_of
-from secc.ir.cuts import cut_op, cuttable
+from secc.ir.cuts import cut_op, cuttable, dividing, shared, undivided
 from secc.ir.dialect import CaseOp, CutOp, GraphOp, ParamOp, SectionOp, TieOp, graph_of, section_of, strings, texts
 from secc.ir.types import tensor
 from secc.ir.vocabulary import Part, Spread, wide
@@ -48,16 +49,17 @@ def _shard(graph: GraphOp, section: SectionOp, tp: int, assume: bool) -> None:
     blocks = strings(section.blocks)
     # A block may lie in another one (an embedding that is also called by itself), and is cut once.
     cuts = list({c.path.data: c for c in graph.cuts if c.tp.data == tp and c.block.data in blocks}.values())
-    if assume and not cuts and tp in cuttable(graph, section):
-        return
+    name = f"{text_of(section, 'pipeline') or section.sym.data}.tp={tp}"
+    if assume and not cuts:
+        if tp in cuttable(graph, section):
+            return
+        raise _unsought(name, tp, shared(graph, section), cuttable(graph, section))
     by_tokens = _by_tokens(graph, section, tp)
     cuts += _heads(graph, cuts, by_tokens, tp)
-    whole = text_of(section, "pipeline") or section.sym.data
-    name = f"{whole}.tp={tp}"
-    heads = next((w for c in cuts for w in strings(c.whole) if w.endswith(HEADS)), None)
-    if heads is not None:
-        error = UserError(f"{name} is impossible: {heads}", remedy=f"set {whole}.tp to a number that divides its heads")
-        raise Impossible(error, [name])
+    whole = name.rpartition(".")[0]
+    heads = [w for c in cuts for w in strings(c.whole) if w.endswith(HEADS)]
+    if heads:
+        raise Impossible(UserError(f"{name} is impossible: {heads[0]}", remedy=_remedy(whole, heads)), [name])
     kept, why = _usable(graph, section, cuts, set(by_tokens))
     cut = {name for c in kept for name, _ in map(_parts, strings(c.shards))}
     why += [f"{name}: it is read outside of its module" for name in _read(graph, section) if name not in cut]
@@ -67,7 +69,7 @@ def _shard(graph: GraphOp, section: SectionOp, tp: int, assume: bool) -> None:
     if uneven or not any(strings(c.styles) for c in kept):
         reasons = [w for c in cuts for w in strings(c.whole)] + why
         cause = reasons[0] if cuts and reasons else "nobody looked how its blocks could be cut"
-        error = UserError(f"{name} is impossible: none of its modules can be cut ({cause})", remedy=f"leave {whole}.tp out")
+        error = UserError(f"{name} is impossible: none of its modules can be cut ({cause})", remedy=_remedy(whole, reasons))
         raise Impossible(error, [name if uneven else f"{whole}.tp"])
     if text_of(section, "norms") == "sequence":
         kept = _on_positions(name, kept, why)
@@ -77,6 +79,27 @@ def _shard(graph: GraphOp, section: SectionOp, tp: int, assume: bool) -> None:
         "partial": texts(p for c in kept for p in strings(c.partial)),
         "whole": texts([w for c in kept for w in strings(c.whole)] + why),
     }
+
+
+def _unsought(name: str, tp: int, sizes: Sequence[str], possible: Sequence[int]) -> UserError:
+    """Why a tp is refused that nobody looked at: it does not divide what ranks would share, or that is all that is known."""
+    whole = name.rpartition(".")[0]
+    uneven = next((size for size in sizes if int(size.split()[0]) % tp), None)
+    if uneven is not None:
+        message = f"{name} is impossible: {tp} does not divide {uneven}, which its ranks would share"
+        return UserError(message, remedy=_one_of(whole, possible or dividing(sizes)))
+    known = f"; {tp} divides what its ranks would share: {', '.join(sizes)}" if sizes else ""
+    message = f"{name} is not known to be possible: nobody looked how its blocks could be cut{known}"
+    return Impossible(UserError(message, remedy=_one_of(whole, possible)), [name if sizes else f"{whole}.tp"])
+
+
+def _remedy(whole: str, reasons: Iterable[str]) -> str:
+    """What to set in place of a tp that does not divide sizes in the reasons."""
+    return _one_of(whole, dividing(undivided(reasons)))
+
+
+def _one_of(whole: str, possible: Sequence[int]) -> str:
+    return f"set {whole}.tp to {' or '.join(map(str, possible))}" if possible else f"leave {whole}.tp out"
 
 
 def _read(graph: GraphOp, section: SectionOp) -> list[str]:

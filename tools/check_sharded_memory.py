@@ -3,8 +3,9 @@
     python -m tools.check_sharded_memory [WAY ...]
 
 A language model of eight layers trains on two gloo ranks in each way to distribute it. Measured is the most that a process has resident
-during the second and third step, less what it had before it built the model. A rank keeps what it frees, for the next step; here its C
-library is told to map tensors one by one, so that freed ones go back and what is resident is in use.
+during the second and third step, less what it had before it built the model and less the pages of libraries, which training reads in
+under each way. A rank keeps what it frees, for the next step; here its C library is told to map tensors one by one, parameters too, so
+that freed ones go back and what is resident is in use.
 """
 
 from __future__ import annotations
@@ -39,24 +40,27 @@ def used(field):
 
 BEFORE = [0]
 
+def map_tensors():
+    library = ctypes.CDLL(None)
+    library.mallopt(-1, 1 << 16)  # M_TRIM_THRESHOLD, and M_MMAP_THRESHOLD: what is larger is mapped by itself
+    library.mallopt(-3, 1 << 16)
+    library.malloc_trim(0)  # what is free in the heap would be taken first
+
 def model():
+    map_tensors()
     config = T.Qwen3Config(
         num_hidden_layers=8, hidden_size=512, num_attention_heads=8, num_key_value_heads=4, head_dim=64, intermediate_size=1536,
         vocab_size=4000, use_cache=False,
     )
-    BEFORE[0] = BEFORE[0] or used("VmRSS")
+    BEFORE[0] = BEFORE[0] or used("RssAnon")
     return T.AutoModelForCausalLM.from_config(config)
 
 def optimizer(params):
-    library = ctypes.CDLL(None)
-    library.mallopt(-1, 1 << 16)  # M_TRIM_THRESHOLD, and M_MMAP_THRESHOLD: what is larger is mapped by itself
-    library.mallopt(-3, 1 << 16)
-    library.malloc_trim(0)  # what building the model has left
     made = torch.optim.AdamW(params, lr=1e-4, foreach=False)
 
     def note(*_):
         with open(os.path.join(os.environ["MEMORY"], os.environ["RANK"]), "w") as file:
-            file.write(str(used("VmHWM") - BEFORE[0]))
+            file.write(str(used("VmHWM") - used("RssFile") - BEFORE[0]))
         if made.steps == 0:
             open("/proc/self/clear_refs", "w").write("5")  # the peak starts anew
         made.steps += 1

@@ -96,6 +96,7 @@ class Shapes(TorchFunctionMode):
         super().__init__()
         self.index, self.count, self._enter = index, count, enter
         self.drew = False  # whether random numbers were drawn for parts
+        self.heads = set[int]()  # the numbers of heads that were shared out
 
     def enter(self, whole: torch.Tensor) -> torch.Tensor:
         """A whole tensor that meets parts: each rank's gradient of it is a part of the sum. Those of parameters are summed once a step."""

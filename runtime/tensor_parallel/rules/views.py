@@ -109,6 +109,7 @@ def _split(mode: Shapes, wanted: list[int], dim: int, parts: tuple[int, ...], ow
         if wanted[dim] <= FEW and len(parts) == 1:
             raise Refused(_uneven(mode, outer), own.sources, places(own, *(own.size * i // wanted[dim] for i in range(wanted[dim]))))
         raise Refused(_uneven(mode, outer), own.sources)
+    mode.heads |= {*outer}
     return dim, outer
 
 

@@ -33,7 +33,8 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]  # what a module is called with
 class Found:
     """How a module is cut: the parts of what is cut by outputs and by inputs, and why other linear maps stay whole.
 
-    `experts` has for modules of several experts how those are cut (`secc.frontend.cuts.experts`).
+    `experts` has for modules of several experts how those are cut (`secc.frontend.cuts.experts`), `heads` the numbers of heads that ranks
+    share.
     """
 
     columns: Mapping[str, Parts]
@@ -42,6 +43,13 @@ class Found:
     scopes: tuple[str, ...] = ()  # the smallest modules inside which everything that is in parts stays
     draws: bool = False  # whether its code draws random numbers for parts
     experts: Mapping[str, Way] = field(default_factory=dict[str, Way])
+    heads: frozenset[int] = frozenset()
+
+    @property
+    def shared(self) -> list[str]:
+        """What ranks share evenly, as text."""
+        outputs = {part for parts in self.columns.values() for part in parts}
+        return [f"{n} heads" for n in sorted(self.heads)] + [f"{n} outputs" for n in sorted(outputs)]
 
     @property
     def cut(self) -> tuple[str, ...]:
@@ -72,6 +80,7 @@ class _Search:
     rows: dict[str, tuple[Parts, frozenset[str]]] = field(default_factory=dict[str, tuple[Parts, frozenset[str]]])
     reached: set[str] = field(default_factory=set[str])
     draws: bool = False
+    heads: frozenset[int] = frozenset()
     hints: dict[str, str] = field(default_factory=dict[str, str])  # why outputs were cut at more places
 
     def drop(self, paths: Iterable[str], reason: str) -> None:
@@ -85,7 +94,9 @@ def find(module: nn.Module, call: Call, count: int, preferred: Iterable[str] | N
     found = {path: cut for path, m in module.named_modules() if (cut := linear(m)) is not None}
     allowed = set(found if preferred is None else preferred)
     search = _Search({path: (m.outputs,) for path, m in found.items() if path in allowed})
-    search.drop([p for p, (n,) in search.columns.items() if n % count], f"tp={count} does not divide its outputs")
+    for path, (outputs,) in list(search.columns.items()):
+        if outputs % count:
+            search.drop([path], f"tp={count} does not divide its {outputs} outputs")
     while search.columns:
         search.rows, search.reached = {}, set()
         if _try(module, call, count, search, found):
@@ -95,7 +106,7 @@ def find(module: nn.Module, call: Call, count: int, preferred: Iterable[str] | N
     rows = {p: parts for p, (parts, _) in search.rows.items()} if search.columns else {}
     whole = {p: search.reasons.get(p, "it gets whole activations") for p in found if p not in search.columns and p not in rows}
     scopes = _outermost(_common([path, *search.rows[path][1]]) for path in rows)
-    return Found(search.columns, rows, whole, scopes, search.draws)
+    return Found(search.columns, rows, whole, scopes, search.draws, heads=search.heads)
 
 
 def _common(paths: Iterable[str]) -> str:
@@ -123,7 +134,7 @@ def _try(module: nn.Module, call: Call, count: int, search: _Search, found: Mapp
         args, kwargs = tree_map(_fresh, call)
         with torch.enable_grad(), Shapes(0, count) as mode:
             out = trial(*args, **kwargs)
-        search.draws = mode.drew
+        search.draws, search.heads = mode.drew, frozenset(mode.heads)
         if leaked := marks_in(out):
             raise Refused("its outputs leave the module in parts", sources_of(leaked))
         return True

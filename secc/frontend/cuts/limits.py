@@ -1,4 +1,4 @@
-"""Notes on each block for which tensor parallelism there is something to cut in it, before anything is chosen.
+"""Notes on each block for which tensor parallelism there is something to cut in it, before anything is chosen, and what its ranks would share.
 
 The search for a mapping (`secc.frontend.cuts.find`) runs without values for each kind of layer; that a mapping is exact is shown later, for
 the one that is chosen.
@@ -6,18 +6,21 @@ the one that is chosen.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 from xdsl.dialects.builtin import ModuleOp
 
 from secc.cluster import Cluster
 from secc.cost.examples import Samples
 from secc.frontend.cuts.annotate import bared, changed, layer_key, layers_of
-from secc.frontend.cuts.find import find
+from secc.frontend.cuts.find import Found, find
 from secc.frontend.cuts.known import columns
 from secc.frontend.cuts.observe import Observer
 from secc.frontend.survey import Survey
 from secc.ir.attributes import integers
-from secc.ir.dialect import graph_of
+from secc.ir.cuts import undivided
+from secc.ir.dialect import graph_of, texts
 from secc.runtime.user_model import UserModel
 
 DIVIDES = "does not divide"  # in the reasons of sizes that a tp does not divide
@@ -27,7 +30,8 @@ HEADS = "heads"  # ends the reason of a tp that does not divide them
 def note_limits(
     module: ModuleOp, meta: nn.Module, model: nn.Module | None, user: UserModel, survey: Survey, samples: Samples, cluster: Cluster
 ) -> None:
-    """Write `tp` on each block of `module` with anything to cut: the powers of two, up to the devices of a node, that cut it.
+    """Write `tp` on each block of `module` with anything to cut: the powers of two, up to the devices of a node, that cut it. `shared` are
+    the numbers of heads and outputs that a tp has to divide, as far as those runs show them.
 
     `meta` is the user's model without weights, `model` one with weights if it fits here. CPUs share a memory: nothing is sought for them.
     """
@@ -47,23 +51,42 @@ def note_limits(
     if model is not None:
         observer.real(model, user, survey)
     observer.meta(graph, meta, samples)
-    verdicts = {key: [_cuts(meta, layers[path], observer, path, tp) for tp in counts] for key, path in firsts.items()}
+    found = {key: [_mapping(meta, layers[path], observer, path, tp) for tp in counts] for key, path in firsts.items()}
     for block, inside in wanted.items():
-        kinds = [verdicts[layer_key(m)] for m in inside.values()]
-        taken = [tp for i, tp in enumerate(counts) if any(v[i] for v in kinds) and not any(v[i] is None for v in kinds)]
-        if taken or any(v is None for verdict in kinds for v in verdict):
+        kinds = [found[key] for key in dict.fromkeys(map(layer_key, inside.values()))]
+        verdicts = [[_cuts(mapping) for mapping in kind] for kind in kinds]
+        taken = [tp for i, tp in enumerate(counts) if any(v[i] for v in verdicts) and not any(v[i] is None for v in verdicts)]
+        if taken or any(v is None for verdict in verdicts for v in verdict):
             graph.blocks[block].attributes["tp"] = integers(taken)
+        if shared := list(dict.fromkeys(size for kind in kinds for size in _shared(kind))):
+            graph.blocks[block].attributes["shared"] = texts(shared)
 
 
-def _cuts(meta: nn.Module, layer: nn.Module, observer: Observer, path: str, tp: int) -> bool | None:
-    """Whether `tp` cuts anything in a layer; None if its sizes forbid it."""
+def _mapping(meta: nn.Module, layer: nn.Module, observer: Observer, path: str, tp: int) -> Found | None:
+    """How `tp` cuts a layer; None for one that did not run here."""
     if path not in observer.calls:
-        return False
+        return None
     call, names = observer.calls[path], columns(meta, path)
     mapping = find(bared(layer, call), call, tp, names or None)
     if not mapping.columns and names:
         mapping = find(bared(layer, call), call, tp)
+    return mapping
+
+
+def _cuts(mapping: Found | None) -> bool | None:
+    """Whether it cuts anything; None if sizes forbid it."""
+    if mapping is None:
+        return False
     if any(reason.endswith(HEADS) for reason in mapping.whole.values()):
         return None
     uneven = not mapping.columns and any(DIVIDES in reason for reason in mapping.whole.values())
     return None if uneven else bool(mapping.columns)
+
+
+def _shared(mappings: Sequence[Found | None]) -> list[str]:
+    """What ranks share under the first tp that the layer takes; where it takes none, what those do not divide."""
+    known = [mapping for mapping in mappings if mapping is not None]
+    taken = next((mapping for mapping in known if _cuts(mapping)), None)
+    if taken is not None:
+        return taken.shared
+    return undivided(reason for mapping in known for reason in mapping.whole.values())
