@@ -67,6 +67,7 @@ def drift(directory: Path, log_dir: Path) -> Drift:
     for changed in (dataclasses.replace(allocate, **_as_planned(plan)), allocate):
 
         def adapt(graph: GraphOp) -> None:
+            whatif.note_taken(plan, graph)
             _mark(graph, moved)
             mix.update(_remix(graph, steps))
 

@@ -2,13 +2,14 @@
 
 The model is not needed: `ir/` holds the text before `allocate`, and the header of the last dump the passes and options from there on. So
 the answer takes seconds, and differs from a fresh compilation only where choices change what is captured: sections that were captured in
-layers may have any number of stages, others one. A tp is taken to be possible where blocks were found to take it.
+layers may have any number of stages, others one. A tp is taken to be possible where blocks were found to take it, and the plan's own is.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from secc import pipeline
 from secc.codegen import plan as plan_codegen
 from secc.errors import Impossible, UserError
 from secc.ir import text
-from secc.ir.dialect import GraphOp, graph_of
+from secc.ir.attributes import integers
+from secc.ir.cuts import cuttable
+from secc.ir.dialect import GraphOp, graph_of, strings
 from secc.runtime.plan import Plan, Shard, load
 
 ALLOCATE, SHARD = "allocate", "shard-tensors"
@@ -36,8 +39,18 @@ def what_if(directory: Path, changes: Sequence[str]) -> tuple[Plan, Plan]:
     plan = load(directory)
     steps, before = before_allocate(directory)
     asked = dataclasses.replace(steps[0], **_options(steps[0], changes))
-    module = again(before, asked, steps[1:])
+    module = again(before, asked, steps[1:], partial(note_taken, plan))
     return plan, _in_parts(plan_codegen.build(module, plan.model, {}))
+
+
+def note_taken(plan: Plan, graph: GraphOp) -> None:
+    """Note at the blocks that the plan has cut that they take its tp: for one that was asked for nobody may have looked before."""
+    taken = {s.name: s.mesh.tp for s in plan.whole_sections if s.mesh.tp > 1}
+    for section in (s for s in graph.sections if s.sym.data in taken):
+        possible = {*cuttable(graph, section), taken[section.sym.data]}
+        blocks = [graph.blocks[path] for path in strings(section.blocks)]
+        for block in [b for b in blocks if "tp" in b.attributes] or blocks:
+            block.attributes["tp"] = integers(sorted(possible))
 
 
 def _in_parts(plan: Plan) -> Plan:

@@ -76,6 +76,16 @@ def test_what_nobody_looked_at_needs_another_compilation(directory: Path) -> Non
     assert "compile with --set language_model.tp=2" in error.value.remedy
 
 
+def test_a_plan_with_a_tp_that_was_asked_for_keeps_it_under_other_choices(tmp_path: Path) -> None:
+    """On CPUs nobody looks how blocks can be cut but for a tp that is asked for."""
+    compile_model(MODEL.with_name("nano.py"), Options(cluster="local:2", set=("model.tp=2",))).write(tmp_path, lambda plan: "")
+    _, other = whatif.what_if(tmp_path, ["model.micro_batch=1"])
+    assert (other.sections[0].mesh.tp, other.sections[0].micro_batch) == (2, 1)
+    with pytest.raises(UserError, match="nobody looked") as error:
+        whatif.what_if(tmp_path, ["model.tp=1", "model.tp=4", "cluster=local:4"])
+    assert error.value.remedy == "compile with --set model.tp=4, which captures the model for it, or set model.tp to 2"
+
+
 @pytest.mark.parametrize(
     ("change", "part"),
     [

@@ -26,7 +26,7 @@ def test_heads_that_tp_does_not_divide_are_refused() -> None:
     source = SOURCE.replace("softmax mixes entries of which ranks have parts", "tp=2 does not divide 3 heads", 1)
     with pytest.raises(UserError, match=r"lm\.tp=2 is impossible: tower\.layers\.0\.router: tp=2 does not divide 3 heads") as error:
         sharded(source)
-    assert "lm.tp" in error.value.remedy
+    assert error.value.remedy == "set lm.tp to 3"
 
 
 def test_a_section_of_which_nothing_can_be_cut_is_refused() -> None:
@@ -47,6 +47,29 @@ def test_a_plan_to_compare_may_have_a_tp_that_blocks_were_found_to_take() -> Non
         sharded(three, "shard-tensors{assume=true}")
     known = re.sub(r'(sec.block "tower".*)', r"\1 {tp = [2 : i64, 3 : i64]}", three)
     assert attribute(sharded(known, "shard-tensors{assume=true}")[0], "tp", 1) == 3
+
+
+@pytest.mark.parametrize(
+    ("tp", "message", "remedy"),
+    [
+        (3, "lm.tp=3 is impossible: 3 does not divide 8 heads, which its ranks would share", "set lm.tp to 2 or 4"),
+        (8, "lm.tp=8 is impossible: 8 does not divide 12 outputs, which its ranks would share", "set lm.tp to 2 or 4"),
+        (6, "lm.tp=6 is impossible: 6 does not divide 8 heads, which its ranks would share", "set lm.tp to 2 or 4"),
+    ],
+)
+def test_a_tp_to_compare_that_does_not_divide_what_ranks_share_is_refused(tp: int, message: str, remedy: str) -> None:
+    asked = SOURCE.replace("{tp = 2 : i64}", f"{{tp = {tp} : i64}}")
+    known = re.sub(r'(sec.block "tower".*)', r'\1 {tp = [2 : i64, 4 : i64], shared = ["8 heads", "12 outputs"]}', asked)
+    with pytest.raises(UserError) as error:
+        sharded(known, "shard-tensors{assume=true}")
+    assert (error.value.message, error.value.remedy) == (message, remedy)
+
+
+def test_a_tp_to_compare_that_nobody_looked_at_may_divide_what_ranks_share() -> None:
+    three = SOURCE.replace("{tp = 2 : i64}", "{tp = 3 : i64}")
+    known = re.sub(r'(sec.block "tower".*)', r'\1 {tp = [], shared = ["9 heads"]}', three)
+    with pytest.raises(Impossible, match="nobody looked how its blocks could be cut; 3 divides what its ranks would share: 9 heads"):
+        sharded(known, "shard-tensors{assume=true}")
 
 
 def test_a_parameter_of_two_sections_stays_whole() -> None:

@@ -56,6 +56,7 @@ def test_parts_of_fused_projections_are_found() -> None:
     module, args, kwargs = layer(PHI3)
     found, *_ = shown(module, *args, **kwargs)
     assert found.columns["self_attn.qkv_proj"] == (WIDTH, WIDTH, WIDTH) and found.columns["mlp.gate_up_proj"] == (48, 48)
+    assert found.shared == ["4 heads", f"{WIDTH} outputs", "48 outputs"]
 
 
 def test_code_that_follows_its_sizes_needs_no_help() -> None:

@@ -1,4 +1,5 @@
-"""Notes on each block for which tensor parallelism there is something to cut in it, before anything is chosen, and what its ranks would share.
+"""Notes on each block for which tensor parallelism there is something to cut in it, and what its ranks would share, before anything is
+chosen.
 
 The search for a mapping (`secc.frontend.cuts.find`) runs without values for each kind of layer; that a mapping is exact is shown later, for
 the one that is chosen.
