@@ -118,6 +118,13 @@ def run(jobs: Jobs) -> tuple[list[int], int]:
     return found.order, found.time
 
 
+def critical(jobs: Jobs) -> tuple[list[int], int, int]:
+    """The same jobs, when the last one ends, and on which rank, -1 without jobs."""
+    found = _Run(jobs)
+    found.run()
+    return found.order, found.time, found.last
+
+
 def timed(jobs: Jobs) -> tuple[list[int], list[int]]:
     """The same jobs, and when each of them starts."""
     found = _Run(jobs)
@@ -149,6 +156,7 @@ class _Run:
         self.forced = set[int]()  # jobs that start whatever their size
         self.kept: defaultdict[int, list[int]] = defaultdict(list)  # priorities by slot
         self.order, self.starts, self.time = list[int](), list[int](), 0
+        self.last = -1  # the rank of the job that ends last
         self.offer_first()
 
     def run(self) -> None:
@@ -191,7 +199,7 @@ class _Run:
                     break
                 touched = [r]
                 continue
-            time = ends[0] >> bits
+            time, self.last = ends[0] >> bits, rank[ends[0] & mask]
             touched = self.retried() if self.held else []
             while ends and ends[0] >> bits == time:
                 job = heappop(ends) & mask

@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 
 from secc.runtime.check import check
 from secc.runtime.program import Instruction, SampleMeta, print_schedule
+from secc.runtime.timeline import critical
 from secc.runtime.wavefront import Orders, schedule, timed_schedule
 from secc.schedule.bounds import schedule_bound
 from tests.schedule.plans import batches, edge, plan, plans, sample, section
+from tools import mixes
 
 TEXT, IMAGE = (), ("images",)
 
@@ -120,6 +122,28 @@ def test_a_search_closes_the_gaps_of_small_batches():
     lengths = [3, 3, 2, 2, 2]
     assert timed_schedule(p, [sample(i, length=n) for i, n in enumerate(lengths)])[1] == 7 * 1000
     assert timed_schedule(p, [sample(i, length=n * 10**6) for i, n in enumerate(lengths)])[1] == 6 * 10**9
+
+
+def test_a_search_tries_no_step_in_which_a_rank_has_too_much_to_do(monkeypatch):
+    p = plan([section("lm", [0, 1], forward="1000*B*S", backward="0")], [], 2)
+    tried: list[int] = []
+
+    def watched(jobs):
+        tried.append(max(sum(d for d, r in zip(jobs.duration, jobs.rank, strict=True) if r == rank) for rank in (0, 1)))
+        return critical(jobs)
+
+    monkeypatch.setattr("secc.runtime.search.critical", watched)
+    timed_schedule(p, [sample(i, length=n * 10**6) for i, n in enumerate([3, 3, 2, 2, 2])])
+    assert set(tried) == {6 * 10**9, 7 * 10**9}
+
+
+def test_small_batches_end_soon_after_no_order_could_end_sooner():
+    ratios: list[float] = []
+    for seed in range(10):
+        samples = mixes.multimodal(64, 0.33, seed)
+        p = mixes.vlm(samples, 4, 8, 0.8)
+        ratios.append(timed_schedule(p, samples)[1] / schedule_bound(p, samples).ns)
+    assert sum(ratios) / 10 < 1.035
 
 
 def test_what_is_searched_is_still_valid_and_keeps_samples_on_their_rank():
