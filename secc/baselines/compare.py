@@ -22,7 +22,8 @@ from secc.baselines.space import Space
 from secc.errors import UserError
 from secc.parallel import mapped
 from secc.runtime.costs import Costs
-from secc.runtime.plan import Plan
+from secc.runtime.lots import Lot
+from secc.runtime.plan import Plan, Section
 from secc.runtime.program import SampleMeta
 from secc.runtime.wavefront import Arranged
 from secc.simulate.events import Simulated
@@ -137,10 +138,14 @@ def step(plan: Plan, samples: Sequence[SampleMeta], scheme: Scheme, layout: Layo
 
 
 def fullest(found: Simulated, layout: Layout) -> int:
-    """Bytes on the rank of a step that holds the most: what stays, and of each section the most that is in flight at once."""
+    """Bytes on the rank of a step that holds the most: what stays, and of each section the most that is in flight at once.
+
+    A sample that is larger than all that the plan lists counts as the largest of these: neither plans nor layouts are made for it.
+    """
     plan, needs = found.plan, Counter[int]()
     costs = Costs(plan, found.samples)
-    kept = {s.name: costs.kept(s, [m.samples for m in found.schedule.micro_batches[s.name]]) for s in plan.sections}
+    lots = {s.name: [m.samples for m in found.schedule.micro_batches[s.name]] for s in plan.sections}
+    kept = {s.name: _kept(costs, s, lots[s.name], layout.parts[s.whole].memory.largest) for s in plan.sections}
     changes: dict[tuple[str, int], list[tuple[int, int, int]]] = defaultdict(list)
     for c in (c for c in found.compute if kept[c.section]):
         size = kept[c.section][c.micro]
@@ -152,6 +157,11 @@ def fullest(found: Simulated, layout: Layout) -> int:
             number, size = (max(accumulate(change[i] for change in own), default=0) for i in (1, 2))
             needs[rank] += memory.total(1) if s.mode == "forward" else memory.total(number) - memory.kept(number) + size
     return max(needs.values())
+
+
+def _kept(costs: Costs, section: Section, lots: Sequence[Lot], largest: int) -> list[int]:
+    """Bytes that micro-batches keep; of one sample no more than the largest listed one does, where samples are listed."""
+    return [min(size, largest or size) if len(lot) == 1 else size for lot, size in zip(lots, costs.kept(section, lots), strict=False)]
 
 
 def describe(layout: Layout) -> str:

@@ -106,10 +106,22 @@ def test_no_micro_batch_of_several_samples_keeps_more_than_there_is_room_for():
 def test_the_fullest_rank_has_what_stays_and_the_most_that_is_in_flight_at_once(space, held):
     p = with_room(packed(vlm()), space, in_flight=9)
     samples = [sample(i, *IMAGE, length=10 * (i + 1)) for i in range(3)]
-    memory = Memory(parameters=1000, gradients=100, optimizer=0, activation=50)
-    one = Layout({s.name: Part(Candidate(1, 1, 0), s.mesh.ranks, memory) for s in p.sections}, 1)
-    found = step(p, samples, SCHEMES["uniform"], one)
-    assert fullest(found, one) == 1100 + held
+    one = on_one(p)
+    assert fullest(step(p, samples, SCHEMES["uniform"], one), one) == 1100 + held
+
+
+@pytest.mark.parametrize(("alone", "held"), [(1, 12 + 10 + 12), (9, 40)])
+def test_a_sample_larger_than_all_listed_ones_counts_as_the_largest_of_these(alone, held):
+    p = with_room(packed(vlm()), 99, in_flight=9)
+    samples = [sample(i, *IMAGE, length=n) for i, n in enumerate((40, 10, 20))]
+    one = on_one(p, alone, largest=12)
+    assert fullest(step(p, samples, SCHEMES["uniform"], one), one) == 1100 + held
+
+
+def on_one(p, samples=1, largest=0):
+    """A layout of the plan's sections on their ranks."""
+    memory = Memory(parameters=1000, gradients=100, optimizer=0, activation=50, largest=largest)
+    return Layout({s.name: Part(Candidate(1, 1, 0), s.mesh.ranks, memory) for s in p.sections}, samples)
 
 
 @pytest.fixture(scope="module")
