@@ -35,6 +35,7 @@ from secc.schedule.work import Work
 from tools import mixes
 
 Case = Callable[[int], tuple[Plan, list[SampleMeta]]]  # of a seed
+IMAGES, LOADS = (0.10, 0.33, 0.75), (0.6, 0.8, 1.0)  # shares of samples with images; work of a rank upstream over one of the consumer
 
 
 def case(kind: str, images: float, load: float, count: int, encoders: int, replicas: int, seed: int) -> tuple[Plan, list[SampleMeta]]:
@@ -67,8 +68,8 @@ def quality(seeds: int) -> None:
 
 def settings() -> Iterator[tuple[str, float, float, int, int, int]]:
     """(kind, P(image), load, samples, ranks upstream, replicas)."""
-    for images in (0.10, 0.33, 0.75):
-        for load in (0.6, 0.8, 1.0):
+    for images in IMAGES:
+        for load in LOADS:
             yield "encoder → LM", images, load, 256, 4, 8
     for encoders in (1, 8):
         yield "encoder → LM", 0.33, 1.0, 256, encoders, 8
@@ -102,12 +103,12 @@ def pipelines(seeds: int, counts: Sequence[int]) -> None:
             print(f"| {count} | {stages} | {' | '.join(cells)} |", flush=True)
 
 
-def loads(seeds: int) -> None:
+def loads(seeds: int, mixed: Sequence[float]) -> None:
     """Rows of mixes, loads and stages, columns of backwards and room, with 32 samples a replica: mean/worst over the bound."""
     kinds = [(split, room) for split in (False, True) for room in PLANNED_ROOMS]
     heads = [f"{'split' if split else 'whole'}, {room if room > 1 else ''}P" for split, room in kinds]
     print(f"| P(image) | load upstream | stages | {' | '.join(heads)} |\n| --- | --- | --- |{' --- |' * len(kinds)}")
-    for images, load, stages in product((0.10, 0.33, 0.75), (0.6, 0.8, 1.0), PLANNED_STAGES):
+    for images, load, stages in product(mixed, LOADS, PLANNED_STAGES):
         cells = [_staged(32, images, load, mixes.Pipeline(stages, room * stages, split), seeds) for split, room in kinds]
         print(f"| {images:.2f} | {load:.0%} | {stages} | {' | '.join(cells)} |", flush=True)
 
@@ -184,17 +185,17 @@ def small(count: int, limit: float) -> None:
         print(f"| {name} | {len(values)} | {_spread(values) if values else ' | | | '} |")
 
 
-ROOM_SAMPLES = 5  # more are seldom proven
+ROOM_SAMPLES, ROOM_STAGES = 5, (2, 4)  # more samples are seldom proven
 
 
-def rooms(count: int, limit: float) -> None:
+def rooms(count: int, limit: float, depths: Sequence[int]) -> None:
     """Pipelines with little room, so many batches each: what the optimum is over the bound and the order over the optimum, mean/worst.
 
     One replica with 5 samples and an encoder of its own at 80% load. Optima that CP-SAT does not prove within `limit` are left out.
     """
     print("| stages | backward | room | proven | optimum over bound | order over optimum | order over bound |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
-    for stages, split, room in product((2, 4), (False, True), (1, 2)):
+    for stages, split, room in product(depths, (False, True), (1, 2)):
         found = list[tuple[float, float, float]]()
         for seed in range(count):
             batch = mixes.multimodal(ROOM_SAMPLES, 0.33, seed)
@@ -248,6 +249,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("what", choices=["quality", "pipelines", "loads", "widths", "small", "rooms", "cost"])
     parser.add_argument("--seeds", type=int, default=10, help="batches for each row of quality")
     parser.add_argument("--samples", type=int, nargs="+", default=PLANNED_SAMPLES, help="samples a replica, rows of pipelines")
+    parser.add_argument("--images", type=float, nargs="+", default=IMAGES, help="shares of samples with images, rows of loads")
+    parser.add_argument("--stages", type=int, nargs="+", default=ROOM_STAGES, help="stages, rows of rooms")
     parser.add_argument("--count", type=int, default=300, help="instances of small, batches of each row of rooms")
     parser.add_argument("--limit", type=float, default=5.0, help="CP-SAT's deterministic time for each instance, about seconds")
     parser.add_argument("--repeats", type=int, default=7, help="runs of cost")
@@ -259,13 +262,13 @@ def main(arguments: list[str]) -> int:
         case "pipelines":
             pipelines(options.seeds, options.samples)
         case "loads":
-            loads(options.seeds)
+            loads(options.seeds, options.images)
         case "widths":
             widths(options.seeds)
         case "small":
             small(options.count, options.limit)
         case "rooms":
-            rooms(options.count, options.limit)
+            rooms(options.count, options.limit, options.stages)
         case _:
             cost(options.repeats, options.most)
     return 0
