@@ -42,24 +42,25 @@ def fit(measure: Measure, kinds: Mapping[str, str]) -> tuple[Expr, ...] | None:
     return None
 
 
-def means(names: Sequence[str], points: Sequence[Sequence[int]], values: Sequence[int]) -> Expr:
-    """The cost of each row in the mean: `values` measured at `points` as whole multiples of the symbols, none negative.
+def means(terms: Sequence[Expr], points: Sequence[Sequence[int]], values: Sequence[int]) -> Expr:
+    """The cost of each row in the mean: `values` measured at `points`, values of `terms`, as whole multiples of these, none negative.
 
-    With one symbol the sum of the measurements is kept, so that what grows with squares counts with the spread of the samples.
+    With one term the sum of the measurements is kept, so that what grows with squares counts with the spread of the samples.
     """
-    rest, found = np.array(values, dtype=float), dict.fromkeys(names, 0.0)
-    table = np.array(points, dtype=float).reshape(len(values), len(names))
-    used = [i for i in range(len(names)) if table[:, i].any()]
+    rest, found = np.array(values, dtype=float), [0.0] * len(terms)
+    table = np.array(points, dtype=float).reshape(len(values), len(terms))
+    used = [i for i in range(len(terms)) if table[:, i].any()]
     if len(used) > 1:
         while used:
             solved = np.linalg.lstsq(table[:, used], rest, rcond=None)[0]
             if (solved >= 0).all():
                 break
             used.pop(int(solved.argmin()))
-        found |= {names[i]: float(x) for i, x in zip(used, solved, strict=True)} if used else {}
+        for i, x in zip(used, solved if used else (), strict=True):
+            found[i] = float(x)
     elif used:
-        found[names[used[0]]] = float(rest.sum() / table[:, used[0]].sum())
-    return sympy.Add(*(round(x) * expr.symbol(name) for name, x in found.items()))
+        found[used[0]] = float(rest.sum() / table[:, used[0]].sum())
+    return sympy.Add(*(round(x) * term for term, x in zip(terms, found, strict=True)))
 
 
 def _bases(names: list[str], kinds: Mapping[str, str]) -> Iterator[list[Exponents]]:

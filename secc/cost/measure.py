@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -164,20 +165,30 @@ class _Measuring:
 
     def _sampled(self, case: CaseOp, call: CallOp, block: nn.Module) -> CallCost | None:
         """What samples of the dataset cost in the mean, by their rows: values of inputs decide (where samples begin, grids of images)."""
-        names = sorted(_symbols(call, floating=True))
+        terms = self._terms(call)
         trials, points, makes = list[Trial](), list[list[int]](), Makes(real=True)
         try:
             for example in self._examples.of(case, call):
                 at = partial(arguments, call, example.sizes, values=example.values)
                 trials.append(run(block, at, call.no_grad is None, units(block), makes, owes=owes_backward(call)))
-                points.append([example.sizes[name] for name in names])
+                points.append([int(expr.evaluate(term, example.sizes)) for term in terms])
         except Exception:  # as above
             return None
-        if not trials or not names:
+        if not trials or not terms:
             return None
-        found = [means(names, points, [getattr(t, key) for t in trials]) for key in FITTED]
-        peak = means(names, points, [t.peak for t in trials])
+        found = [means(terms, points, [getattr(t, key) for t in trials]) for key in FITTED]
+        peak = means(terms, points, [t.peak for t in trials])
         return _call_cost(trials, found, "sampled", len(units(block)), peak)
+
+    def _terms(self, call: CallOp) -> list[Expr]:
+        """What the cost of several samples is a sum of multiples of: rows of floating operands, and widths for each row that has them."""
+        rows, wide, widths = set[str](), set[tuple[str, str]](), set[str]()
+        for operand in filter(_is_floating, call.operands):
+            names = set[str]().union(*(expr.symbols(d) for d in tensor(operand).shape))
+            across = {name for name in names if self._graph.symbols[name].kind.data == "width"}
+            rows, widths, wide = rows | (names - across), widths | across, wide | {*product(names - across, across)}
+        alone = widths - {width for _, width in wide}
+        return [expr.symbol(n) for n in sorted(rows | alone)] + [expr.symbol(r) * expr.symbol(w) for r, w in sorted(wide)]
 
 
 def _peak(trial: Callable[[dict[str, int]], Trial], trials: Sequence[Trial], kinds: Mapping[str, str]) -> Expr:
@@ -200,9 +211,9 @@ def _hundredths(work: Expr) -> Expr:
     return sympy.Add(*(round(c / 100) * monomial for monomial, c in terms.items()))
 
 
-def _symbols(call: CallOp, floating: bool = False) -> set[str]:
-    """The symbols in the operands' shapes (with `floating`, only of those that hold no integers) and in the arguments."""
-    sizes = [d for o in call.operands if not floating or _is_floating(o) for d in tensor(o).shape]
+def _symbols(call: CallOp) -> set[str]:
+    """The symbols in the operands' shapes and in the arguments."""
+    sizes = [d for o in call.operands for d in tensor(o).shape]
     sizes += [leaf for leaf in call.arguments.leaves() if isinstance(leaf, sympy.Expr)]
     return set[str]().union(*(expr.symbols(s) for s in sizes))
 

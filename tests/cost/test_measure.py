@@ -189,6 +189,26 @@ def test_a_block_that_reads_integers_costs_what_samples_do() -> None:
     assert (found["attention"], found["cost"]) == (f"{25 * 32}*T", "sampled")
 
 
+class ReadsMask(nn.Module):
+    """Works on padded samples, and reads which entries are padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 64)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.up(x)[..., :8] if min(mask.flatten().tolist()) else x
+
+
+def test_padded_samples_that_were_tried_alone_cost_their_rows_together() -> None:
+    masked = CALL.replace("(%x)", "(%x, %m)").replace('"$0"', '"$0, $1"')
+    model = nn.ModuleDict({"f": ReadsMask()})
+    module = graph(model, masked)
+    measure(module, model, Samples([{"x": torch.zeros(1, n, 8), "m": torch.ones(1, n, dtype=torch.int64)} for n in (10, 30)], {}))
+    found = attributes(module)[0]
+    assert (found["flops"], found["saved"], found["cost"]) == ("1024*B*S", "32*B*S", "sampled")
+
+
 def test_what_is_kept_where_layers_run_again() -> None:
     """Each layer of the stack keeps its input, and its second run what it keeps otherwise: the inner 32 features twice and its input."""
     found = measured(Stack(5))
