@@ -18,7 +18,7 @@ from xdsl.passes import ModulePass
 
 from secc.alloc import ahead, known
 from secc.alloc import pins as pins_
-from secc.alloc.candidates import Load, Workload, on_rank, times_of, workload
+from secc.alloc.candidates import Load, Workload, times_of, workload
 from secc.alloc.contest import Winner, contest
 from secc.alloc.evaluate import Value, evaluate
 from secc.alloc.infeasible import explain
@@ -253,7 +253,7 @@ def hand_out(asked: Problem, assignment: Assignment) -> dict[str, list[int]]:
 
 def _write_section(work: Workload, load: Load, chosen: Candidate, ranks: list[int], memory_gib: float) -> None:
     """FLOPs and parameters are those of the whole section; what is saved, and times, those of one rank of a replica."""
-    rank = on_rank(load, chosen.tp, chosen.pp, work.cluster)
+    rank = work.on_rank(load, chosen.tp, chosen.pp)
     forward_ns, backward_ns = times_of(work, rank, chosen.dp, chosen.sharding, chosen.recompute)
     annotate(load.section, replace(load.cost, saved=rank.under(chosen.recompute).saved))
     load.section.attributes |= {

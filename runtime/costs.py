@@ -23,6 +23,7 @@ class Costs:
         names = samples[0].sizes if samples else {s.name: 0 for s in plan.symbols}
         found = padded(plan, samples, own)
         self.columns = {name: [s[name] for s in found] for name in names}
+        self._known: dict[str, list[int]] = {}  # what texts give for each sample: those of stages are mostly the same
 
     def sizes(self, position: int) -> dict[str, int]:
         """The symbols of the sample at `position` as a micro-batch of its own."""
@@ -36,7 +37,8 @@ class Costs:
 
     def alone(self, section: Section) -> tuple[list[int], list[int]]:
         """(forward, backward) ns of every sample as a micro-batch of its own, whether or not the section is active for it."""
-        return self.at(section, self.columns, self.count)
+        backward = self._of_each(section.cost.backward_ns) if owes_backward(section) else [0] * self.count
+        return self._of_each(section.cost.forward_ns), backward
 
     def shared(self, section: Section) -> list[int]:
         """Forward and backward ns of every sample as its part of a full micro-batch of samples like it."""
@@ -52,6 +54,9 @@ class Costs:
 
     def kept(self, section: Section, lots: Sequence[Sequence[int]]) -> list[int]:
         """Bytes that micro-batches keep from forward to backward; none where their room is not bounded."""
+        if section.room_bytes and set(map(len, lots)) <= {1}:
+            kept = self._of_each(section.cost.saved or "0")
+            return [kept[p] for (p,) in lots]
         return self.kept_at(section, self.columns_of(lots), len(lots)) if section.room_bytes else []
 
     def kept_at(self, section: Section, columns: Columns, count: int) -> list[int]:
@@ -76,6 +81,11 @@ class Costs:
         """(forward, backward) ns at `count` places, of which `columns` holds the sizes."""
         backward = evaluate_columns(section.cost.backward_ns, columns, count) if owes_backward(section) else [0] * count
         return evaluate_columns(section.cost.forward_ns, columns, count), backward
+
+    def _of_each(self, text: str) -> list[int]:
+        if text not in self._known:
+            self._known[text] = evaluate_columns(text, self.columns, self.count)
+        return self._known[text]
 
 
 def _most(values: Iterable[int]) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -44,6 +45,12 @@ class Lane:
         """The passage of the micro-batches in `queue`, each of which the first stage has no earlier than `ready` says."""
         return _Run(self, queue, ready).run()
 
+    @cached_property
+    def alike(self) -> list[int]:
+        """For each stage the first one that has room for the same."""
+        rooms = [(self.kept[s] if self.kept else (), self.spaces[s] if self.kept else 0, room) for s, room in enumerate(self.rooms)]
+        return [rooms.index(room) for room in rooms]
+
     def limits(self, stage: int, queue: Sequence[int]) -> list[int]:
         """How many forwards a stage may have started while it has finished none, one, two ... of the queue: one more at least."""
         count = len(queue)
@@ -71,8 +78,8 @@ class _Run:
         count, stages = len(queue), len(lane.forward)
         parts = (lane.forward, lane.backward, lane.weight)
         self.times = [[list(map(column.__getitem__, queue)) for column in part] for part in parts]
-        alike = not lane.kept and len(set(lane.rooms)) == 1
-        self.limits = [lane.limits(0, queue)] * stages if alike else [lane.limits(s, queue) for s in range(stages)]
+        limits = {s: lane.limits(s, queue) for s in set(lane.alike)}
+        self.limits = [limits[s] for s in lane.alike]
         self.came = [[*map(ready.__getitem__, queue), NEVER], *([NEVER] * (count + 1) for _ in range(stages))]
         self.back = [[0] * count, *([NEVER] * (count + 1) for _ in range(stages))]  # behind each stage, and behind what is before the first
         self.back[-1] = self.came[-1]  # the last stage's forwards are all that its backwards wait for

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from heapq import heapify, heapreplace
 from itertools import pairwise
 from typing import NamedTuple
@@ -58,6 +58,7 @@ class Load:
     needs: Sequence[bool]
     ready: Callable[[Sequence[int]], list[int]]
     drained: Callable[[Sequence[int]], int]
+    known: dict[tuple[int, ...], Passage] = field(init=False, repr=False, compare=False, default_factory=dict[tuple[int, ...], Passage])
 
     def end(self, queue: Queue, passage: Passage) -> int:
         """When the queue's replica, and what upstream then owes, have ended."""
@@ -66,11 +67,18 @@ class Load:
     def all_there(self, queues: Sequence[Queue]) -> tuple[list[Passage], list[int]]:
         """The queues' passages if upstream had everything, and when the first stages then start each micro-batch."""
         wanted = [0] * len(self.size)
-        passages = [self.lane.run(queue, wanted) for queue in queues]
+        passages = [self._if_there(queue, wanted) for queue in queues]
         for queue, passage in zip(queues, passages, strict=True):
             for m, start in zip(queue, passage.starts, strict=True):
                 wanted[m] = start
         return passages, wanted
+
+    def _if_there(self, queue: Queue, ready: Sequence[int]) -> Passage:
+        """The queue's passage if upstream had everything: many plans have the same one for some replica."""
+        key = tuple(queue)
+        if key not in self.known:
+            self.known[key] = self.lane.run(queue, ready)
+        return self.known[key]
 
 
 # -- dealing ----------------------------------------------------------------------------------------------------------------------
@@ -109,8 +117,8 @@ def pyramid(dealt: Sequence[int], load: Load, rising: int = 500) -> Queue:
     """Rising, then falling, with `rising` permille of the micro-batches before the longest."""
     order = sorted(dealt, key=lambda m: (load.size[m], m))
     ends = [m for m in order if not load.needs[m]][: 2 * ENDS]
-    up, down, turn = list[int](), list[int](), 0
-    for m in order if not ends else [m for m in order if m not in set(ends)]:
+    up, down, turn, apart = list[int](), list[int](), 0, set(ends)
+    for m in order if not ends else [m for m in order if m not in apart]:
         turn += rising
         (up if turn >= 1000 else down).append(m)
         turn %= 1000

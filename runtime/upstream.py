@@ -68,34 +68,40 @@ class _Visit(NamedTuple):
 
 
 class _Upstream:
-    """The sections upstream of a pipeline, each sample's visits there in the order of the graph, and which sections feed the pipeline."""
+    """The sections upstream of a pipeline, which of them feed it, and the ways of its micro-batches' samples through them: `there` in the
+    order of the graph, and `back`."""
 
     def __init__(self, composer: Composer, stages: Sequence[Section], lots: Sequence[Lot]) -> None:
-        graph, edges, self.lots = composer.graph, composer.plan.edges, lots
+        graph, edges, self.count = composer.graph, composer.plan.edges, len(lots)
         names = graph.outside(stages[0].name, set().union(*(graph.ancestors[s.name] for s in stages)))
         sections = {s.name: s for s in composer.plan.sections}
         self.last = {e.src for e in edges if e.dst in {s.name for s in stages}} & names
         self.forwards: dict[int, int] = {}  # the work that each rank does before its first backward
-        self.visits: list[list[_Visit]] = [[] for _ in range(composer.count)]
+        visits: list[list[_Visit]] = [[] for _ in range(composer.count)]
         for s in (s for s in graph.order if s.name in names):
             (forward, backward), ranks = composer.alone[s.name], replica_ranks(s)
             for rank, dealt in zip(ranks, composer.dealt.positions[s.name], strict=True):
                 self.forwards[rank] = self.forwards.get(rank, 0) + sum(map(forward.__getitem__, dealt))
             sources = {e.src for e in edges if e.dst == s.name} & names
-            awaited = {e.dst for e in edges if e.src == s.name and returns_gradient(e, sections)}
+            awaited = {e.dst for e in edges if e.src == s.name and returns_gradient(e, sections)} & names
             for replica, positions in enumerate(composer.dealt.positions[s.name]):
                 for p in positions:
-                    self.visits[p].append(_Visit(s.name, ranks[replica], forward[p], backward[p], sources, awaited))
+                    visits[p].append(_Visit(s.name, ranks[replica], forward[p], backward[p], sources, awaited))
+        there = {m: [way for p in lot if (way := visits[p])] for m, lot in enumerate(lots)}
+        back = {m: [way for p in lot if (way := [v for v in reversed(visits[p]) if v.backward])] for m, lot in enumerate(lots)}
+        self.there, self.back = ({m: ways for m, ways in some.items() if ways} for some in (there, back))
 
     def ready(self, wanted: Sequence[int]) -> list[int]:
         """When each micro-batch has what it needs, if upstream takes them as they are wanted."""
         clock: dict[int, int] = {}
-        found = [0] * len(self.lots)
-        for m in sorted(range(len(self.lots)), key=wanted.__getitem__):
-            for p in self.lots[m]:
+        found = [0] * self.count
+        for m in sorted(self.there, key=wanted.__getitem__):
+            for way in self.there[m]:
                 done: dict[str, int] = {}
-                for v in self.visits[p]:
-                    start = max([clock.get(v.rank, 0), *(done.get(s, 0) for s in v.sources)])
+                for v in way:
+                    start = clock.get(v.rank, 0)
+                    for source in v.sources:
+                        start = max(start, done.get(source, 0))
                     clock[v.rank] = done[v.section] = start + v.forward
                     if v.section in self.last:
                         found[m] = max(found[m], done[v.section])
@@ -104,11 +110,12 @@ class _Upstream:
     def drained(self, backs: Sequence[int]) -> int:
         """When upstream has done its backwards, if each micro-batch's come from the pipeline at these times; the order hardly matters."""
         clock = self.forwards.copy()
-        for m in sorted(range(len(self.lots)), key=backs.__getitem__):
-            for p in self.lots[m]:
+        for m in sorted(self.back, key=backs.__getitem__):
+            for way in self.back[m]:
                 done: dict[str, int] = {}
-                for v in reversed(self.visits[p]):
-                    if v.backward:
-                        start = max([clock.get(v.rank, 0), backs[m], *(done.get(s, 0) for s in v.awaited)])
-                        clock[v.rank] = done[v.section] = start + v.backward
+                for v in way:
+                    start = max(clock[v.rank], backs[m])
+                    for then in v.awaited:
+                        start = max(start, done.get(then, 0))
+                    clock[v.rank] = done[v.section] = start + v.backward
         return max(clock.values(), default=0)

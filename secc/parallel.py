@@ -1,4 +1,5 @@
-"""Independent work on all cores, in forked copies of this process: `mapped` runs a function over items, `beside` one beside other work.
+"""Independent work on all cores, in forked copies of this process: `mapped` runs a function over items, `mapping` over items that come
+round by round, `beside` one beside other work.
 
 A copy has everything that is loaded and made here, which takes seconds to load and much to send; only results travel. They come in the
 items' order, so that nothing hangs on the number of cores.
@@ -8,9 +9,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -20,22 +21,40 @@ Result = TypeVar("Result")
 
 PATIENCE = 10  # added to the niceness
 
-_work: tuple[Callable[[Any], Any], list[Any]] | None = None  # what copies find here when they are made
+_work: Callable[[Any], Any] | None = None  # what copies find here when they are made
 
 
 def mapped(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
     """`function` of each item, which must not change what others read; results are pickled. Raises what `function` raises."""
-    global _work
     found = list(items)
-    workers = min(cores(), len(found))
-    if workers < 2:
-        return [function(item) for item in found]
-    _work = function, found
-    try:
-        with ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), initializer=_alone) as pool:
-            return list(pool.map(_result, range(len(found))))
-    finally:
-        _work = None
+
+    def at(place: int) -> Result:
+        return function(found[place])
+
+    with mapping(at, len(found)) as run:
+        return run(range(len(found)))
+
+
+@contextmanager
+def mapping(function: Callable[[Item], Result], most: int = 1 << 16) -> Iterator[Callable[[Sequence[Item]], list[Result]]]:
+    """What gives `function` of each of some items, as often as it is called; items are pickled, too.
+
+    The copies, `most` at most, are made when it is called with several items first, and keep what `function` remembers.
+    """
+    with ExitStack() as stack:
+        pools: list[ProcessPoolExecutor] = []
+
+        def run(items: Sequence[Item]) -> list[Result]:
+            workers = min(cores(), most)
+            if min(workers, len(items)) < 2:
+                return [function(item) for item in items]
+            if not pools:
+                pools.append(stack.enter_context(_pool(workers)))
+            with _copied(function):
+                found = pools[0].map(_result, items)  # forks now, the first time
+            return [*found]
+
+        yield run
 
 
 @contextmanager
@@ -44,17 +63,28 @@ def beside(function: Callable[[], Result], patient: bool = False) -> Iterator[Ca
 
     A `patient` copy leaves cores to this process and its other copies where these need them.
     """
-    global _work
     if cores() < 2:
         yield function
         return
-    with ProcessPoolExecutor(1, multiprocessing.get_context("fork"), initializer=_alone, initargs=(patient,)) as pool:
-        _work = (lambda _: function()), [None]
-        try:
-            found = pool.submit(_result, 0)  # forks now
-        finally:
-            _work = None
+    with _pool(1, patient) as pool:
+        with _copied(lambda _: function()):
+            found = pool.submit(_result, None)  # forks now
         yield found.result
+
+
+def _pool(workers: int, patient: bool = False) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), initializer=_alone, initargs=(patient,))
+
+
+@contextmanager
+def _copied(work: Callable[[Any], Any]) -> Iterator[None]:
+    """Copies that are made in the block find this work."""
+    global _work
+    _work = work
+    try:
+        yield
+    finally:
+        _work = None
 
 
 def cores() -> int:
@@ -69,7 +99,6 @@ def _alone(patient: bool = False) -> None:
     os.nice(PATIENCE if patient else 0)
 
 
-def _result(index: int) -> Any:
+def _result(item: Any) -> Any:
     assert _work is not None
-    function, items = _work
-    return function(items[index])
+    return _work(item)

@@ -22,6 +22,22 @@ def test_results_come_in_the_order_of_the_items_from_other_processes(two_cores: 
     assert os.getpid() not in {process for _, process in found}
 
 
+def test_copies_stay_from_round_to_round(two_cores: None) -> None:
+    seen: list[int] = []
+
+    def work(n: int) -> tuple[int, list[int]]:
+        seen.append(n)
+        return os.getpid(), list(seen)
+
+    with parallel.mapping(work) as run:
+        rounds = [run([1, 2, 3]), run([4, 5, 6])]
+        assert run([7]) == [(os.getpid(), [7])] and seen == [7], "one item is done here"
+    copies = {process for found in rounds for process, _ in found}
+    assert len(copies) <= 2 and os.getpid() not in copies
+    remembered = {process: known for process, known in rounds[1]}
+    assert any({1, 2, 3} & set(known) for known in remembered.values())
+
+
 def test_copies_make_no_copies(two_cores: None) -> None:
     found = parallel.mapped(lambda n: {os.getpid(), *parallel.mapped(lambda _: os.getpid(), range(3))}, range(2))
     assert [len(some) for some in found] == [1, 1]

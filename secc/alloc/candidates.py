@@ -8,7 +8,6 @@ the active ones, rounded up. A micro-batch holds samples of one pattern, as the 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -17,6 +16,7 @@ from math import ceil, lcm
 
 from xdsl.dialects.builtin import StringAttr
 
+from secc.alloc.layers import places
 from secc.alloc.pins import WORDS, Pins
 from secc.alloc.spread import WHOLE, Spread, spread
 from secc.alloc.types import Candidate
@@ -26,11 +26,11 @@ from secc.cost.collectives import Span, in_a_row
 from secc.cost.gathering import Passing, passing
 from secc.cost.load import Crossing, Pattern, crossings, is_active, micro_batch, patterns
 from secc.cost.memory import Memory, memory
-from secc.cost.section import SectionCost, ops_in, section_cost
+from secc.cost.section import SectionCost, section_cost
 from secc.errors import UserError
 from secc.ir import samples
 from secc.ir.analysis import number_of
-from secc.ir.dialect import CallOp, GraphOp, SectionOp, strings
+from secc.ir.dialect import GraphOp, SectionOp
 from secc.runtime.expr import evaluate, evaluate_columns
 
 MOVED = ("forward_permille", "backward_permille")  # of a section: its measured times over the modelled ones (`secc.drift`)
@@ -96,6 +96,8 @@ class Workload:
     unshardable: str = ""
     kinds: tuple[Workload, ...] = ()
     active: dict[str, int] = field(init=False, repr=False, compare=False, default_factory=dict[str, int])
+    layered: dict[str, int] = field(init=False, repr=False, compare=False, default_factory=dict[str, int])
+    split: dict[tuple[str, int, int], Load] = field(init=False, repr=False, compare=False, default_factory=dict[tuple[str, int, int], Load])
     sized: dict[tuple[frozenset[str], int], dict[str, int]] = field(
         init=False, repr=False, compare=False, default_factory=dict[tuple[frozenset[str], int], dict[str, int]]
     )
@@ -134,6 +136,19 @@ class Workload:
     def alone(self, cluster: Cluster) -> Workload:
         """The same on another cluster."""
         return replace(self, cluster=cluster, kinds=(), loads={name: on_rank(load, 1, 1, cluster) for name, load in self.loads.items()})
+
+    def on_rank(self, load: Load, tp: int, pp: int) -> Load:
+        """A section's load as one rank of its replicas has it, which remembers what it was asked."""
+        key = load.name, tp, pp
+        if key not in self.split:
+            self.split[key] = on_rank(load, tp, pp, self.cluster)
+        return self.split[key]
+
+    def places(self, load: Load) -> int:
+        """How many layers stages of a section can share."""
+        if load.name not in self.layered:
+            self.layered[load.name] = places(self.graph, load.section, load.cost.layers)
+        return self.layered[load.name]
 
     def samples(self, load: Load) -> int:
         """Active samples of a section in a global batch, as expected and rounded up; at least 1."""
@@ -200,41 +215,11 @@ def replica_of(work: Workload, load: Load, tp: int, pp: int, ranks: int) -> Load
     if tp > 1 and load.cost.trainable and work.unshardable:
         message = f"{load.name}.tp={tp} is impossible: ranks would have parts of parameters, but {work.unshardable}"
         raise UserError(message, remedy=f"leave it out, or set {load.name}.tp=1")
-    layers = places(work.graph, load)
+    layers = work.places(load)
     if pp > max(1, layers):
         message = f"{load.name}.pp={pp} is impossible: the section has {layers} layers to cut between"
         raise UserError(message, remedy=f"set {load.name}.pp to at most {max(1, layers)}")
-    return on_rank(load, tp, pp, work.cluster)
-
-
-def places(graph: GraphOp, load: Load) -> int:
-    """How many layers stages of a section can share. What else it calls goes along with them, unless it calls no layers at all."""
-    most = Counter[str]()  # runs of layers by block, in the case with most of them
-    for case in graph.cases:
-        most |= _layers_called(graph, [op for op in ops_in(case, load.name) if isinstance(op, CallOp)])
-    return most.total() or max(load.cost.layers, declared_layers(graph, load.section))
-
-
-def _layers_called(graph: GraphOp, calls: Sequence[CallOp]) -> Counter[str]:
-    """The layers that run in some calls, by block: those of stacks, and numbered blocks beside others of their kind."""
-    paths = {op.target.data for op in calls}
-    around = Counter(path.rpartition(".")[0] for path in paths if path.rpartition(".")[2].isdecimal())
-    layers = {path for path in paths if path.rpartition(".")[2].isdecimal() and around[path.rpartition(".")[0]] > 1}
-    open_stacks, found = {graph.blocks[path].component for path in layers}, Counter[str]()
-    for op in calls:
-        path, block, runs = op.target.data, graph.blocks[op.target.data], int(number_of(op, "layers") or 1)
-        if "flops" not in op.attributes and block.component not in open_stacks and block.layers is not None:
-            runs = block.layers.data  # nobody could measure it: it may hold its component's stack
-        if runs > 1 or path in layers:
-            found[path] += runs
-    return found
-
-
-def declared_layers(graph: GraphOp, section: SectionOp) -> int:
-    """The layers of the stacks that the section's blocks belong to, also where they could not be measured."""
-    declared = graph.blocks
-    blocks = [declared[path] for path in strings(section.blocks)]
-    return sum({b.component: b.layers.data for b in blocks if b.layers is not None}.values())
+    return work.on_rank(load, tp, pp)
 
 
 def ways_to_run(work: Workload, load: Load, pins: Pins) -> list[tuple[str, str]]:

@@ -25,11 +25,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import compress, islice, product
 
+from secc import parallel
 from secc.alloc.evaluate import evaluate
 from secc.alloc.layouts import IN_STEP
 from secc.alloc.model import solve
 from secc.alloc.starts import starts, without
-from secc.alloc.trial import Ranks, Trial, Tried, mapped, mean
+from secc.alloc.trial import FEW_JOBS, Ranks, Trial, Tried, mean
 from secc.alloc.types import Assignment, Candidate, Problem
 
 MOST_TRIALS = 60
@@ -43,6 +44,12 @@ TRIED_AT_ONCE = 8  # neighbours of the best one, before the best of them goes on
 ALIKE = 6  # ways to run one section on as many ranks, of those that the closed forms like best
 ALIKE_STEPS = 1000  # steps that differ by less than one part in so many are about alike
 SHIFTS = (1, 2, 4, 8)  # of the numbers of ranks that a group may have, how many up or down
+
+
+Key = tuple[tuple[int, ...], tuple[str, ...]]
+Wanted = tuple[Assignment, int | None]  # the step of a plan on a batch, or a look at it
+Here = Callable[[Wanted], Tried]
+Everywhere = Callable[[Sequence[Wanted]], list[Tried]]
 
 
 @dataclass(frozen=True)
@@ -64,7 +71,14 @@ def contest(
 ) -> Winner:
     """The best under the real order of the solver's plan `best` and those near it. `hand_out` gives the ranks of a plan's groups."""
     plain, firsts = _plain(problem, best, margin)
-    return _Contest(trial, problem, plain, hand_out, margin).run(firsts)
+
+    def step(item: Wanted) -> Tried:
+        a, batch = item
+        ranks = hand_out(a)
+        return trial.look(a, ranks) if batch is None else trial.step(a, ranks, trial.batches[batch])
+
+    with parallel.mapping(step) as steps:
+        return _Contest(trial, problem, plain, margin, step, steps).run(firsts)
 
 
 def _plain(problem: Problem, best: Assignment, margin: float) -> tuple[Problem, list[Assignment]]:
@@ -78,15 +92,12 @@ def _plain(problem: Problem, best: Assignment, margin: float) -> tuple[Problem, 
     return (problem, [best]) if found is None else (plain, [found.assignment, best])
 
 
-Key = tuple[tuple[int, ...], tuple[str, ...]]
-
-
 class _Contest:
     """`plans` are those that were looked at, `looks` what they took then, `steps` what on the first batch, or on all. Plans of `plain` are
-    sought."""
+    sought. `here` gives a step that is wanted, `everywhere` several, on all cores."""
 
-    def __init__(self, trial: Trial, problem: Problem, plain: Problem, hand_out: Callable[[Assignment], Ranks], margin: float) -> None:
-        self.trial, self.problem, self.plain, self.hand_out, self.margin = trial, problem, plain, hand_out, margin
+    def __init__(self, trial: Trial, problem: Problem, plain: Problem, margin: float, here: Here, everywhere: Everywhere) -> None:
+        self.trial, self.problem, self.plain, self.margin, self.here, self.everywhere = trial, problem, plain, margin, here, everywhere
         self.plans: list[Assignment] = []
         self.looks: dict[Key, Tried] = {}
         self.steps: dict[Key, list[Tried]] = {}
@@ -153,16 +164,10 @@ class _Contest:
         tried = [len(self.steps.get(_key(a), ())) >= count for a in plans]
         return [*compress(plans, tried), *islice((a for a, known in zip(plans, tried, strict=True) if not known), FEW)]
 
-    def _run(self, wanted: Sequence[tuple[Assignment, int | None]]) -> list[Tried]:
-        """The steps of plans on batches, or looks at them."""
-
-        def run(item: tuple[Assignment, int | None]) -> Tried:
-            a, batch = item
-            ranks = self.hand_out(a)
-            return self.trial.look(a, ranks) if batch is None else self.trial.step(a, ranks, self.trial.batches[batch])
-
+    def _run(self, wanted: Sequence[Wanted]) -> list[Tried]:
+        """The steps of plans on batches, or looks at them: on all cores where the orders have enough jobs together."""
         jobs = max((tried.jobs for tried in self.looks.values()), default=2 * len(self.trial.batches[0]) * len(self.by_ranks))
-        return mapped(run, wanted, jobs * len(wanted))
+        return self.everywhere(wanted) if jobs * len(wanted) >= FEW_JOBS else [*map(self.here, wanted)]
 
     # -- what a plan is worth -----------------------------------------------------------------------------------------------------
 

@@ -75,16 +75,27 @@ def _shared_out(options: Options, every: int, time: int) -> list[Fewest]:
 
 
 def _assignment(groups: Groups, options: Options, time: int) -> Assignment:
-    """The sections in those groups on those ranks."""
-    shared, left = _shared_out(options, groups.every, time), groups.every
-    choice, group = dict[str, int](), dict[str, str]()
+    """The sections in those groups on those ranks, or on a few more."""
+    shared, left, filled = _shared_out(options, groups.every, time), groups.every, dict[int, Filled]()
     while left:
         mask = shared[left].group
-        best = min((f for f in options[mask] if f.work <= time), key=lambda f: (f.ranks, f.work))
-        choice |= best.choice
-        group |= dict.fromkeys(best.choice, next(s for s in groups.names if s in best.choice))
+        filled[mask] = min((f for f in options[mask] if f.work <= time), key=lambda f: (f.ranks, f.work))
         left ^= mask
+    choice, group = dict[str, int](), dict[str, str]()
+    for found in _whole_nodes(groups.problem, options, filled, time).values():
+        choice |= found.choice
+        group |= dict.fromkeys(found.choice, next(s for s in groups.names if s in found.choice))
     return Assignment({s: choice[s] for s in groups.names}, {s: group[s] for s in groups.names})
+
+
+def _whole_nodes(problem: Problem, options: Options, filled: Mapping[int, Filled], time: int) -> Mapping[int, Filled]:
+    """The groups, one of them on as many more ranks as make whole nodes of all, if there is such a one."""
+    used = sum(f.ranks for f in filled.values())
+    if used <= problem.per_node or not used % problem.per_node:
+        return filled
+    more = [(f.ranks - old.ranks, f.work, mask, f) for mask, old in filled.items() for f in options[mask] if f.work <= time]
+    fitting = [m for m in more if 0 < m[0] <= problem.ranks - used and not (used + m[0]) % problem.per_node]
+    return {**filled, **{mask: f for *_, mask, f in sorted(fitting, key=lambda m: m[:3])[:1]}}
 
 
 def _better(problem: Problem, a: Assignment) -> tuple[int, Assignment]:
@@ -93,6 +104,8 @@ def _better(problem: Problem, a: Assignment) -> tuple[int, Assignment]:
     while True:
         now = a
         for s, i in _changes(problem, now):
+            if problem.sections[s][i].time_ns >= best:
+                continue
             changed = replace(now, choice={**now.choice, s: i})
             try:
                 time = evaluate(problem, changed).time_ns

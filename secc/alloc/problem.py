@@ -12,7 +12,8 @@ from math import ceil, prod
 
 from secc import parallel
 from secc.alloc import layouts
-from secc.alloc.candidates import Load, Workload, declared_layers, fitting, places, replica_of, stays, ways_to_run
+from secc.alloc.candidates import Load, Workload, fitting, replica_of, stays, ways_to_run
+from secc.alloc.layers import declared_layers
 from secc.alloc.pins import Pins
 from secc.alloc.types import ALL, Candidate, Edge, Pool, Problem
 from secc.cost import time
@@ -125,7 +126,7 @@ def shapes(work: Workload, load: Load, pins: Pins, ranks: int, free: bool = True
     """The (tp, pp) to consider: pinned ones, and where `free` those that the section is known to take."""
     whole = (load.cost.trainable and work.unshardable) or pins.splits_backward(load.name)
     tps = [1, *cuttable(work.graph, load.section)] if free and not whole else [1]
-    layers = min(declared_layers(work.graph, load.section), places(work.graph, load))
+    layers = min(declared_layers(work.graph, load.section), work.places(load))
     stages = layouts.powers(max(1, layers)) if free else [1]
     found = [(tp, pp) for tp in pins.choices(load.name, "tp", tps) for pp in pins.choices(load.name, "pp", stages)]
     fixed = pins.fixed(load.name, "tp") and pins.fixed(load.name, "pp")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from secc.alloc.candidates import Workload, in_turn, on_rank, room_of, stage_room
+from secc.alloc.candidates import Workload, in_turn, room_of, stage_room
 from secc.alloc.evaluate import Value
 from secc.alloc.types import Assignment, Problem
 from secc.cost.memory import Memory
@@ -26,7 +26,7 @@ def room(work: Workload, asked: Problem, assignment: Assignment, value: Value, s
     """The room of a section, or of one stage of its pipeline, under an assignment of this value."""
     group, c = assignment.group, asked.sections[section][assignment.choice[section]]
     own = work.on(c.kind)
-    load = on_rank(own.loads[section], c.tp, c.pp, own.cluster)
+    load = own.on_rank(own.loads[section], c.tp, c.pp)
     if load.mode == "forward":
         return Room()
     together = [(s, i) for s, i in assignment.choice.items() if group[s] == group[section]]

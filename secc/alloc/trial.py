@@ -16,11 +16,10 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import TypeVar
 
 from secc import parallel
 from secc.alloc import ahead
-from secc.alloc.candidates import Load, Workload, on_rank, room_of, times_of, update_ns
+from secc.alloc.candidates import Load, Workload, room_of, times_of, update_ns
 from secc.alloc.evaluate import evaluate as value
 from secc.alloc.rooms import Room, room
 from secc.alloc.types import Assignment, Candidate, Problem
@@ -29,6 +28,7 @@ from secc.cost import time
 from secc.cost.load import Pattern, is_active, micro_batch, patterns
 from secc.ir import samples as drawn_samples
 from secc.ir.dialect import strings
+from secc.runtime.collector import collector_paused
 from secc.runtime.costs import Costs
 from secc.runtime.expr import evaluate
 from secc.runtime.plan import Cost, Edge, Mesh, ModelRef, Plan, Section, Symbol
@@ -43,7 +43,6 @@ BATCHES, SAMPLES = 4, 2048  # that a choice is tried on at most; large batches d
 
 Ranks = Mapping[str, Sequence[int]]  # of each group
 Samples = Sequence[SampleMeta]
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -53,11 +52,6 @@ class Tried:
     time_ns: int
     fits: bool
     jobs: int
-
-
-def mapped(function: Callable[[Item], Tried], items: Sequence[Item], jobs: int) -> list[Tried]:
-    """`function` of each item, on all cores where the orders have enough jobs together."""
-    return parallel.mapped(function, items) if jobs >= FEW_JOBS else list(map(function, items))
 
 
 def mean(steps: Sequence[Tried]) -> Tried:
@@ -75,14 +69,14 @@ class Trial:
         self.work, self.problem, self.run_ahead = work, problem, run_ahead
         count = max(1, min(BATCHES, SAMPLES // work.global_batch))
         self.batches = drawn_samples.drawn(work.graph, work.global_batch, count) or [_means(work)]
-        self.loads: dict[tuple[str, int, int, int], Load] = {}
         self.waits = {(e.src, e.dst): self._message_ns(e.src, e.dst) for e in problem.edges}
 
     def run(self, assignment: Assignment, ranks: Ranks) -> Tried:
         """The steps of the choice on these ranks."""
         stages = sum(self.problem.sections[s][i].pp for s, i in assignment.choice.items())
         jobs = 2 * stages * sum(map(len, self.batches))
-        return mean(mapped(lambda batch: self.step(assignment, ranks, batch), self.batches, jobs))
+        mapped = parallel.mapped if jobs >= FEW_JOBS else map
+        return mean([*mapped(lambda batch: self.step(assignment, ranks, batch), self.batches)])
 
     def look(self, assignment: Assignment, ranks: Ranks) -> Tried:
         """The step of the first batch in the first order that is found, which takes a small part of the time."""
@@ -93,10 +87,11 @@ class Trial:
         chosen = {s: cs[assignment.choice[s]] for s, cs in self.problem.sections.items()}
         plan = self._plan(assignment, chosen, ranks)
         waits = self.waits | {(s, s): self._between_stages(s, c) for s, c in chosen.items() if c.pp > 1}
-        order = ordered(plan, batch, soon=soon)
-        timeline = _Timeline(plan, order, waits)
-        beside = self.work.cluster.device.overheads.step_ns(len(batch))
-        return Tried(beside + self._closed(plan, chosen, order, timeline, batch), self._fits(plan, chosen, timeline), len(order.order))
+        with collector_paused():
+            order = ordered(plan, batch, soon=soon)
+            timeline = _Timeline(order, waits)
+            time_ns, fits = self._closed(plan, chosen, order, timeline, batch), self._fits(plan, chosen, timeline)
+        return Tried(self.work.cluster.device.overheads.step_ns(len(batch)) + time_ns, fits, len(order.order))
 
     # -- the plan -----------------------------------------------------------------------------------------------------------------
 
@@ -164,10 +159,8 @@ class Trial:
 
     def _load(self, section: str, c: Candidate) -> tuple[Workload, Load]:
         """The workload on the candidate's kind of device, and the section on one of its ranks."""
-        work, key = self.work.on(c.kind), (section, c.kind, c.tp, c.pp)
-        if key not in self.loads:
-            self.loads[key] = on_rank(work.loads[section], c.tp, c.pp, work.cluster)
-        return work, self.loads[key]
+        work = self.work.on(c.kind)
+        return work, work.on_rank(work.loads[section], c.tp, c.pp)
 
     # -- what the order leaves out --------------------------------------------------------------------------------------------------
 
@@ -235,49 +228,59 @@ class Trial:
 class _Timeline:
     """When the jobs of an order run, with messages between ranks: each section's end and the most that it holds at once, by rank."""
 
-    def __init__(self, plan: Plan, order: Order, waits: Mapping[tuple[str, str], int]) -> None:
-        jobs, numbers = order.step.jobs, order.step.numbers
-        section_of = [""] * len(jobs.rank)
-        for n in numbers.values():
-            for part in n.parts:
-                section_of[part.start : part.stop] = [n.section.whole] * n.count
-        ready, free, ends = [0] * len(jobs.rank), [0] * jobs.ranks, [0] * len(jobs.rank)
-        starts, beside = list(ready), jobs.beside()
-        together = {**{job: (job,) for job in beside}, **jobs.joined}
-        joined: dict[int, tuple[int, int]] = {}  # when those that run at the same time start, and how long they take
-
-        def possible(job: int) -> int:
-            return max(ready[job], free[jobs.rank[job]], *(free[r] for r in beside.get(job, ())))
-
-        for job in order.order:
-            rank, section = jobs.rank[job], section_of[job]
-            if job in together:
-                some = together[job]
-                if job not in joined:
-                    joined |= dict.fromkeys(some, (max(map(possible, some)), max(map(jobs.duration.__getitem__, some))))
-                starts[job], lasts = joined[job]
-                for r in beside.get(job, ()):
-                    free[r] = starts[job] + lasts
-            else:
-                starts[job], lasts = max(free[rank], ready[job]), jobs.duration[job]
-            free[rank] = ends[job] = end = starts[job] + lasts
-            for then in jobs.successors[job]:
-                at = end
-                if jobs.rank[then] != rank:
-                    at += waits.get((section, section_of[then]), 0) or waits.get((section_of[then], section), 0)
-                ready[then] = max(ready[then], at)
+    def __init__(self, order: Order, waits: Mapping[tuple[str, str], int]) -> None:
+        numbers, rank = order.step.numbers, order.step.jobs.rank
+        starts, ends = _begun(order, waits)
         self.ends: dict[str, dict[int, int]] = {name: {} for name in numbers}
         for name, n in numbers.items():
-            for job in (job for part in n.parts for job in part):
-                self.ends[name][jobs.rank[job]] = max(self.ends[name].get(jobs.rank[job], 0), ends[job])
+            found = self.ends[name]
+            for part in n.parts:
+                for on, end in zip(rank[part.start : part.stop], ends[part.start : part.stop], strict=True):
+                    if end > found.get(on, 0):
+                        found[on] = end
         self.held: dict[tuple[str, int], tuple[int, int]] = {}  # micro-batches in flight, and the bytes that they keep
         changes: dict[tuple[str, int], list[tuple[int, int, int]]] = defaultdict(list)
         for name, n in numbers.items():
             for m, kept in enumerate(order.tables[name].kept if n.last >= 0 else ()):
-                changes[name, jobs.rank[n.forward + m]] += [(starts[n.forward + m], 1, kept), (ends[n.last + m], -1, -kept)]
-        for place, found in changes.items():
-            found.sort()
-            self.held[place] = max(accumulate(c[1] for c in found)), max(accumulate(c[2] for c in found))
+                changes[name, rank[n.forward + m]] += [(starts[n.forward + m], 1, kept), (ends[n.last + m], -1, -kept)]
+        for place, some in changes.items():
+            some.sort()
+            self.held[place] = max(accumulate(c[1] for c in some)), max(accumulate(c[2] for c in some))
+
+
+def _begun(order: Order, waits: Mapping[tuple[str, str], int]) -> tuple[list[int], list[int]]:
+    """When the jobs of an order start and end."""
+    jobs, parts = order.step.jobs, [(n.section.whole, part) for n in order.step.numbers.values() for part in n.parts]
+    names = list(dict.fromkeys(name for name, _ in parts))
+    section = [0] * len(jobs.rank)
+    for name, part in parts:
+        section[part.start : part.stop] = [names.index(name)] * len(part)
+    message = [[waits.get((a, b), 0) or waits.get((b, a), 0) for b in names] for a in names]
+    rank, duration, successors, beside = jobs.rank, jobs.duration, jobs.successors, jobs.beside()
+    ready, free, ends, starts = [0] * len(rank), [0] * jobs.ranks, [0] * len(rank), [0] * len(rank)
+    together = {**{job: (job,) for job in beside}, **jobs.joined}
+    joined: dict[int, tuple[int, int]] = {}  # when those that run at the same time start, and how long they take
+
+    def possible(job: int) -> int:
+        return max(ready[job], free[rank[job]], *(free[r] for r in beside.get(job, ())))
+
+    for job in order.order:
+        on, lasts = rank[job], duration[job]
+        start = free[on] if free[on] > ready[job] else ready[job]
+        if job in together:
+            some = together[job]
+            if job not in joined:
+                joined |= dict.fromkeys(some, (max(map(possible, some)), max(map(duration.__getitem__, some))))
+            start, lasts = joined[job]
+            for r in beside.get(job, ()):
+                free[r] = start + lasts
+        starts[job], away = start, message[section[job]]
+        free[on] = ends[job] = end = start + lasts
+        for then in successors[job]:
+            at = end if rank[then] == on else end + away[section[then]]
+            if at > ready[then]:
+                ready[then] = at
+    return starts, ends
 
 
 def _one_after_another(ends: Sequence[tuple[int, int]]) -> int:

@@ -20,7 +20,7 @@ from typing import Any
 from xdsl.dialects.builtin import ModuleOp
 
 from secc import pipeline, whatif
-from secc.alloc.candidates import Load, Workload, on_rank, places, workload
+from secc.alloc.candidates import Load, Workload, on_rank, workload
 from secc.alloc.rooms import size
 from secc.alloc.types import Candidate
 from secc.cluster import Cluster, parse
@@ -237,4 +237,4 @@ def _on_rank(plan: Plan, sections: list[Section]) -> ModelRef:
 
 def layers(base: Base, section: str) -> int:
     """How many layers a section can be cut between; at least 1."""
-    return max(1, places(base.work.graph, base.work.loads[section]))
+    return max(1, base.work.places(base.work.loads[section]))

@@ -70,6 +70,16 @@ def test_a_guess_shares_out_the_ranks() -> None:
     assert guess(problem, 299) is None
 
 
+def test_a_guess_fills_whole_nodes() -> None:
+    """The fewest ranks would be 1 + 4; with a node of 4 for each section all are whole."""
+
+    def ways(work: int) -> tuple[Candidate, ...]:
+        return tuple(Candidate(dp=n, micro_batch=1, time_ns=work // n) for n in (1, 2, 4))
+
+    problem = Problem({"a": ways(100), "b": ways(400)}, (), 8, capacity=1, strategy="apart", per_node=4)
+    assert guess(problem, 10**6) == Assignment({"a": 2, "b": 2}, {"a": "a", "b": "b"})
+
+
 def _figures(solution: Solution | None) -> tuple[int, int] | None:
     return None if solution is None else (solution.time_ns, solution.ranks)
 
