@@ -1,8 +1,8 @@
 """One run of a user's block without values or weights: FLOPs, bytes saved for backward, bytes moved, operations.
 
 A block runs on the meta device, where tensors are that it makes without naming a device, too: elsewhere they could not meet the others.
-One that reads values of its integer arguments (where samples begin, grids of images) gets those for real and everything else as fake
-tensors.
+Those that it has from elsewhere (attributes that are no buffers, NumPy) lose their values when they meet others. One that reads values of
+its integer arguments (where samples begin, grids of images) gets those for real and everything else as fake tensors.
 
 Beside what a plain run keeps, a trial tells what one keeps whose units (`secc.runtime.recompute`) run again in the backward: their inputs
 and what is saved outside of them. Attention counts as a fused kernel does: it keeps queries, keys, values, output and a log-sum, never
@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from secc.cost.alike import Counted, alike
@@ -193,7 +193,7 @@ class _Counter(TorchDispatchMode):
             made = [self._makes(size, stride, dtype) for size, stride, dtype in layouts]
             out = made[0] if len(made) == 1 else tuple(made)
         else:
-            out = _ran(func, args, kwargs)
+            out, args = self._met(func, args, kwargs)
             formula = FORMULAS.get(func._overloadpacket)
             flops = int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
             if key is not None and _is_fresh(func, out, args):
@@ -201,6 +201,16 @@ class _Counter(TorchDispatchMode):
                 self._known[key] = flops, [(t.size(), t.stride(), t.dtype) for t in made]
         self._add(func._opname, flops, args, out)
         return out
+
+    def _met(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """An operation's result, and the arguments that it was made of: real tensors cannot meet those on the meta device."""
+        try:
+            return _ran(func, args, kwargs), args
+        except (RuntimeError, NotImplementedError):
+            if self._makes.mode is not None or func._schema.is_mutable or all(map(valueless, _tensors((args, kwargs)))):
+                raise
+        args, kwargs = tree_map_only(torch.Tensor, lambda t: t if valueless(t) else t.detach().to("meta"), (args, kwargs))
+        return _ran(func, args, kwargs), args
 
     def _add(self, name: str, flops: int, args: Any, out: Any) -> None:
         """A product's FLOPs, or the bytes that another operation reads and writes."""

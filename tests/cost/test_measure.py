@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -149,6 +150,24 @@ def test_tensors_that_a_block_makes_without_a_device_count_as_those_with_one() -
     named, bare = measured(Padded(device=True)), measured(Padded(device=False))
     assert bare == named and named["cost"] == "counted"
     assert named["flops"] == "1024*B*S + 1024*B"  # the product of the padded rows
+
+
+class Waved(nn.Module):
+    """Has tensors that are no buffers, and others from NumPy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.up = torch.linspace(0.5, 1.0, 8), nn.Linear(8, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wave = torch.from_numpy(np.sin(np.arange(8, dtype=np.float32)))
+        return self.up(x * self.scale + wave)[..., :8]
+
+
+def test_tensors_that_a_block_has_from_elsewhere_meet_those_without_values() -> None:
+    found = measured(Waved())
+    assert (found["flops"], found["cost"]) == ("1024*B*S", "counted")
+    assert found["moved"] == f"{4 * 2 * 8 * 2}*B*S + {2 * 4 * 8}"  # two operations read and write x and read eight numbers
 
 
 class Rated(nn.Module):
