@@ -107,10 +107,12 @@ class _Move:
         self.sections = {s.sym.data: s for s in graph.sections}
 
     def run(self) -> None:
-        before = _sent(self.graph, self.src, self.dst)
         ops = [op for case in self.graph.cases for op in case.ops]
         up = [op for op in ops if section_of(op) == self.dst and op not in self.chosen]
         down = [op for op in reversed(ops) if section_of(op) == self.src and op in self.chosen]
+        if not up and not down:
+            return
+        before = _sent(self.graph, self.src, self.dst)
         for op in up:
             set_section(op, self.src)
         moved = [*up, *(op for op in down if self._take(op))]

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from xdsl.context import Context
 from xdsl.dialects.builtin import ModuleOp, StringAttr
-from xdsl.ir import Operation
+from xdsl.ir import Operation, SSAValue
 from xdsl.passes import ModulePass
 
 from secc.alloc.candidates import Load, Workload, candidate, in_turn, on_rank, room, times_of, workload
@@ -30,12 +30,12 @@ from secc.cost.load import is_active, micro_batch, patterns
 from secc.cost.memory import Memory
 from secc.cost.section import section_cost
 from secc.errors import Impossible, UserError
-from secc.ir.analysis import number_of, text_of
+from secc.ir.analysis import number_of, strongest, text_of, with_gradient
 from secc.ir.attributes import integer, integers, number
 from secc.ir.boundary import Prices
 from secc.ir.dialect import CallOp, GraphOp, SectionOp, graph_of, section_of, set_section, strings, texts
 from secc.ir.naming import unique
-from secc.ir.placement import settle_mode
+from secc.ir.placement import modes, settle_mode
 from secc.ir.stages import Units, cut
 from secc.passes.annotate_costs import annotate
 from secc.passes.sink_boundaries import settle
@@ -106,13 +106,15 @@ def _times(graph: GraphOp, section: SectionOp, units: Units, device: Device) -> 
     members: dict[int, list[Operation]] = {}
     for op, unit in units.of.items():
         members.setdefault(unit, []).append(op)
+    wanted = set[SSAValue]().union(*map(with_gradient, graph.cases))
     found: list[int] = []
     for unit, (path, *_) in enumerate(units.calls):
         part = SectionOp.create(properties={"sym": StringAttr(f"{name} {unit}"), "blocks": texts([path])})
         for op in members[unit]:
             set_section(op, part.sym.data)
-        settle_mode(graph, part)
-        cost, mode = section_cost(graph, part), part.mode.data if part.mode is not None else "train"
+        mode = strongest(modes(members[unit], wanted))
+        part.mode = StringAttr(mode)
+        cost = section_cost(graph, part)
         text = f"{time.forward_ns(cost, device)} + {time.backward_ns(cost, mode, device, recompute)}"
         found.append(sum(round(p.share * evaluate(text, micro_batch(graph, p.sizes, samples))) for p in seen))
     return found

@@ -26,6 +26,7 @@ from secc.ir.dialect import graph_of
 from secc.ir.text import parse, print_module
 from secc.runtime.user_model import UserModel
 
+PLACED = "place"  # the first pass behind the choice: layers are captured for what was chosen, wherever its ranks are
 BEHIND = "split-stages"  # the first of the passes that carry choices out
 
 
@@ -94,30 +95,33 @@ class Planner:
     def _plan(self, refused: dict[str, str]) -> Planned:
         options = {"refused": tuple(refused)}
         first = parse(self.first)
-        chosen = whole = _Chosen(first, self.first, self.source.captured, *self._run(first, self.source.text(**options)))
+        chosen = whole = self._choose(first, self.first, self.source.captured, self.source.text(**options))
         sought = NOTHING
         if (staged := staging.find(first, self.source.meta, dict(whole.run.dumps))).cut:
             # Layers of a tower are the same once it is opened. What is sought is wanted last, behind the captured layers' own choices.
             with parallel.beside(lambda: seek(first, *self._subject(whole)), patient=True) as seeking:
                 chosen = self._staged(staged, options)
                 sought = seeking()
-        module, run = chosen.module, chosen.run
-        behind = _behind(chosen.passes)
-        done = [pipeline.described(step) for step in chosen.passes if step.name not in behind]
+        module, passes, dumps = chosen.module, chosen.passes, [("capture", chosen.start), *chosen.run.dumps]
+        dumps += self._run(module, _before(BEHIND, passes), len(_before(PLACED, passes))).dumps
         with self.step("cut blocks over ranks"):
             told = staging.tell(staged, module)
             if annotate(module, *self._subject(chosen), sought) or told:
-                run.dumps[-1] = (run.dumps[-1][0], pipeline.header(done) + print_module(module))
-        with self.step("passes"):
-            rest = pipeline.run(module, chosen.passes[len(done) :], dump=True, progress=self.progress, made=done)
-        return Planned(module, chosen.captured, [("capture", chosen.start), *run.dumps, *rest.dumps], refused)
+                done = [pipeline.described(step) for step in _before(BEHIND, passes)]
+                dumps[-1] = (dumps[-1][0], pipeline.header(done) + print_module(module))
+        dumps += self._run(module, passes, len(_before(BEHIND, passes))).dumps
+        return Planned(module, chosen.captured, dumps, refused)
 
-    def _run(self, module: ModuleOp, text: str) -> tuple[tuple[pipeline.ModulePass, ...], pipeline.Run]:
+    def _choose(self, module: ModuleOp, start: str, captured: Capture, text: str) -> _Chosen:
         """The passes up to the choice, on `module`."""
         passes = pipeline.parse(text)
+        return _Chosen(module, start, captured, passes, self._run(module, _before(PLACED, passes)))
+
+    def _run(self, module: ModuleOp, passes: tuple[pipeline.ModulePass, ...], done: int = 0) -> pipeline.Run:
+        """Passes, of which so many have been `done`."""
         with self.step("passes"):
-            front = passes[: len(passes) - len(_behind(passes))]
-            return passes, pipeline.run(module, front, dump=True, progress=self.progress)
+            made = [pipeline.described(step) for step in passes[:done]]
+            return pipeline.run(module, passes[done:], dump=True, progress=self.progress, made=made)
 
     def _staged(self, staged: staging.Staging, options: Mapping[str, tuple[str, ...]]) -> _Chosen:
         """The choice again, with towers opened down to their layers."""
@@ -128,7 +132,7 @@ class Planner:
         stages = tuple(pin for pin in staged.stages if pin.partition("=")[0] not in self.pinned)
         text = self.source.text(**options, sections=staged.sections, stages=stages, known=staged.known, proven=staged.proven)
         try:
-            return _Chosen(module, start, captured, *self._run(module, text))
+            return self._choose(module, start, captured, text)
         except UserError as error:
             raise staged.impossible(error) from error
 
@@ -149,6 +153,5 @@ class Planner:
         return captured
 
 
-def _behind(passes: tuple[pipeline.ModulePass, ...]) -> list[str]:
-    names = [step.name for step in passes]
-    return names[names.index(BEHIND) :]
+def _before(name: str, passes: tuple[pipeline.ModulePass, ...]) -> tuple[pipeline.ModulePass, ...]:
+    return passes[: [step.name for step in passes].index(name)]

@@ -270,12 +270,14 @@ class _Ways:
 
     def _spread(self, here: str, there: str, size: int, ways: dict[bool, Counter[int]]) -> None:
         """A rank's share of the bytes, of which those to or from its own node stay inside."""
-        ranks, others = self.placed[here], self.held[there]
-        each, every = size // len(ranks), len(self.placed[there])
+        ranks, every, per_node = self.placed[here], len(self.placed[there]), self.cluster.per_node
+        each = size // len(ranks)
+        near = {node: each * count // every for node, count in self.held[there].items()}
+        inside, between = ways[False], ways[True]
         for rank in ranks:
-            near = each * others[self._node(rank)] // every
-            ways[False][rank] += near
-            ways[True][rank] += each - near
+            stay = near.get(rank // per_node, 0)
+            inside[rank] += stay
+            between[rank] += each - stay
 
     def add_chain(self, chain: Chain) -> None:
         """Bytes from each stage to the next of its replica, and back."""

@@ -6,9 +6,13 @@ command lets through becomes one message on stderr and exit code 2.
 
 from __future__ import annotations
 
+import atexit
 import importlib
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from typing import NoReturn
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -42,11 +46,24 @@ def secc() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command. Exit code 2 with one message for bad input."""
+    """Run a command, by default the process's own. Exit code 2 with one message for bad input."""
     from secc.errors import UserError
 
     try:
         app(args=None if arguments is None else list(arguments))
     except UserError as error:
         print(f"secc: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        _leave(2, ends=arguments is None)
+    except SystemExit as end:
+        _leave(end.code, ends=arguments is None)
+
+
+def _leave(code: str | int | None, ends: bool) -> NoReturn:
+    """Raise SystemExit; where the process `ends` with it, end it at once: taking apart all that it holds would take seconds."""
+    if ends and not isinstance(code, str):
+        atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):  # a closed pipe
+                stream.flush()
+        os._exit(code or 0)
+    raise SystemExit(code) from None

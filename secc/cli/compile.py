@@ -48,9 +48,11 @@ def command(
     json: JSON = False,
 ) -> None:
     """Compile a model into a plan that torchrun executes."""
-    from secc.codegen.write import check_output
-    from secc.compiler import Options, compile_model
-    from secc.runtime.collector import collecting_seldom
+    from secc.runtime.collector import collecting_seldom, collector_paused
+
+    with collector_paused():  # imports keep what they make
+        from secc.codegen.write import check_output
+        from secc.compiler import Options, compile_model
 
     check_output(output)
     options = Options(

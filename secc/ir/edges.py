@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from xdsl.ir import Operation, OpResult, SSAValue
 
-from secc.ir.analysis import active, producer, with_gradient
+from secc.ir.analysis import active, producer, text_of, with_gradient
 from secc.ir.carry import WHOLE, Carry, NotCarriable, carry_between, vanishes
 from secc.ir.dialect import CallOp, CaseOp, Computation, GraphOp, ParamOp, section_of, strings
 from secc.ir.draws import site
@@ -85,7 +85,7 @@ def places(case: CaseOp) -> dict[Operation, tuple[str, str, int]]:
     seen: dict[tuple[str, str], int] = {}
     found: dict[Operation, tuple[str, str, int]] = {}
     for op in case.ops:
-        target = op.properties.get("target", op.properties.get("sym"))
+        target = text_of(op, "target") or text_of(op, "sym")
         key = (f"{section_of(op)} {op.name} {target}", f"{where(op)} {site(op)}")
         found[op] = (*key, seen.get(key, 0))
         seen[key] = seen.get(key, 0) + 1

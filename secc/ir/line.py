@@ -16,6 +16,7 @@ from xdsl.ir import Attribute, Region, SSAValue
 from xdsl.irdl import IRDLOperation
 from xdsl.parser import Parser
 from xdsl.printer import Printer
+from xdsl.utils.mlir_lexer import MLIRLexer
 
 TEXT, TEXTS, NUMBER, SECTION, FLAG = "text", "texts", "number", "section", "flag"
 Keywords = tuple[tuple[str, str, str], ...]
@@ -31,16 +32,13 @@ class LineOp(IRDLOperation):
         if self.HEADLINE is not None:
             headline = self.properties[self.HEADLINE]
             assert isinstance(headline, StringAttr)
-            printer.print_string(" ")
-            printer.print_string_literal(headline.data)
+            printer.print_string(f" {quoted(headline.data)}")
         if self.operands:
             printer.print_string(" ")
             with printer.in_parens():
                 printer.print_list(self.operands, printer.print_operand)
-        for name, keyword, kind in self.KEYWORDS:
-            if name in self.properties:
-                printer.print_string(f" {keyword}")
-                _print_value(printer, kind, self.properties[name])
+        found = ((keyword, self.properties.get(name)) for name, keyword, _ in self.KEYWORDS)
+        printer.print_string("".join(f" {keyword}{_text(value)}" for keyword, value in found if value is not None))
         if self.attributes:
             # A region opens with a brace, too, so the dictionary of such an op needs a keyword.
             printer.print_op_attributes(self.attributes, print_keyword=bool(self.regions))
@@ -97,22 +95,28 @@ def _parse_attributes(parser: Parser, keyword: bool) -> dict[str, Attribute]:
     return dict(found.data) if found is not None else {}
 
 
-def _print_value(printer: Printer, kind: str, value: Attribute) -> None:
+def quoted(string: str) -> str:
+    """A text as a literal, with letters beyond ASCII as they are."""
+    if string.isprintable() and "\\" not in string and '"' not in string:
+        return f'"{string}"'
+    kept = (c if c != '"' and c.isprintable() else "".join(f"\\{b:02X}" for b in c.encode()) for c in string.replace("\\", "\\\\"))
+    return f'"{"".join(kept)}"'
+
+
+def _text(value: Attribute) -> str:
+    """What prints behind the keyword of a property."""
     match value:
         case UnitAttr():
-            return
+            return ""
         case StringAttr(data=text):
-            printer.print_string(" ")
-            printer.print_string_literal(text)
+            return f" {quoted(text)}"
         case IntAttr(data=number):
-            printer.print_string(f" {number}")
-        case SymbolRefAttr():
-            printer.print_string(" ")
-            printer.print_attribute(value)
+            return f" {number}"
+        case SymbolRefAttr(root_reference=root):
+            return f" @{root.data if MLIRLexer.bare_identifier_regex.fullmatch(root.data) else quoted(root.data)}"
         case _:
-            assert kind == TEXTS, kind
-            printer.print_string(" ")
-            printer.print_attribute(value)
+            assert isinstance(value, ArrayAttr), value
+            return f" [{', '.join(quoted(text.data) for text in value if isinstance(text, StringAttr))}]"
 
 
 def _parse_value(parser: Parser, kind: str) -> Attribute:

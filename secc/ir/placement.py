@@ -7,6 +7,8 @@ it, the consumer computes it from what an edge can carry; glue is cheap. Input-o
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+
 from xdsl.dialects.builtin import StringAttr
 from xdsl.ir import Operation, SSAValue
 
@@ -95,14 +97,16 @@ def repeat(op: Operation, section: str) -> None:
 
 def settle_mode(graph: GraphOp, section: SectionOp) -> None:
     """The mode that a section's ops need: gradients of parameters, of received tensors only, or none."""
-    found: set[str] = set()
-    for case in graph.cases:
-        wanted = with_gradient(case)
-        found |= {_mode(op, wanted) for op in case.ops if section_of(op) == section.sym.data}
-    section.mode = StringAttr(strongest(found))
+    cases = [(case, [op for op in case.ops if section_of(op) == section.sym.data]) for case in graph.cases]
+    section.mode = StringAttr(strongest(mode for case, ops in cases if ops for mode in modes(ops, with_gradient(case))))
 
 
-def _mode(op: Operation, wanted: set[SSAValue]) -> str:
+def modes(ops: Iterable[Operation], wanted: Collection[SSAValue]) -> set[str]:
+    """The modes that ops need, of whose results and operands gradients reach those `wanted`."""
+    return {_mode(op, wanted) for op in ops}
+
+
+def _mode(op: Operation, wanted: Collection[SSAValue]) -> str:
     if isinstance(op, CallOp):
         return mode_of(op)
     if not any(r in wanted for r in op.results):

@@ -17,6 +17,7 @@ from xdsl.utils.exceptions import ParseError, VerifyException
 
 from secc.errors import UserError
 from secc.ir.dialect import Sec
+from secc.ir.line import quoted
 from secc.ir.verify import problems
 
 _CONTEXT_LINES = 2
@@ -39,8 +40,15 @@ class _Parser(Parser):
 class _Printer(Printer):
     """xDSL's printer, with letters beyond ASCII as they are. Attributes never change, so their texts are kept."""
 
+    def print_string(self, text: str, *, indent: int | None = None) -> None:
+        if "\n" in text or self.stream is None:
+            super().print_string(text, indent=indent)
+        else:  # nearly all of it; `print`, which xDSL calls for it, takes several times as long
+            self._current_column += len(text)
+            self.stream.write(text)
+
     def print_string_literal(self, string: str) -> None:
-        self.print_string(f'"{_escaped(string)}"')
+        self.print_string(quoted(string))
 
     def print_attribute(self, attribute: Attribute) -> None:
         self.print_string(_attribute(attribute))
@@ -68,13 +76,6 @@ def _named(name: str, attribute: Attribute) -> str:
     stream = StringIO()
     _AttributePrinter(stream=stream).print_attr_dict({name: attribute})
     return stream.getvalue()[1:-1]
-
-
-def _escaped(string: str) -> str:
-    if string.isprintable() and "\\" not in string and '"' not in string:
-        return string
-    kept = (c if c != '"' and c.isprintable() else "".join(f"\\{b:02X}" for b in c.encode()) for c in string.replace("\\", "\\\\"))
-    return "".join(kept)
 
 
 def context() -> Context:
