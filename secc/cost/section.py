@@ -270,7 +270,10 @@ def _largest_of_dataset(graph: GraphOp, found: Collection[str]) -> str:
     """The largest of many expressions at the sizes that samples have in the mean, of those that inputs' values do not decide."""
     known = {str(name) for name in abouts(graph)}
     texts = [text for text in found if not any(str(s) in known for s in expr.symbols(expr.parse(text)))]
-    return largest(max(texts, key=lambda text: evaluate(text, micro_batch(graph, p.sizes, 1))) for p in patterns(graph) if texts)
+    if len(texts) < 2:
+        return largest(texts)
+    sizes = [micro_batch(graph, p.sizes, 1) for p in patterns(graph)]
+    return largest(max(texts, key=lambda text: evaluate(text, at)) for at in sizes)
 
 
 def _add_logits(op: GlueOp, total: _Sum, spread: Spread) -> None:

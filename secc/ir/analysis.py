@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
+from functools import lru_cache
 
 from xdsl.dialects.builtin import ArrayAttr, FloatAttr, IntAttr, IntegerAttr, StringAttr
 from xdsl.ir import Operation, OpResult, SSAValue
@@ -27,7 +28,7 @@ from secc.ir.dialect import (
 )  # fmt: skip
 from secc.ir.expr import Expr
 from secc.ir.recorded import SPARE
-from secc.ir.types import tensor
+from secc.ir.types import TensorType, tensor
 
 MODES = ("forward", "dgrad", "train")
 _STOPS = ("aten.detach.default", "aten.detach_copy.default")
@@ -142,6 +143,7 @@ class Statistics:
     def __init__(self, graph: GraphOp) -> None:
         self._symbols, self._abouts = list(graph.symbols), abouts(graph)
         self._weights: list[tuple[CaseOp, float, dict[str, float]]] = []
+        self._means: dict[tuple[CaseOp, Expr | int], float] = {}  # most values are of few types
         cases = [c for c in graph.cases if SPARE not in c.attributes]
         for case in cases:
             alike = sum(set(strings(c.when)) == set(strings(case.when)) for c in cases)
@@ -164,7 +166,9 @@ class Statistics:
 
     def mean_in(self, case: CaseOp, size: Expr | int) -> float:
         """The part of the mean that samples of one case bring: their share times the size."""
-        return sum(share * evaluate(size, sizes) for c, share, sizes in self._weights if c is case)
+        if (case, size) not in self._means:
+            self._means[case, size] = sum(share * evaluate(size, sizes) for c, share, sizes in self._weights if c is case)
+        return self._means[case, size]
 
 
 def abouts(graph: GraphOp) -> dict[str, Expr]:
@@ -180,7 +184,11 @@ def evaluate(size: Expr | int, sizes: Mapping[str, float]) -> float:
 
 def nbytes(value: SSAValue) -> Expr:
     """The bytes of a value as an expression."""
-    kind = tensor(value)
+    return _nbytes(tensor(value))
+
+
+@lru_cache(1 << 12)
+def _nbytes(kind: TensorType) -> Expr:
     total = expr.parse(str(kind.itemsize))
     for dim in kind.shape:
         total = total * dim

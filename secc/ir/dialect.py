@@ -210,7 +210,7 @@ class CaseOp(LineOp):
 
     @property
     def ops(self) -> list[Operation]:
-        return list(self.body.block.ops)
+        return list(iter(self.body.block.ops))  # a list of `ops` itself would count them first, one by one
 
 
 @irdl_op_definition
