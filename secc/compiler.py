@@ -31,7 +31,7 @@ from secc.cost.measure import Costs, keep, learn, measure
 from secc.errors import UserError
 from secc.frontend import import_ir, plain, statistics, widths
 from secc.frontend.capture import Capture, capture
-from secc.frontend.cuts.limits import note_limits
+from secc.frontend.cuts.limits import Limits, note_limits
 from secc.frontend.fusion.declare import declare
 from secc.frontend.fusion.find import Looked, find
 from secc.frontend.heads import note_linear
@@ -125,11 +125,12 @@ class Compiled:
 
 @dataclass(frozen=True)
 class _Known:
-    """What need not be found again when layers are captured: costs of blocks, also with fused operators, and places to fuse."""
+    """What need not be found again when layers are captured: costs of blocks, also with fused operators, places to fuse, cuts of layers."""
 
     costs: Costs = field(default_factory=dict)
     fused: Costs = field(default_factory=dict)
     looked: Looked = field(default_factory=Looked)
+    limits: Limits = field(default_factory=Limits)
 
 
 class _Clock:
@@ -162,7 +163,7 @@ def compile_model(path: str | Path, options: Options, progress: Callable[[str], 
         samples = Samples(batches, captured.constants)
         module = _module(user, meta, samples, captured, width, options, clock, known)
         with clock.step("look how blocks can be cut"):
-            note_limits(module, meta, model, user, drawn, samples, parse(options.cluster))
+            note_limits(module, meta, model, user, drawn, samples, parse(options.cluster), known.limits)
         return module
 
     def text(**changes: tuple[str, ...]) -> str:

@@ -44,6 +44,7 @@ SHARE = 8  # a wide linear map is a head if it has at least one in so many of it
 
 Fused = tuple[Sequence[Rewrite], str]
 OnPositions = tuple[list[Style], tuple[str, ...]]
+LayerKey = tuple[type[nn.Module], tuple[tuple[str, tuple[int, ...]], ...]]
 ANY = ["*"]  # linear map may be cut by outputs
 
 
@@ -138,7 +139,7 @@ def layers_of(model: nn.Module, block: str) -> Iterator[tuple[str, nn.Module]]:
         yield names[unit], unit
 
 
-def layer_key(layer: nn.Module) -> tuple[type[nn.Module], tuple[tuple[str, tuple[int, ...]], ...]]:
+def layer_key(layer: nn.Module) -> LayerKey:
     """What alike layers have in common: class, and names and shapes of parameters."""
     return type(layer), tuple((n, tuple(p.shape)) for n, p in layer.named_parameters(remove_duplicate=False))
 

@@ -14,7 +14,7 @@ from xdsl.dialects.builtin import ModuleOp
 
 from secc.cluster import Cluster
 from secc.cost.examples import Samples
-from secc.frontend.cuts.annotate import bared, changed, layer_key, layers_of
+from secc.frontend.cuts.annotate import LayerKey, bared, changed, layer_key, layers_of
 from secc.frontend.cuts.find import Found, find
 from secc.frontend.cuts.known import columns
 from secc.frontend.cuts.observe import Observer
@@ -27,14 +27,18 @@ from secc.runtime.user_model import UserModel
 DIVIDES = "does not divide"  # in the reasons of sizes that a tp does not divide
 HEADS = "heads"  # ends the reason of a tp that does not divide them
 
+Limits = dict[LayerKey, list[Found]]  # mappings of a kind of layer, for each tp
+
 
 def note_limits(
-    module: ModuleOp, meta: nn.Module, model: nn.Module | None, user: UserModel, survey: Survey, samples: Samples, cluster: Cluster
-) -> None:
+    module: ModuleOp, meta: nn.Module, model: nn.Module | None, user: UserModel, survey: Survey, samples: Samples, cluster: Cluster,
+    known: Limits,
+) -> None:  # fmt: skip
     """Write `tp` on each block of `module` with anything to cut: the powers of two, up to the devices of a node, that cut it. `shared` are
     the numbers of heads and outputs that a tp has to divide, as far as those runs show them.
 
-    `meta` is the user's model without weights, `model` one with weights if it fits here. CPUs share a memory: nothing is sought for them.
+    `meta` is the user's model without weights, `model` one with weights if it fits here. `known` has the mappings that were found for
+    another capture of it, and keeps what is found now. CPUs share a memory: nothing is sought for them.
     """
     if cluster.device.backend == "cpu":
         return
@@ -48,11 +52,14 @@ def note_limits(
     firsts = {layer_key(m): path for path, m in reversed(layers.items())}
     if not counts or not firsts:
         return
-    observer = Observer({path: layers[path] for path in firsts.values()})
-    if model is not None:
-        observer.real(model, user, survey)
-    observer.meta(graph, meta, samples)
-    found = {key: [_mapping(meta, layers[path], observer, path, tp) for tp in counts] for key, path in firsts.items()}
+    found: dict[LayerKey, Sequence[Found | None]] = {key: known[key] for key in firsts if key in known}
+    if left := {key: path for key, path in firsts.items() if key not in known}:
+        observer = Observer({path: layers[path] for path in left.values()})
+        if model is not None:
+            observer.real(model, user, survey)
+        observer.meta(graph, meta, samples)
+        found |= {key: [_mapping(meta, layers[path], observer, path, tp) for tp in counts] for key, path in left.items()}
+        known |= {key: ran for key in left if len(ran := [m for m in found[key] if m is not None]) == len(counts)}
     for block, inside in wanted.items():
         kinds = [found[key] for key in dict.fromkeys(map(layer_key, inside.values()))]
         verdicts = [[_cuts(mapping) for mapping in kind] for kind in kinds]
