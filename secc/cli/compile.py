@@ -53,12 +53,10 @@ def command(
     with collector_paused():  # imports keep what they make
         from secc.codegen.write import check_output
         from secc.compiler import Options, compile_model
-
     check_output(output)
     options = Options(
         cluster, global_batch, strategy, objective, step_time, tuple(set_ or ()), tuple(section or ()), max_sections, stats_samples, widths,
-        fuse=fuse,
-        without=tuple(no_fuse_rule or ()), accept=tuple(accept or ()), stats=stats,
+        fuse=fuse, without=tuple(no_fuse_rule or ()), accept=tuple(accept or ()), stats=stats,
         skip_bad_samples=skip_bad_samples, costs=costs, dtype=dtype, run_ahead=run_ahead,
     )  # fmt: skip
     with progress(quiet=json) as show, collecting_seldom():
