@@ -9,7 +9,7 @@ from pathlib import Path
 
 from xdsl.context import Context
 from xdsl.dialects.builtin import Builtin, ModuleOp
-from xdsl.ir import Attribute, Operation
+from xdsl.ir import Attribute, Operation, SSAValue
 from xdsl.parser import Parser
 from xdsl.printer import Printer
 from xdsl.utils.diagnostic import Diagnostic
@@ -46,6 +46,21 @@ class _Printer(Printer):
         else:  # nearly all of it; `print`, which xDSL calls for it, takes several times as long
             self._current_column += len(text)
             self.stream.write(text)
+
+    def print_ssa_value(self, value: SSAValue) -> str:
+        """As xDSL does, but for values whose names would be the same: the third that wants to be `x`, and one that wants to be `x_2`."""
+        hint = value.name_hint
+        if not hint or value in self._ssa_values:
+            return super().print_ssa_value(value)
+        number = self.ssa_names.get(hint, 0)
+        while number and f"{hint}_{number}" in self.ssa_names:
+            number += 1
+        name = f"{hint}_{number}" if number else hint
+        self.ssa_names[hint] = number + 1
+        self.ssa_names.setdefault(name, 1)
+        self._ssa_values[value] = name
+        self.print_string(f"%{name}")
+        return name
 
     def print_string_literal(self, string: str) -> None:
         self.print_string(quoted(string))

@@ -53,6 +53,17 @@ def test_names_of_values_are_kept() -> None:
     assert "%loss = sec.input" in text.print_module(text.parse(graph))
 
 
+@pytest.mark.parametrize("hints", [["x", "x", "x", "x_2_2"], ["x_2_2", "x", "x", "x"], ["x", "x_1_1", "x", "x_1_1"]])
+def test_values_whose_names_would_meet_survive(hints: list[str]) -> None:
+    inputs = [InputOp.of(f"k{i}", TensorType.of([], "f32")) for i in range(len(hints))]
+    for op, hint in zip(inputs, hints, strict=True):
+        op.result.name_hint = hint
+    body = new_block([*inputs, ReturnOp.create(operands=[op.result for op in inputs])])
+    case = CaseOp.create(properties={"sym": StringAttr("c"), "when": texts([])}, regions=[body])
+    module = ModuleOp([GraphOp.create(properties={"sym": StringAttr("g")}, regions=[new_block([case])])])
+    assert module.is_structurally_equivalent(text.parse(text.print_module(module)))
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
