@@ -263,16 +263,18 @@ def stays(load: Load, dp: int, sharding: str, capacity: int) -> bool:
 
 def fitting(work: Workload, load: Load, dp: int, size: int, sharding: str, recompute: str, capacity: int | None) -> list[Candidate]:
     """The candidate, and what it holds for consumers elsewhere varied (`held`); none if it needs more than `capacity` bytes."""
-    busy = busy_ns(work, load, dp, size, sharding, recompute)
-    rank = room(work, load, dp, size, sharding, recompute, busy[1])
-    if capacity is not None and rank.total(in_turn(work, load, busy[1])) > capacity:
+    _, count, _ = _dealt(load, -(-work.samples(load) // dp), size)
+    rank = room(work, load, dp, size, sharding, recompute, count)
+    if capacity is not None and rank.total(in_turn(work, load, count)) > capacity:
         return []
+    busy = busy_ns(work, load, dp, size, sharding, recompute)
     return _held(work, load, _candidate(work, load, dp, size, sharding, recompute, busy, rank), rank)
 
 
 def _candidate(work: Workload, load: Load, dp: int, size: int, sharding: str, recompute: str, busy: Busy, rank: Memory) -> Candidate:
     total, micro_batches, fill, drain = busy
-    own = rank.total(in_turn(work, load, micro_batches))
+    turn = in_turn(work, load, micro_batches)
+    own = rank.total(turn)
     return Candidate(
         dp=dp,
         micro_batch=size,
@@ -281,7 +283,7 @@ def _candidate(work: Workload, load: Load, dp: int, size: int, sharding: str, re
         drain_ns=load.pp * drain,
         micro_batches=micro_batches,
         memory=own,
-        memory_ahead=own if load.mode == "forward" else rank.total(micro_batches),
+        memory_ahead=own if load.mode == "forward" or turn == micro_batches else rank.total(micro_batches),
         in_flight=0 if load.mode == "forward" else micro_batches,
         recompute=recompute,
         tp=load.tp,
