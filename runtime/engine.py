@@ -61,6 +61,14 @@ class _Live:
     waiting: int = 0  # messages and same-rank consumers that have not taken their part of `outs`, or, after B, of the gradients
 
 
+class OtherDtype(RuntimeError):
+    """A section computes an edge in another dtype than the plan has: its model was cast after the plan was made."""
+
+    def __init__(self, message: str, edge: str, dtype: torch.dtype) -> None:
+        super().__init__(message)
+        self.edge, self.dtype = edge, str(dtype).removeprefix("torch.")
+
+
 class _Arrive(torch.autograd.Function):
     """Makes a received tensor an inner node of the graph, so that a block may write to it in place as it may in the user's model."""
 
@@ -440,7 +448,9 @@ class _Execution:
         if edge.name not in outs:
             raise RuntimeError(f"`{i}`: the section's case does not compute edge {edge.name}")
         tensor = outs[edge.name]
-        if tuple(tensor.shape) != shape or tensor.dtype != layout.dtype:
+        if tuple(tensor.shape) == shape and tensor.dtype != layout.dtype:
+            raise OtherDtype(f"`{i}`: edge {edge.name} is {tensor.dtype}, but the plan has {layout.dtype}", edge.name, tensor.dtype)
+        if tuple(tensor.shape) != shape:
             found = f"{tensor.dtype}{list(tensor.shape)}"
             raise RuntimeError(f"`{i}`: edge {edge.name} is {found}, but the plan has {layout.dtype}{list(shape)}")
 

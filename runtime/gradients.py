@@ -383,7 +383,7 @@ def _norms(gradient: torch.Tensor) -> Iterator[torch.Tensor]:
 
     Adding up in float64 takes a CPU four times as long as in float32, where the norm of a short block is as exact as its entries.
     """
-    flat = gradient.reshape(-1)
+    flat = (torch.view_as_real(gradient) if gradient.is_complex() else gradient).reshape(-1)
     if flat.dtype == torch.float32 and flat.device.type == "cpu" and flat.numel() >= BLOCK:
         whole = flat.numel() // BLOCK * BLOCK
         yield torch.linalg.vector_norm(flat[:whole].view(-1, BLOCK), dim=1)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from secc.runtime import plan
+from secc.runtime import hooks, plan
 from secc.runtime.errors import UserError
 from secc.runtime.functions import Applied, Function
 from secc.runtime.randomness.draws import Draws
@@ -157,7 +157,8 @@ class Section(nn.Module):
 
     def forward(self, case: Case, batch: Batch, edges: Tensors) -> tuple[Tensors, Tensors]:
         """Edges out and numerators of loss terms (0-dim) of one micro-batch."""
-        return getattr(self, case.method)(batch, edges)
+        with hooks.without(self.children()):
+            return getattr(self, case.method)(batch, edges)
 
 
 def load_section(directory: Path, planned: plan.Section, model: nn.Module) -> Section:

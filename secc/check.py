@@ -28,7 +28,7 @@ from secc.frontend.decisions import Decisions
 from secc.frontend.reference import SEED, Difference, Keyed, Result, compare, eager, gradients
 from secc.runtime import plan as plan_schema
 from secc.runtime.comm import Transport
-from secc.runtime.engine import Engine, StepInput
+from secc.runtime.engine import Engine, OtherDtype, StepInput
 from secc.runtime.fusion.install import installed, read
 from secc.runtime.metadata import leaves_of
 from secc.runtime.plan import Mesh, Plan
@@ -104,7 +104,10 @@ def _inexact(compiled: Compiled, found: PatternCheck) -> UserError:
         f"the loss is off by {d.loss:.3g} and the gradient of "
         f"{d.worst} by {d.gradient:.3g} tolerances"
     )
-    remedy = "the model joins samples in a way secc did not see; train it with --max-sections 1 on one rank, and report the model"
+    remedy = (
+        "the model joins samples in a way secc did not see, or keeps something from one call of a module to the next (a counter, a "
+        "buffer); train it with --max-sections 1 on one rank, and report the model"
+    )
     if compiled.plan.draws:
         first = compiled.plan.draws[0]
         remedy = (
@@ -247,7 +250,19 @@ class OneRank:
         return OneRank(*self._given, copy.deepcopy(self.model).double(), double=True)
 
     def step(self, samples: Sequence[Mapping[str, Any]], most: int = MICRO_BATCH) -> Result:
-        """Loss and gradients of one global batch, in micro-batches of at most `most` samples."""
+        """Loss and gradients of one global batch, in micro-batches of at most `most` samples.
+
+        The model that is compared is in float32, also what the user's has in 16 bits: edges then have the dtypes that they turn out to
+        have.
+        """
+        while True:
+            try:
+                return self._step(samples, most)
+            except OtherDtype as found:
+                edges = (dataclasses.replace(e, dtype=found.dtype) if e.name == found.edge else e for e in self.plan.edges)
+                self.plan = dataclasses.replace(self.plan, edges=tuple(edges))
+
+    def _step(self, samples: Sequence[Mapping[str, Any]], most: int) -> Result:
         plan = dataclasses.replace(self.plan, sections=_uneven(self.plan.sections, most))
         singles = [self.rerecorder.with_rows(self.user.collate([s])) for s in samples]
         optional = {i.key for i in self.plan.inputs if i.optional}

@@ -17,6 +17,8 @@ from secc.passes.loss.states import LOCAL, Bad, Part, State, Sum
 from secc.passes.loss.workshop import argument
 
 NO_BATCH_STATISTICS = "use a norm without batch statistics (LayerNorm, GroupNorm), or put it in eval mode"
+NO_FREQUENCY = "leave scale_grad_by_freq out"
+NO_STATE = "each micro-batch would change what the next one reads: leave it as it is while the model trains, or change it after the step"
 
 
 def mixing(ctx: Context, op: Computation) -> Bad | None:
@@ -55,7 +57,9 @@ def call(ctx: Context, op: CallOp) -> list[State]:
     """A block's call: exact on rows; an output without samples, made of samples, is a reduction that nobody can look into."""
     block = ctx.graph.blocks[op.target.data]
     if block.couples is not None:
-        return [ctx.bad(op, f"couples the samples of a batch: {block.couples.data}", NO_BATCH_STATISTICS)] * len(op.results)
+        remedies = {"batch norm": NO_BATCH_STATISTICS, "gradients": NO_FREQUENCY, "a tensor": NO_STATE}
+        remedy = next((text for start, text in remedies.items() if block.couples.data.startswith(start)), NO_BATCH_STATISTICS)
+        return [ctx.bad(op, f"couples the samples of a batch: {block.couples.data}", remedy)] * len(op.results)
     for value in op.operands:
         if not ctx.plain(value):
             return [ctx.bad(op, "takes a value that depends on all samples")] * len(op.results)

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from secc.runtime import hooks
 from secc.runtime.errors import UserError
 from secc.runtime.recorder import structure
 from secc.runtime.recorder.places import class_place
@@ -80,10 +81,15 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     for b in model.buffers():
         memo[id(b)] = _empty(mode, b) if b.is_meta else b.detach().clone()
     for m in model.modules():
+        for value in vars(m).values():  # a weight that a hook computes before each call (`torch.nn.utils.weight_norm`)
+            if isinstance(value, torch.Tensor) and not value.is_leaf:
+                memo[id(value)] = _empty(mode, value)
         if (config := getattr(m, "config", None)) is not None:
             memo[id(config)] = config
     try:
-        return copy.deepcopy(model, memo)
+        copied = copy.deepcopy(model, memo)
+        hooks.rebind(copied, memo)
+        return copied
     except Exception as error:
         remedy = "keep what cannot be copied (locks, files, generators, closures over tensors) out of the model's attributes"
         raise UserError(f"the model cannot be copied: {type(error).__name__}: {error}", class_place(type(model)), remedy) from error
@@ -241,7 +247,7 @@ class Shapes:
             return self._results[known]
         # An empty context: Hugging Face's output recorders gather what runs in the caller's context, and this run is not the user's.
         out, alone, reads, hazards, draws = contextvars.Context().run(run)
-        found = Result(_skeleton(out, inputs, alone), reads, hazards, tuple(d.inside(path) for d in draws))
+        found = Result(skeleton(out, inputs, alone), reads, hazards, tuple(d.inside(path) for d in draws))
         if reads:
             self._reading.add(key)
         self._results[(key, self._values(inputs)) if reads else key] = found
@@ -299,7 +305,7 @@ def _digest(tensor: torch.Tensor) -> bytes:
     return hashlib.sha256(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data).digest()
 
 
-def _skeleton(out: Any, inputs: list[torch.Tensor], alone: frozenset[int]) -> Any:
+def skeleton(out: Any, inputs: list[torch.Tensor], alone: frozenset[int]) -> Any:
     """A block's result with Leaf objects for tensors; the same Leaf for the same tensor."""
     leaves: dict[int, Leaf] = {}
     position = {id(t): i for i, t in enumerate(inputs)}

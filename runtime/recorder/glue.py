@@ -29,6 +29,7 @@ Fail = Callable[[str, str], NoReturn]  # message, remedy
 
 _VALUES = (aten._local_scalar_dense.default, aten.item.default, aten.equal.default, aten.is_nonzero.default, aten.allclose.default)
 _FILLED = (aten.full_like.default, aten.zeros_like.default, aten.ones_like.default)
+_SCATTERS = (aten.slice_scatter.default, aten.select_scatter.default)
 _SMALL = 1 << 20  # entries of a filled tensor that is worth its memory
 _UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 _REMEDY = "compute it inside one of the model's modules, or from the inputs alone"
@@ -161,6 +162,8 @@ class Glue:
             return args[0]
         if func is aten.copy.default:
             return self._copy(*args[:2])
+        if func in _SCATTERS and args[0].is_complex():
+            return self._scatter(func, args, kwargs)
         if not _returns_tensors(func):
             return self._value(func, args, kwargs) if func in _VALUES else func(*args, **kwargs)
         for tensor in written(func, args, kwargs):
@@ -197,6 +200,14 @@ class Glue:
         if source.dtype != target.dtype:
             source = self.run(aten._to_copy.default, (source,), {"dtype": target.dtype})
         return self.run(aten.expand.default, (source, list(target.shape)), {})
+
+    def _scatter(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+        """Writing a part of a complex tensor has no derivative; writing its real and imaginary parts has one."""
+        whole, part, *dim = args
+        real = [self.run(aten.view_as_real.default, (t,), {}) for t in (whole, part.to(whole.dtype))]
+        at = dim[0] if dim else kwargs.get("dim", 0)
+        out = self.run(func, (*real, at % whole.ndim, *dim[1:]), {k: v for k, v in kwargs.items() if k != "dim"})
+        return self.run(aten.view_as_complex.default, (out,), {})
 
     def _value(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An op whose result is a Python value: a read."""

@@ -31,6 +31,10 @@ class Watch:
         self.hazards: dict[Hazard, None] = {}
         self.draws: list[Drawn] = []
 
+    def copy(self) -> Watch:
+        """A watch that knows what this one knows now."""
+        return Watch(self._path, self.outside).joined(self.reads, self.hazards, self.draws)
+
     def joined(self, reads: bool, hazards: Iterable[Hazard], draws: Iterable[Drawn]) -> Watch:
         """This watch, which now knows as well what happened in a part of the block that did not run again."""
         self.reads |= reads
@@ -44,7 +48,13 @@ class Watch:
         if func in _OF_LENGTHS or (dynamic and (not any(is_fake(a) for a in args) or any(map(_is_mask, tree_leaves(args))))):
             self.reads = True
         if _is_norm(func) and _couples(func, args, kwargs):
-            self.hazards[Hazard(self._path, "batch_norm", str(func), place())] = None
+            self.note("batch_norm", str(func))
+        if func is torch.ops.aten.embedding.default and _argument(func, args, kwargs, ("scale_grad_by_freq",), False):
+            self.note("frequency", str(func))
+
+    def note(self, kind: str, what: str) -> None:
+        """Something of this kind happens at the present place."""
+        self.hazards[Hazard(self._path, kind, what, place())] = None
 
 
 @cache

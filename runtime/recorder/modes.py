@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
 from torch.cuda.amp import common
+from torch.distributions import Distribution
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from secc.runtime.errors import UserError
 from secc.runtime.recorder import structure
-from secc.runtime.recorder.places import place
 from secc.runtime.recorder.shortcuts import SHORT
 
 DEVICE = torch.ops.prim.device.default
@@ -64,6 +63,10 @@ class Listener(Protocol):
     def idle_autocast(self) -> None:
         """Forward asks for autocast on a device that is not here."""
 
+    def fail(self, message: str, remedy: str) -> NoReturn:
+        """Raise for something that cannot be recorded in the open."""
+        ...
+
     def function(self, cls: Any, args: Any, run: Callable[..., Any]) -> Any:
         """A `torch.autograd.Function` is applied where a gradient may flow; `run(*args)` applies it."""
 
@@ -97,7 +100,7 @@ class Calls(TorchFunctionMode):
             self._listener.touch(args, kwargs)
         if func in _REFUSED:
             remedy = "move it into one of the model's modules, which is called as it is"
-            raise UserError(f"forward uses {_REFUSED[func]} between its modules, which cannot be recorded", place(), remedy)
+            self._listener.fail(f"forward uses {_REFUSED[func]} between its modules, which cannot be recorded", remedy)
         if func == _DATA:
             return args[0].detach()
         if func in _TEXTS:
@@ -153,6 +156,17 @@ def autograd_functions(listener: Listener) -> Iterator[None]:
         yield
     finally:
         del base.apply
+
+
+@contextmanager
+def unvalidated() -> Iterator[None]:
+    """`torch.distributions` do not look at the values of their arguments, which is all that their checks do."""
+    kept = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(kept)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ read goes past the arguments that a plan hands over, so the block that keeps it 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,13 +17,14 @@ from secc.runtime.randomness.ops import is_random
 from secc.runtime.recorder.glue import tensors_of, written
 
 _NEW = ("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty")  # only take a shape
+NONE: Mapping[int, str] = {}
 
 
 class Origins:
-    """Follows the ops of blocks' runs. `state` has the ids of parameters and buffers."""
+    """Follows the ops of blocks' runs. `state` has the ids of parameters and buffers, `names` their names by their memory."""
 
-    def __init__(self, state: Iterable[int]) -> None:
-        self._state = set(state)
+    def __init__(self, state: Iterable[int], names: Mapping[int, str] = NONE) -> None:
+        self._state, self._names = set(state), dict(names)
         self._block = ""
         self._alone: dict[int, torch.Tensor] = {}  # made in this run of nothing that it was given
         self._makers: Any = WeakTensorKeyDictionary()  # tensors that blocks made of what they were given: the block
@@ -38,17 +39,20 @@ class Origins:
         finally:
             self._block, self._alone = before
 
-    def made(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """An op of the running block gave `out`."""
+    def made(self, func: Any, args: Any, kwargs: Any, out: Any) -> list[str]:
+        """An op of the running block gave `out`. The parameters and buffers that it changed by what the block was given."""
         if not self._block:
-            return
+            return []
         given = tensors_of(args, kwargs)
         new = func._schema.name.removeprefix("aten::") in _NEW
         alone = (new or all(map(self.is_alone, given))) and not is_random(func, args, kwargs)
-        if not alone and (changed := written(func, args, kwargs)):
+        changed = [] if alone else written(func, args, kwargs)
+        if changed:
             self._forget(changed)
         for tensor in tensors_of((out,), {}):
             self._note(tensor, alone)
+        found = (self._names.get(t.untyped_storage()._cdata) for t in changed)
+        return [name for name in found if name is not None]
 
     def _forget(self, changed: list[torch.Tensor]) -> None:
         """What a block was given was written into these tensors, and so into their views."""

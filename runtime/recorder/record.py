@@ -17,46 +17,32 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from secc.runtime import hooks
 from secc.runtime.errors import UserError
 from secc.runtime.nesting import columns_of, lists_of, nested
 from secc.runtime.plan import EACH, SIZES
 from secc.runtime.randomness.ops import is_random, supported
-from secc.runtime.recorder import structure
+from secc.runtime.recorder import made_up, structure
+from secc.runtime.recorder.anatomy import Anatomy
 from secc.runtime.recorder.applying import record_apply
-from secc.runtime.recorder.fakes import Extents, Guess, Run, Shapes, fake_copy, is_large, valueless
+from secc.runtime.recorder.fakes import Extents, Guess, Run, Shapes, fake_copy, is_fake, is_large, valueless
 from secc.runtime.recorder.finish import finish
 from secc.runtime.recorder.functional import functionalise, mutates
 from secc.runtime.recorder.glue import Executor, Glue, tensors_of
 from secc.runtime.recorder.hazards import Watch
-from secc.runtime.recorder.modes import Calls, Ops, autograd_functions, idle_autocast, intercept
+from secc.runtime.recorder.modes import Calls, Ops, autograd_functions, idle_autocast, intercept, unvalidated
 from secc.runtime.recorder.origins import Origins
 from secc.runtime.recorder.places import class_place, drawer, paths_of, place, raised_at
-from secc.runtime.recorder.recording import BlockError, Drawn, Hazard, Recording
+from secc.runtime.recorder.recording import BlockError, Drawn, Enough, Hazard, NeedsValues, Observer, Recording
 from secc.runtime.recorder.settings import Settings, watched
 from secc.runtime.recorder.shortcuts import Shortcuts
 from secc.runtime.recorder.tape import Tape, here
 from secc.runtime.recorder.touched import Touched
 from secc.runtime.user_model import loss_of, scalars_of
 
-_COLLECTORS = "transformers.utils.output_capturing"
-
-
+NO_STATE = "let what is kept from batch to batch change after the step (in the optimizer, or between runs), not in forward"
 Rules = Mapping[str, Extents]
 NO_RULES: Rules = {}
-
-
-class Enough(BaseException):
-    """The recording ends here. No Exception: the user's forward is not to catch it."""
-
-
-class Observer:
-    """Is told of the calls of modules outside of blocks, and of blocks."""
-
-    def entered(self, path: str, args: Any, kwargs: Any) -> None:
-        """A module is about to be called."""
-
-    def left(self, path: str, result: Any) -> None:
-        """The call returned."""
 
 
 class Recorder:
@@ -70,11 +56,14 @@ class Recorder:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._model = fake_copy(model, self._mode)
         self._modules = dict(self._model.named_modules())
+        self._anatomy = Anatomy(self._modules)
         self._tensors = {n: t for n, t in (*self._model.named_parameters(), *self._model.named_buffers())}
         self._state = {id(t): n for n, t in self._tensors.items()}
-        self._paths, self._origins = paths_of(self._model), Origins(self._state)
+        self._paths = paths_of(self._model)
+        self._making_up = False  # a module runs with made-up values
+        self._origins = Origins(self._state, {t.untyped_storage()._cdata: n for n, t in self._tensors.items()})
         self._settings = Settings(self._modules)
-        self._shapes, self._layers, self.shorten = Shapes(), _layers(self._model), Shortcuts(self._mode, self._shortened)
+        self._shapes, self._layers, self.shorten = Shapes(), self._anatomy.layers(), Shortcuts(self._mode, self._shortened)
         self._valueless = True  # large inputs have no values, until forward has asked for one
         self._observer = Observer()
         intercept(self._model, self._call)
@@ -137,7 +126,7 @@ class Recorder:
         for name, tensor in _named(inputs):
             self._tape.bind(tensor, self._tape.head("placeholder", name, tensor))
         try:
-            with Calls(self), Ops(self), autograd_functions(self), idle_autocast(self), watched(self._set):
+            with Calls(self), Ops(self), autograd_functions(self), idle_autocast(self), unvalidated(), watched(self._set):
                 found = self._forward(inputs)
         finally:
             self._settings.reset()
@@ -172,9 +161,11 @@ class Recorder:
             raise
         except Exception as error:
             message = f"forward raises {type(error).__name__}: {error}"
-            if (path := next(filter(self._hides, sorted(self.blocks)), None)) is not None and self._around(path) is not None:
+            if (path := next(filter(self._anatomy.gathers, sorted(self.blocks)), None)) is not None and self._anatomy.around(
+                path
+            ) is not None:
                 raise BlockError(
-                    path, self._around(path), message, raised_at(error) or where, "take a larger module as the block"
+                    path, self._anatomy.around(path), message, raised_at(error) or where, "take a larger module as the block"
                 ) from error
             raise UserError(message, raised_at(error) or where, "correct the model or its data") from error
         if not self._executor.unknown(loss):
@@ -240,8 +231,21 @@ class Recorder:
     def watch(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An op inside a block, while its result's shape is learnt."""
         self._watch.see(func, args, kwargs)
+        if self._making_up and self._running[0]:
+            return self._valued(func, args, kwargs)
         self._refuse_hidden(args, kwargs)
         out = self._executor.execute_inside(func, args, kwargs)
+        if is_random(func, args, kwargs):
+            self._watch.draws.append(self._drawn(func, out if isinstance(out, torch.Tensor) else out[0]))
+        for name in self._origins.made(func, args, kwargs, out):
+            self._watch.note("state", name)
+        return out
+
+    def _valued(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An op on made-up values."""
+        if any(map(is_fake, tensors_of(args, kwargs))):
+            self.fail(f"{func} takes a tensor without values that is no argument of the module", "pass it as an argument")
+        out = func(*args, **kwargs)
         if is_random(func, args, kwargs):
             self._watch.draws.append(self._drawn(func, out if isinstance(out, torch.Tensor) else out[0]))
         self._origins.made(func, args, kwargs, out)
@@ -258,18 +262,21 @@ class Recorder:
         for tensor in tensors_of(args, kwargs) if path else ():
             if id(tensor) in given:
                 continue
+            if (name := self._state.get(id(tensor))) is not None and id(tensor) not in self._anatomy.own(path):
+                message = f"block {path} uses {name}, which is none of its own parameters and buffers"
+                raise BlockError(path, self._anatomy.around(path), message, place(), "pass it as an argument", self._anatomy.parts(path))
             if maker := self._origins.maker(tensor):
                 self._refuse_kept(maker, path)
             if self._tape.made(tensor):
                 message = f"block {path} uses a tensor that is made outside of it and is no argument of its forward"
-                raise BlockError(path, self._around(path), message, place(), "pass it as an argument", self._parts(path))
+                raise BlockError(path, self._anatomy.around(path), message, place(), "pass it as an argument", self._anatomy.parts(path))
 
     def _refuse_kept(self, maker: str, user: str) -> NoReturn:
         """Raise for a tensor that block `maker` keeps, and `user` uses. Blocks like it keep theirs, which have not run here."""
         cls = type(self._modules[maker])
-        parts = [part for path in self.blocks if type(self._modules[path]) is cls for part in self._parts(path)]
+        parts = [part for path in self.blocks if type(self._modules[path]) is cls for part in self._anatomy.parts(path)]
         message = f"block {maker} keeps a tensor on a module, which {user or 'forward'} uses"
-        raise BlockError(maker, self._around(maker), message, place(), "return it from forward, and pass it as an argument", parts)
+        raise BlockError(maker, self._anatomy.around(maker), message, place(), "return it from forward, and pass it as an argument", parts)
 
     def _drawn(self, func: Any, out: torch.Tensor) -> Drawn:
         path, lines = drawer(self._paths)
@@ -296,8 +303,17 @@ class Recorder:
 
     def _set(self, module: nn.Module, name: str, value: Any) -> None:
         """An attribute of a module is set."""
-        if not self.paused:
+        if isinstance(value, torch.Tensor) and name in module._buffers:
+            self._replaced(name, value)
+        elif not self.paused:
             self._settings.note(module, name, value)
+
+    def _replaced(self, name: str, value: torch.Tensor) -> None:
+        """A buffer of a module is replaced: what it holds of samples then stays for the next micro-batch."""
+        if self._running[0] and not self._origins.is_alone(value):
+            self._watch.note("state", name)
+        elif not self.paused and self._executor.unknown(value):
+            self.fail(f"forward puts another tensor in the place of the buffer {name}, between its modules", NO_STATE)
 
     def function(self, cls: Any, args: Any, run: Callable[..., Any]) -> Any:
         """The user applies a `torch.autograd.Function`."""
@@ -324,16 +340,18 @@ class Recorder:
         finally:
             self.paused, self._watch = before, watch
 
-    def fail(self, message: str, remedy: str) -> NoReturn:
+    def fail(self, message: str, remedy: str, kind: type[BlockError] = BlockError) -> NoReturn:
         """Raise for something that the module running now cannot do in the open."""
         path = self._open[-1]
-        raise BlockError(path, path or None, message, place(), remedy)
+        raise kind(path, path or None, message, place(), remedy)
 
     # -- blocks -------------------------------------------------------------------------------------------------------------------
 
     def _call(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.paused:
-            return self._layer(path, module, args, kwargs) if path in self._layers else module._call_impl(*args, **kwargs)
+            if not self._running[0] or self._making_up:
+                return module._call_impl(*args, **kwargs)
+            return self._layer(path, module, args, kwargs) if path in self._layers else self._inside(module, args, kwargs)
         self._observer.entered(path, args, kwargs)
         if self._is_opaque(path, module):
             result = self._block(path, module, args, kwargs)
@@ -354,6 +372,10 @@ class Recorder:
 
     def _block(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Record the call of a block, and give its result without its values."""
+        watched = self._anatomy.watched(path)
+        if watched is not None and (parts := self._anatomy.parts(path)):
+            message = f"a forward hook sees what {watched} gives"
+            raise BlockError(path, self._anatomy.around(path), message, place(), "take smaller modules as the blocks", parts)
         with self.silence():
             call, rule = self._node(path, args, kwargs), self._rule(path, args, kwargs)
             unknown = structure.replace((args, kwargs), lambda _, leaf: self._executor.fake(leaf))
@@ -374,8 +396,7 @@ class Recorder:
             call.meta["site"] = "<".join(site)
             for drawn in result.draws:
                 self._drew(drawn.at(path, site))
-        _collect(module, args, out)
-        return out
+        return hooks.called(module, args, kwargs, out)
 
     def _rule(self, path: str, args: Any, kwargs: Any) -> Extents | None:
         """The rule for a call of a block, which is the next one. Raises Enough if the recording ends with it."""
@@ -403,57 +424,62 @@ class Recorder:
         out, new = result.build(self._mode, [t for _, t in structure.tensors((args, kwargs))])
         for leaf, tensor in new:
             self._origins.adopt(tensor, leaf.alone)
-        _collect(module, args, out)
+        hooks.gather(module, args, out)
         return out
+
+    def _inside(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """The result of a module in a running block; where it needs values that nobody has, or an op that fake tensors have not, with
+        made-up ones."""
+        watch = self._watch.copy()
+        try:
+            return module._call_impl(*args, **kwargs)
+        except Exception as error:
+            if isinstance(error, BlockError) and not isinstance(error, NeedsValues):
+                raise
+            watch.reads |= self._watch.reads
+            with suppress(Exception):
+                found = made_up.result(self._mode, module, args, kwargs, lambda call: self._made_up(watch, call))
+                if found is not None:
+                    for leaf, tensor in found[1]:
+                        self._origins.adopt(tensor, leaf.alone)
+                    return found[0]
+            raise
+
+    def _made_up(self, watch: Watch, call: Callable[[], Any]) -> tuple[Any, frozenset[int]]:
+        """Make a call with made-up values. What the block has done is what `watch` knew and the call does."""
+        self._watch, self._making_up, reads = watch.copy(), True, watch.reads
+        try:
+            out = call()
+            return out, frozenset(id(t) for _, t in structure.tensors(out) if self._origins.is_alone(t))
+        finally:
+            self._making_up, self._watch.reads = False, reads
 
     def _node(self, path: str, args: Any, kwargs: Any) -> fx.Node:
         try:
             arguments = structure.arguments(self._packed((args, kwargs)) if self._lists else (args, kwargs), self._tape.node)
         except structure.NotLiteral as error:
             message = f"block {path} is called with {error}, which cannot be written into a plan"
-            raise BlockError(path, self._around(path), message, place(), "take a larger module as the block") from None
+            raise BlockError(path, self._anatomy.around(path), message, place(), "take a larger module as the block") from None
         return self._tape.call(path, *arguments)
 
     def _run(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Run:
         self._watch = Watch(path, drawer(self._paths)[1])
         try:
-            with self._origins.run(self._running[0]):
-                out = module._call_impl(*args, **kwargs)
+            own = [module] if path == self._running[0] else []
+            with self._origins.run(self._running[0]), hooks.without(own):
+                out = self._inside(module, args, kwargs)
                 alone = frozenset(id(t) for _, t in structure.tensors(out) if self._origins.is_alone(t))
         except BlockError as error:
             if error.parts:
                 raise
-            raise BlockError(path, self._around(path), f"in block {path}: {error.message}", error.where, error.remedy) from error
+            raise BlockError(path, self._anatomy.around(path), f"in block {path}: {error.message}", error.where, error.remedy) from error
         except Exception as error:
             message = f"the shapes of block {path} cannot be found: {type(error).__name__}: {error}"
-            raise BlockError(path, self._around(path), message, raised_at(error), "take a larger module as the block") from error
+            raise BlockError(path, self._anatomy.around(path), message, raised_at(error), "take a larger module as the block") from error
         return out, frozenset() if self._watch.reads else alone, self._watch.reads, tuple(self._watch.hazards), tuple(self._watch.draws)
 
-    def _hides(self, path: str) -> bool:
-        """Whether results of modules inside a block are gathered for a caller, which sees none of them while the block is opaque."""
-        inside = (m for m in self._modules[path].modules() if m is not self._modules[path])
-        return any(getattr(h, "__module__", "") == _COLLECTORS for m in inside for h in m._forward_hooks.values())
-
-    def _around(self, path: str) -> str | None:
-        """The module around a block that is called, not only a list of modules; None for the model itself."""
-        path = path.rpartition(".")[0]
-        while isinstance(self._modules[path], (nn.ModuleList, nn.ModuleDict)):
-            path = path.rpartition(".")[0]
-        return path or None
-
-    def _parts(self, path: str) -> list[str]:
-        """The modules with weights directly inside of a block, lists opened."""
-        found: list[str] = []
-        for name, child in self._modules[path].named_children():
-            inner = f"{path}.{name}"
-            if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-                found += self._parts(inner)
-            elif inner in self._modules and next(child.parameters(), None) is not None:
-                found.append(inner)
-        return found
-
     def _fail(self, message: str, remedy: str) -> NoReturn:
-        self.fail(message, remedy)
+        self.fail(message, remedy, NeedsValues if self._running[0] else BlockError)
 
     def _stray(self, tensor: torch.Tensor) -> NoReturn:
         if maker := self._origins.maker(tensor):
@@ -463,22 +489,8 @@ class Recorder:
 
 
 def record(model: nn.Module, batch: Mapping[str, Any], blocks: Collection[str]) -> Recording:
-    """Record one forward of `model(**batch)` with the given blocks; see `Recorder`."""
+    """One forward of `model(**batch)` with the given blocks; see `Recorder`."""
     return Recorder(model, blocks).record(batch)
-
-
-def _collect(module: nn.Module, args: Any, out: Any) -> None:
-    """Run the hooks with which Hugging Face gathers results for a caller that runs in the open."""
-    for hook in module._forward_hooks.values():
-        if getattr(hook, "__module__", "") == _COLLECTORS:
-            hook(module, args, out)
-
-
-def _layers(model: nn.Module) -> frozenset[str]:
-    """Paths of modules with weights that stand in a list of several of their class."""
-    lists = ((path, m) for path, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) > 1)
-    alike = ((f"{path}.{name}", child) for path, m in lists for name, child in m.named_children() if type(child) is type(m[0]))
-    return frozenset(path for path, child in alike if next(child.parameters(), None) is not None)
 
 
 def _named(inputs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:

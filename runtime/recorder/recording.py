@@ -50,6 +50,10 @@ class BlockError(UserError):
         return sorted({b for b in blocks if not b.startswith(f"{self.coarser}.")} | {self.coarser})
 
 
+class NeedsValues(BlockError):
+    """A block looks at values that nobody has while a plan is made."""
+
+
 @dataclass(frozen=True)
 class Read:
     """A value of an input-only tensor that Python looked at: `kind` is `item`, `tolist`, `numpy`, `tensor`, `size` or the op's name."""
@@ -98,7 +102,8 @@ class Drawn:
 class Hazard:
     """What a plan must know of forward beside its graph.
 
-    `kind` is "batch_norm" for an op inside a block that couples samples, "autocast" for a region of a device that is not here.
+    `kind` is "batch_norm", "frequency" or "state" (`op` is the name of a parameter or buffer then) for what couples samples inside a block,
+    "autocast" for a region of a device that is not here.
     """
 
     path: str
@@ -139,6 +144,20 @@ class Recording:
     def calls(self) -> list[fx.Node]:
         """The calls of blocks, in order."""
         return [n for n in self.graph.nodes if n.op == "call_module"]
+
+
+class Enough(BaseException):
+    """The recording ends here. No Exception: the user's forward is not to catch it."""
+
+
+class Observer:
+    """Is told of the calls of modules outside of blocks, and of blocks."""
+
+    def entered(self, path: str, args: Any, kwargs: Any) -> None:
+        """A module is about to be called."""
+
+    def left(self, path: str, result: Any) -> None:
+        """The call returned."""
 
 
 def read_value(kind: str, tensor: torch.Tensor) -> Any:

@@ -45,7 +45,11 @@ from secc.runtime import plan
 from secc.runtime.functions import Applied
 from secc.runtime.recorder import Hazard, is_read, outline, read_value, take
 
-_COUPLES = {"batch_norm": "batch norm in training mode"}
+_COUPLES = {
+    "batch_norm": "batch norm in training mode",
+    "frequency": "gradients by how often a row is looked up in the batch, scale_grad_by_freq",
+    "state": "a tensor of the model that forward changes by what it is given",
+}
 
 
 def to_ir(capture: Capture) -> ModuleOp:

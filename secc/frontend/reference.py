@@ -94,7 +94,7 @@ def compare(found: Result, reference: Result, dtype: str = "") -> Difference:
     infinitely far."""
     of_loss, *of_gradients = ROUNDED[dtype]
     loss = abs(found.loss - reference.loss) / (of_loss * max(abs(reference.loss), 1e-12))
-    total = sum(float(g.double().square().sum()) for g in reference.gradients.values() if g is not None) ** 0.5
+    total = sum(_norm(g) ** 2 for g in reference.gradients.values() if g is not None) ** 0.5
     worst, gradient = "", 0.0
     for name, expected in reference.gradients.items():
         distance = _distance(found.gradients.get(name), expected, total, *of_gradients)
@@ -103,9 +103,17 @@ def compare(found: Result, reference: Result, dtype: str = "") -> Difference:
     return Difference(loss, gradient, worst)
 
 
+def _double(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to(torch.complex128 if gradient.is_complex() else torch.float64)
+
+
+def _norm(gradient: torch.Tensor) -> float:
+    return float(_double(gradient).norm())
+
+
 def _distance(found: torch.Tensor | None, expected: torch.Tensor | None, total: float, share: float, floor: float) -> float:
     if found is None or expected is None:
         return 0.0 if found is expected else float("inf")
-    allowed = share * float(expected.double().norm()) + floor * total
-    error = float((found.double() - expected.double()).norm())
+    allowed = share * _norm(expected) + floor * total
+    error = _norm(_double(found) - _double(expected))
     return error / allowed if allowed else (0.0 if error == 0 else float("inf"))

@@ -67,10 +67,15 @@ def can_send(graph: GraphOp, kind: TensorType, src: SectionOp, dst: SectionOp, m
 
 def carry_whole(graph: GraphOp, kind: TensorType) -> Carry:
     """How a tensor of this type travels between stages of a pipeline. Raises NotCarriable."""
+    _check_known(graph, kind)
+    return WHOLE
+
+
+def _check_known(graph: GraphOp, kind: TensorType) -> None:
+    """Raise NotCarriable for a shape that sizes do not tell."""
     known = {name for name, s in graph.symbols.items() if s.kind.data != "data"}
     if any(expr.symbols(d) - known for d in kind.shape):
         raise NotCarriable(f"values of the inputs decide the shape {_shape(kind)}")
-    return WHOLE
 
 
 def carry(graph: GraphOp, kind: TensorType) -> Carry:
@@ -79,6 +84,7 @@ def carry(graph: GraphOp, kind: TensorType) -> Carry:
     One dim adds up over samples (`B`, `576*n_pixel_values`); the others are constant or, where micro-batches have their own widths
     (`widths "own"`), plain width symbols that can be cut, or the widest of several. Raises NotCarriable.
     """
+    _check_known(graph, kind)
     rows = {name for name, s in graph.symbols.items() if s.kind.data == "rows"}
     shape = kind.shape
     sample_dims = [i for i, d in enumerate(shape) if expr.symbols(d) & rows]

@@ -15,6 +15,12 @@ SECTIONS = {
     "frozen_middle": {"encoder": "train", "language_model": "dgrad", "head": "train"},
     "sometimes": {"pictures": "train", "sketches": "train", "decoder": "train"},
 }
+HABITS = {
+    "watched": {"teacher": "forward", "student": "train"},
+    "routed": {"experts": "train"},
+    "forces": {"model": "train"},
+    "fourier": {"model": "train"},
+}
 ADAPTED = {
     "lora_llava": {"vision_tower": "forward", "language_model": "train"},
     "lora_tower": {"vision_tower": "train", "language_model": "dgrad"},
@@ -29,6 +35,13 @@ def test_structures_are_exact_in_their_sections(name: str) -> None:
     row = look(entry(name), run=False)
     assert (row.check, row.glue) == (EXACT, "generic")
     assert row.sections == SECTIONS[name]
+
+
+@pytest.mark.parametrize("name", HABITS)
+def test_what_research_code_does_beside_computing_is_exact(name: str) -> None:
+    row = look(entry(name), run=False)
+    assert (row.check, row.glue) == (EXACT, "generic")
+    assert row.sections == HABITS[name]
 
 
 @pytest.mark.parametrize("name", ADAPTED)

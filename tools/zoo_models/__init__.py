@@ -9,6 +9,7 @@ from tools.zoo_models import (
     encoder_decoder,
     experts,
     grids,
+    habits,
     hybrids,
     objectives,
     structures,
@@ -19,7 +20,22 @@ from tools.zoo_models import (
 )
 from tools.zoo_models.entry import Entry
 
-_FAMILIES = (vision, tiles, grids, video, audio, documents, encoder_decoder, experts, hybrids, unified, structures, adapters, objectives)
+_FAMILIES = (
+    vision,
+    tiles,
+    grids,
+    video,
+    audio,
+    documents,
+    encoder_decoder,
+    experts,
+    hybrids,
+    unified,
+    structures,
+    adapters,
+    objectives,
+    habits,
+)
 
 
 def entries() -> list[Entry]:

@@ -1,0 +1,56 @@
+"""The modules of a recorded model by their paths: what is around a block, what it consists of, what is its own, what is watched in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from secc.runtime import hooks
+
+
+class Anatomy:
+    """Answers about `modules`, by path as `named_modules` gives them."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._modules, self._owned = modules, dict[str, frozenset[int]]()
+
+    def around(self, path: str) -> str | None:
+        """The module around a block that is called, not only a list of modules; None for the model itself."""
+        path = path.rpartition(".")[0]
+        while isinstance(self._modules[path], (nn.ModuleList, nn.ModuleDict)):
+            path = path.rpartition(".")[0]
+        return path or None
+
+    def parts(self, path: str) -> list[str]:
+        """The modules with weights directly inside of a block, lists opened."""
+        found: list[str] = []
+        for name, child in self._modules[path].named_children():
+            inner = f"{path}.{name}"
+            if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+                found += self.parts(inner)
+            elif inner in self._modules and next(child.parameters(), None) is not None:
+                found.append(inner)
+        return found
+
+    def own(self, path: str) -> frozenset[int]:
+        """The ids of a block's parameters and buffers."""
+        if path not in self._owned:
+            module = self._modules[path]
+            self._owned[path] = frozenset(id(t) for t in (*module.parameters(), *module.buffers()))
+        return self._owned[path]
+
+    def watched(self, path: str) -> str | None:
+        """A module inside a block in which a hook of the user's sees results, None if there is none."""
+        return next((f"{path}.{name}" for name, m in self._modules[path].named_modules() if name and hooks.users(m)), None)
+
+    def gathers(self, path: str) -> bool:
+        """Whether results of modules inside a block are gathered for a caller, which sees none of them while the block is opaque."""
+        inside = (m for m in self._modules[path].modules() if m is not self._modules[path])
+        return any(hooks.is_collector(h) for m in inside for h in m._forward_hooks.values())
+
+    def layers(self) -> frozenset[str]:
+        """Paths of modules with weights that stand in a list of several of their class."""
+        lists = ((path, m) for path, m in self._modules.items() if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) > 1)
+        alike = ((f"{path}.{name}", child) for path, m in lists for name, child in m.named_children() if type(child) is type(m[0]))
+        return frozenset(path for path, child in alike if next(child.parameters(), None) is not None)

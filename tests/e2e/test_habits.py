@@ -1,0 +1,116 @@
+"""What modules keep from call to call is refused by place where it would couple micro-batches; what only looks as if is taken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from secc.compiler import Options, compile_model
+from secc.errors import UserError
+from tests.e2e.harness import compile_to
+
+MODEL = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+{part}
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.part, self.head = Part(), nn.Linear(8, 3)
+
+    def forward(self, ids, label):
+        return F.cross_entropy(self.head(self.part(ids).float()), label)
+
+
+def model():
+    return Model()
+
+
+def dataset():
+    return [dict(ids=torch.randint(0, 5, (4,)), label=torch.tensor(i % 3)) for i in range(12)]
+"""
+FREQUENT = """
+class Part(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(5, 8, scale_grad_by_freq=True)
+
+    def forward(self, ids):
+        return self.table(ids).sum(1)
+"""
+STATISTICS = """
+class Part(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(5, 8)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, ids):
+        found = self.table(ids).sum(1)
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(found.mean(0), alpha=0.1)
+        return found - self.mean
+"""
+REPLACED = STATISTICS.replace("self.mean.mul_(0.9).add_(found.mean(0), alpha=0.1)", "self.mean = 0.9 * self.mean + 0.1 * found.mean(0)")
+COUNTED = """
+class Part(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(5, 8)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, ids):
+        self.calls += 1
+        return self.table(ids).sum(1)
+"""
+FROZEN_IN_16_BITS = """
+class Part(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(5, 8).bfloat16().requires_grad_(False)
+
+    def forward(self, ids):
+        return self.table(ids).sum(1)
+"""
+WEIGHT_NORM = """
+class Part(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.map = nn.Embedding(5, 8), nn.utils.weight_norm(nn.Linear(8, 8))
+
+    def forward(self, ids):
+        return self.map(self.table(ids).sum(1))
+"""
+COUPLED = {
+    "gradients by frequency": (FREQUENT, r"how often a row is looked up"),
+    "renormalised rows": (FREQUENT.replace("scale_grad_by_freq=True", "max_norm=1.0"), r"by what it is given \(part\.table\.weight\)"),
+    "statistics": (STATISTICS, r"forward changes by what it is given \(part\.mean\)"),
+    "statistics in a new tensor": (REPLACED, r"forward changes by what it is given \(mean\)"),
+}  # fmt: skip
+
+
+def written(tmp_path: Path, part: str) -> Path:
+    path = tmp_path / "model.py"
+    path.write_text(MODEL.format(part=part))
+    return path
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_what_couples_micro_batches_is_refused_by_place(tmp_path: Path, name: str) -> None:
+    part, message = COUPLED[name]
+    with pytest.raises(UserError, match=message) as found:
+        compile_model(written(tmp_path, part), Options(cluster="local:2", global_batch=4))
+    assert found.value.where.startswith("model.py:") and found.value.remedy
+
+
+@pytest.mark.parametrize("part", [COUNTED, FROZEN_IN_16_BITS, WEIGHT_NORM])
+def test_what_does_not_is_exact(tmp_path: Path, part: str) -> None:
+    compiled = compile_to(
+        written(tmp_path, part), tmp_path / "plan", cluster="local:2", global_batch=4, strategy="apart", sections=("part=part",)
+    )
+    assert [p["exact"] for p in compiled.plan.checks["patterns"]] == [True]
