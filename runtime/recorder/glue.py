@@ -162,6 +162,8 @@ class Glue:
             return args[0]
         if func is aten.copy.default:
             return self._copy(*args[:2])
+        if func is aten.squeeze.default:  # which in a micro-batch of one sample would drop the samples' dim, too
+            return self.run(aten.squeeze.dims, (args[0], [d for d, size in enumerate(args[0].shape) if size == 1]), {})
         if func in _SCATTERS and args[0].is_complex():
             return self._scatter(func, args, kwargs)
         if not _returns_tensors(func):

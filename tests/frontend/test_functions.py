@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from secc.errors import UserError
 from secc.runtime.functions import Function
-from secc.runtime.recorder import BlockError
+from secc.runtime.recorder import BlockError, record
 from tests.frontend.test_recorder import assert_replays, recorded, targets
 
 
@@ -166,3 +166,16 @@ def test_a_gradient_taken_between_modules_is_refused_by_place(glue: Callable[...
     with pytest.raises(UserError, match=f"forward uses {name} between its modules, which cannot be recorded") as error:
         recorded(glue)
     assert error.value.where.startswith("test_functions.py:") and error.value.remedy
+
+
+def test_squeezed_dims_are_those_of_several_samples() -> None:
+    class Squeezed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.map = torch.nn.Linear(4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.map(x).squeeze().sum()
+
+    (node,) = (n for n in record(Squeezed(), {"x": torch.ones(3, 4)}, ["map"]).graph.nodes if "squeeze" in str(n.target))
+    assert str(node.target) == "aten.squeeze.dims" and node.args[1] == [1]
