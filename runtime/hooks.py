@@ -15,16 +15,21 @@ from typing import Any
 from torch import nn
 
 _COLLECTORS = "transformers.utils.output_capturing"
+_LIBRARIES = ("transformers.", "peft.", "accelerate.")  # their hooks (gradients for frozen embeddings) are the block's own matter
 
 
 def is_collector(hook: Any) -> bool:
     """Whether a hook is one with which Hugging Face gathers results for a caller."""
-    return getattr(hook, "__module__", "") == _COLLECTORS
+    return _module(hook) == _COLLECTORS
+
+
+def _module(hook: Any) -> str:
+    return getattr(hook, "__module__", "") or ""
 
 
 def users(module: nn.Module) -> dict[int, Callable[..., Any]]:
     """The user's forward hooks of a module, by number."""
-    return {number: hook for number, hook in module._forward_hooks.items() if not is_collector(hook)}
+    return {number: hook for number, hook in module._forward_hooks.items() if not _module(hook).startswith(_LIBRARIES)}
 
 
 @contextmanager
@@ -43,7 +48,10 @@ def without(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 def called(module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
     """What the call of a block gives whose own result is `out`: its hooks are run, and those that gather for a caller in the open."""
+    own = users(module)
     for number, hook in module._forward_hooks.items():
+        if number not in own and not is_collector(hook):
+            continue
         named = number in module._forward_hooks_with_kwargs
         changed = hook(module, args, kwargs, out) if named else hook(module, args, out)
         out = out if changed is None or is_collector(hook) else changed

@@ -60,7 +60,7 @@ class Recorder:
         self._tensors = {n: t for n, t in (*self._model.named_parameters(), *self._model.named_buffers())}
         self._state = {id(t): n for n, t in self._tensors.items()}
         self._paths = paths_of(self._model)
-        self._making_up = False  # a module runs with made-up values
+        self._taken_apart, self._making_up = set[str](), False  # blocks with hooks inside; a module runs with made-up values
         self._origins = Origins(self._state, {t.untyped_storage()._cdata: n for n, t in self._tensors.items()})
         self._settings = Settings(self._modules)
         self._shapes, self._layers, self.shorten = Shapes(), self._anatomy.layers(), Shortcuts(self._mode, self._shortened)
@@ -373,9 +373,9 @@ class Recorder:
     def _block(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Record the call of a block, and give its result without its values."""
         watched = self._anatomy.watched(path)
-        if watched is not None and (parts := self._anatomy.parts(path)):
-            message = f"a forward hook sees what {watched} gives"
-            raise BlockError(path, self._anatomy.around(path), message, place(), "take smaller modules as the blocks", parts)
+        if watched is not None and path not in self._taken_apart and (parts := self._anatomy.parts(path)):
+            self._taken_apart.add(path)  # where its parts cannot be blocks, it is one after all
+            raise BlockError(path, None, f"a forward hook sees what {watched} gives", place(), "take smaller blocks", parts)
         with self.silence():
             call, rule = self._node(path, args, kwargs), self._rule(path, args, kwargs)
             unknown = structure.replace((args, kwargs), lambda _, leaf: self._executor.fake(leaf))

@@ -149,11 +149,13 @@ class _Cases:
         rows: Rows,
     ) -> None:  # fmt: skip
         self.model, self.frontier, self.needed, self.batches, self.cut, self.rows = model, frontier, needed, batches, cut, rows
+        self.tried = set[frozenset[str]]()
 
     def found(self, recorder: Recorder) -> tuple[list[Case], list[Observed]]:
         """Record every pattern and make it generic. What cannot be, in a module that is no block, is hidden in a block: that module."""
         frontier = self.frontier
         while True:
+            self.tried.add(frozenset(frontier.blocks))
             recorder.use(frontier.blocks)
             self.rows.names.clear()
             try:
@@ -167,6 +169,8 @@ class _Cases:
                     )
                     continue
                 frontier.blocks = self._other_blocks(error)
+                if frozenset(frontier.blocks) in self.tried:  # larger blocks want smaller ones, and these the larger ones
+                    raise error from None
 
     def _other_blocks(self, error: BlockError | GlueError) -> list[str]:
         """Blocks with which a capture may succeed where it failed, with a note. Raises the error where there are none."""
