@@ -109,12 +109,12 @@ class Workload:
 
     @cached_property
     def listed(self) -> dict[frozenset[str], dict[str, list[int]]]:
-        """Sizes of the samples that the graph lists, a column for each symbol, by pattern; where micro-batches are padded to the global
-        batch's widths, with the largest of these."""
+        """Sizes of the samples that memory must have room for, a column for each symbol, by pattern; where micro-batches are padded to the
+        global batch's widths, with the largest of these."""
         found: dict[frozenset[str], dict[str, list[int]]] = {}
-        for s in next(iter(samples.drawn(self.graph, samples.MOST, 1)), ()):
-            columns = found.setdefault(s.pattern, {name: [] for name in s.sizes})
-            for name, size in s.sizes.items():
+        for pattern, sizes in samples.all_known(self.graph):
+            columns = found.setdefault(pattern, {name: [] for name in sizes})
+            for name, size in sizes.items():
                 columns[name].append(size)
         if self.graph.widths is not None and self.graph.widths.data == "global":
             for name in (name for name, op in self.graph.symbols.items() if op.kind.data == "width"):

@@ -74,7 +74,7 @@ def to_ir(capture: Capture) -> ModuleOp:
     if capture.draws:
         graph.attributes[draws.ATTRIBUTE] = texts(draws.text(d) for d in capture.draws)
     if not inputs.given:
-        graph.attributes[samples.ATTRIBUTE] = _samples(capture)
+        graph.attributes.update(_samples(capture))
     return ModuleOp([graph])
 
 
@@ -85,12 +85,13 @@ def _sited(capture: Capture) -> set[str]:
     return several | {path for path, _ in sites if draws.in_block(capture.draws, path)}
 
 
-def _samples(capture: Capture) -> Attribute:
-    """The sizes of samples that are known, evenly taken from them where they are many."""
+def _samples(capture: Capture) -> dict[str, Attribute]:
+    """The sizes of samples that are known."""
     inputs = capture.inputs
-    length = len(inputs.sizes)
-    taken = [k * length // samples.MOST for k in range(samples.MOST)] if length > samples.MOST else range(length)
-    return samples.attribute([s.name for s in inputs.symbols], ((inputs.patterns[k], inputs.sizes[k]) for k in taken))
+    known = list(zip(inputs.patterns, inputs.sizes, strict=True))
+    names, (listed, larger) = [s.name for s in inputs.symbols], samples.taken(known)
+    found: dict[str, Attribute] = {samples.ATTRIBUTE: samples.attribute(names, (known[k] for k in listed))}
+    return found | ({samples.LARGEST: samples.attribute(names, (known[k] for k in larger))} if larger else {})
 
 
 def _anew(case: Case) -> dict[str, Any]:
