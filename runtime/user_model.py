@@ -28,6 +28,7 @@ from secc.runtime.collate import DefaultCollate
 from secc.runtime.errors import UserError
 from secc.runtime.nesting import argument, flat, growing, holds_lists, lists_in
 from secc.runtime.seeding import seeded_item, survey_indices
+from secc.runtime.unread import opened
 
 NamedParams = list[tuple[str, nn.Parameter]]
 
@@ -336,7 +337,8 @@ def scalars_of(output: Any) -> dict[str, torch.Tensor]:
     if isinstance(output, torch.Tensor):
         return {}
     found: Mapping[Any, Any] = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
-    scalars = {k: v for k, v in found.items() if isinstance(v, torch.Tensor) and v.ndim == 0 and not v.is_complex()}
+    values = ((k, opened(v)) for k, v in found.items())
+    scalars = {k: v for k, v in values if isinstance(v, torch.Tensor) and v.ndim == 0 and not v.is_complex()}
     return {k: v for k, v in scalars.items() if isinstance(k, str) and k.isidentifier() and k != "loss"}
 
 

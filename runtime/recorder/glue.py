@@ -223,8 +223,13 @@ class Glue:
 
     def _readable(self, kind: str, tensor: torch.Tensor) -> None:
         if self._executor.unknown(tensor):
-            source = origin(self.tape.node(tensor))
-            self._fail(f"Python reads a value ({kind}) that depends on {source}, and is not known when a plan is made", _REMEDY)
+            self.refuse_read(kind, tensor)
+
+    def refuse_read(self, kind: str, tensor: torch.Tensor) -> NoReturn:
+        """Raise for a look at values that no recording knows."""
+        source = origin(self.tape.node(tensor))
+        remedy = f"leave it out if it is for checks or the log (scalars that forward returns are logged); else {_REMEDY}"
+        self._fail(f"Python reads a value ({kind}) that depends on {source}, and is not known when a plan is made", remedy)
 
     def _writable(self, tensor: torch.Tensor) -> None:
         name = self.tape.state_name(tensor)

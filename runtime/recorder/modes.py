@@ -57,6 +57,9 @@ class Listener(Protocol):
     def read(self, kind: str, tensor: torch.Tensor) -> None:
         """Python looks at the values of a tensor."""
 
+    def number(self, tensor: torch.Tensor) -> Any:
+        """Python asks for a tensor's one value."""
+
     def silence(self) -> Any:
         """A context in which nothing is recorded."""
 
@@ -105,6 +108,8 @@ class Calls(TorchFunctionMode):
             return args[0].detach()
         if func in _TEXTS:
             return f"tensor(shape={tuple(args[0].shape)})"
+        if func is torch.Tensor.item:
+            return self._listener.number(args[0])
         if func in _READERS:
             return self._looked(_READERS[func], args[0], func, args, kwargs)
         if func in _MAKERS:

@@ -38,6 +38,7 @@ from secc.runtime.recorder.settings import Settings, watched
 from secc.runtime.recorder.shortcuts import Shortcuts
 from secc.runtime.recorder.tape import Tape, here
 from secc.runtime.recorder.touched import Touched
+from secc.runtime.unread import Unread
 from secc.runtime.user_model import loss_of, scalars_of
 
 NO_STATE = "let what is kept from batch to batch change after the step (in the optimizer, or between runs), not in forward"
@@ -296,6 +297,12 @@ class Recorder:
         """Python looks at a tensor's values."""
         with self.silence():
             self._glue.read(kind, tensor)
+
+    def number(self, tensor: torch.Tensor) -> Any:
+        """Python asks for a tensor's one value, which may be for the log."""
+        if not self._executor.unknown(tensor) or tensor.numel() != 1:
+            return tensor.item()
+        return Unread(tensor.detach().reshape(()), lambda: self._glue.refuse_read("item", tensor))
 
     def idle_autocast(self) -> None:
         """Forward asks for autocast on a device that is not here."""

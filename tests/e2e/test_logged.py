@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from secc.compiler import Options, compile_model
+from secc.errors import UserError
 from secc.runtime.user_model import load
 from tests.e2e.harness import compile_to, metrics, run
 
@@ -26,7 +28,7 @@ def test_a_run_logs_the_scalars_of_the_whole_batch(tmp_path: Path) -> None:
     wanted = user.model()(**batch)
     assert set(found) - {"spread"} == EXACT | {"step", "loss", "grad_norm", "samples", "tokens", "step_time_s"}
     for name in EXACT:
-        assert found[name] == pytest.approx(wanted[name].item(), rel=1e-6, abs=1e-6)
+        assert found[name] == pytest.approx(float(torch.as_tensor(wanted[name]).detach()), rel=1e-6, abs=1e-6)
 
     spread = [user.model()(**{k: v[part] for k, v in batch.items()})["spread"].item() for part in (slice(0, 3), slice(3, 6))]
     assert min(spread) / 2 < found["spread"] < 2 * max(spread)
@@ -43,3 +45,14 @@ def test_a_scalar_that_no_plan_can_hold_is_not_logged_and_joins_no_blocks(tmp_pa
     assert note.startswith("what forward returns beside the loss is not logged, because") and "model.py:" in note
     assert [t.name for t in plan.terms] == ["cross_entropy", "mse"]
     assert sorted(b for s in plan.sections for b in s.blocks) == ["head", "student", "teacher"]
+
+
+@pytest.mark.parametrize(
+    "use", ["0.5 * ce.item() * mse", "torch.full_like(ce, ce.item())", "(mse if ce.item() > 0 else ce)", "float(ce) * mse"]
+)
+def test_a_number_that_only_a_run_knows_is_logged_and_nothing_else(use: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(PATH.read_text().replace('"loss": ce + 0.5 * mse', f'"loss": {use}'))
+    with pytest.raises(UserError, match="Python reads a value") as refused:
+        compile_model(path, Options())
+    assert "model.py:" in refused.value.where and "for checks or the log" in refused.value.remedy
