@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from secc.runtime.errors import UserError
-from secc.runtime.plan import EACH, MOST, SIZES
+from secc.runtime.plan import CLASS, EACH, MOST, SIZES
+from secc.runtime.records import built
 
 SEPARATOR = "."
 
@@ -54,8 +55,10 @@ def argument(key: str) -> str:
 
 
 def listed(value: Any) -> Any:
-    """Arguments of a block with lists in the place of `{"*": …, "*sizes": …}`."""
+    """Arguments of a block with lists in the place of `{"*": …, "*sizes": …}`, and objects in that of `{"*class": …}`."""
     match value:
+        case {"*class": str() as name}:
+            return built(name, {key: listed(child) for key, child in value.items() if key != CLASS})
         case {"*": dict() as columns}:
             return _records(listed(columns))
         case {"*": each}:

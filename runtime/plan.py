@@ -14,6 +14,7 @@ from typing import Any
 
 from secc.runtime.errors import UserError
 
+CLASS = "*class"  # the key of a dict that stands for an object: what class it is of
 EACH, SIZES, MOST = "*", "*sizes", "*most"  # what the keys of a list that grows with the samples end with (`secc.runtime.nesting`)
 LOOP = "loss:"  # and a number: the label of what a loop over samples adds to the loss (`secc.runtime.recorder.loops`)
 _LOG = "log:"

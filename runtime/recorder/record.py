@@ -106,7 +106,7 @@ class Recorder:
 
     def _attempt(self, batch: Mapping[str, Any], rules: Rules) -> Recording:
         self._rules = rules
-        if self._valueless and any(is_large(t) for _, t in _named(batch)):
+        if self._valueless and any(is_large(t) for _, t in structure.named(batch)):
             try:
                 return self._record(batch)
             except UserError:
@@ -124,7 +124,7 @@ class Recorder:
         self._executor = Executor(self._mode, self._fail)
         self._glue = Glue(self._tape, self._executor, self._fail)
         inputs = self._copies(batch)
-        for name, tensor in _named(inputs):
+        for name, tensor in structure.named(inputs):
             self._tape.bind(tensor, self._tape.head("placeholder", name, tensor))
         try:
             with Calls(self), Ops(self), autograd_functions(self), idle_autocast(self), unvalidated(), watched(self._set):
@@ -162,12 +162,9 @@ class Recorder:
             raise
         except Exception as error:
             message = f"forward raises {type(error).__name__}: {error}"
-            if (path := next(filter(self._anatomy.gathers, sorted(self.blocks)), None)) is not None and self._anatomy.around(
-                path
-            ) is not None:
-                raise BlockError(
-                    path, self._anatomy.around(path), message, raised_at(error) or where, "take a larger module as the block"
-                ) from error
+            path = next(filter(self._anatomy.gathers, sorted(self.blocks)), None)
+            if path is not None and (around := self._anatomy.around(path)) is not None:
+                raise BlockError(path, around, message, raised_at(error) or where, "take a larger module as the block") from error
             raise UserError(message, raised_at(error) or where, "correct the model or its data") from error
         if not self._executor.unknown(loss):
             raise UserError("the loss depends on none of the model's parameters", where, "return the loss that is to be minimised")
@@ -197,7 +194,7 @@ class Recorder:
         return type(value)(self._packed(child) for child in value) if plain else value
 
     def _functional(self, batch: Mapping[str, Any]) -> Tape:
-        inputs = dict(_named(self._copies(batch)))
+        inputs = dict(structure.named(self._copies(batch)))
 
         def value(node: fx.Node) -> torch.Tensor:
             name = str(node.target)
@@ -466,7 +463,8 @@ class Recorder:
             arguments = structure.arguments(self._packed((args, kwargs)) if self._lists else (args, kwargs), self._tape.node)
         except structure.NotLiteral as error:
             message = f"block {path} is called with {error}, which cannot be written into a plan"
-            raise BlockError(path, self._anatomy.around(path), message, place(), "take a larger module as the block") from None
+            remedy = "pass tensors and plain values, or let its class stand in a module that the model file imports"
+            raise BlockError(path, self._anatomy.around(path), message, place(), remedy) from None
         return self._tape.call(path, *arguments)
 
     def _run(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Run:
@@ -498,10 +496,3 @@ class Recorder:
 def record(model: nn.Module, batch: Mapping[str, Any], blocks: Collection[str]) -> Recording:
     """One forward of `model(**batch)` with the given blocks; see `Recorder`."""
     return Recorder(model, blocks).record(batch)
-
-
-def _named(inputs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The batch's tensors: `input_ids`, and `images[0]` where the batch nests."""
-    for key, value in inputs.items():
-        for path, tensor in structure.tensors(value):
-            yield f"{key}{path}", tensor

@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 
+from secc.runtime.records import fields_of
+from secc.runtime.user_model import is_model_file
+
 _LITERALS = (bool, int, float, str, torch.dtype, torch.device, torch.memory_format, torch.layout, type(None), type(Ellipsis))
 _STEP = re.compile(r"\.(?P<name>\w+)|\[(?P<index>-?\d+)\]|\[(?P<key>'[^']*'|\"[^\"]*\")\]")
 
@@ -46,6 +49,12 @@ def tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
         yield path, value
     for step, child in children(value) or ():
         yield from tensors(child, path + step)
+
+
+def named(inputs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """A batch's tensors: `input_ids`, and `images[0]` where the batch nests."""
+    for key, value in inputs.items():
+        yield from tensors(value, key)
 
 
 def replace(value: Any, leaf: Callable[[str, Any], Any], path: str = "") -> Any:
@@ -110,7 +119,8 @@ def literal(value: Any) -> Any:
 
 
 def arguments(value: Any, tensor: Callable[[torch.Tensor], Any]) -> Any:
-    """Arguments of a call with tensors exchanged by `tensor`: tuples, lists and plain dicts of literals. Raises NotLiteral."""
+    """Arguments of a call with tensors exchanged by `tensor`: tuples, lists and plain dicts of literals, and libraries' dataclasses as such
+    dicts (`secc.runtime.records`). Raises NotLiteral."""
     if isinstance(value, torch.Tensor):
         return tensor(value)
     if type(value) is list:
@@ -119,4 +129,6 @@ def arguments(value: Any, tensor: Callable[[torch.Tensor], Any]) -> Any:
         return tuple(arguments(v, tensor) for v in value)
     if isinstance(value, dict) and not dataclasses.is_dataclass(value) and all(isinstance(k, str) for k in value):
         return {k: arguments(v, tensor) for k, v in value.items()}
+    if not is_model_file(type(value).__module__) and (fields := fields_of(value)) is not None:
+        return {k: arguments(v, tensor) for k, v in fields.items()}
     return literal(value)

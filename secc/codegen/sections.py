@@ -79,6 +79,7 @@ def section_module(graph: GraphOp, section: SectionOp) -> str:
     """The text of `sections/NAME.py`."""
     found = bodies(graph, section.sym.data)
     calls = [op for body in found for op in body.walk() if isinstance(op, CallOp)]
+    called = [op.args.data for op in calls]
     attributes = attribute_names(list(dict.fromkeys(op.target.data for op in calls)), _OWN)
     scope = Scope({*_OWN, *attributes.values()})
     cases = [case for body in found for case in _cases(graph, body, attributes, scope.name(body.sym.data))]
@@ -96,7 +97,8 @@ def section_module(graph: GraphOp, section: SectionOp) -> str:
         methods=methods,
         guards=guards,
         optional=sorted({key for case in cases for key in case.when}),
-        lists=any("listed(" in op.args.data for body in found for op in body.walk() if isinstance(op, CallOp)),
+        lists=any("listed(" in text for text in called),
+        builds=any("built(" in text for text in called),
         kernels=any(isinstance(op, GlueOp) and op.target.data.startswith("secc.") for body in found for op in body.walk()),
     )
 

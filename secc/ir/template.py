@@ -1,8 +1,8 @@
 """Argument templates: the argument list of a recorded call, as readable Python text and as a structure.
 
 `"$0, [B, S - 1, 64], dtype=torch.float32"` is a call's argument list in which `$0` is the op's first operand, `B` and `S` are
-symbols and `torch.float32` a name. `listed({…})` is a list that grows with the samples (`secc.runtime.nesting`); its structure is the
-dict. Codegen prints the text with operands named; passes look at the structure.
+symbols and `torch.float32` a name. `listed({…})` is a list that grows with the samples (`secc.runtime.nesting`), `built("…", {…})` a
+dataclass (`secc.runtime.records`); their structure is the dict. Codegen prints the text with operands named; passes look at the structure.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import sympy
 
 from secc.ir import expr
-from secc.runtime.plan import EACH
+from secc.runtime.plan import CLASS, EACH
 
 _REF = "_operand_"
 _REFERENCE = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|[$]([0-9]+)""")  # a text as it is, or an operand
@@ -109,6 +109,8 @@ def _read(node: ast.expr) -> Any:
             return {_read(k): _read(v) for k, v in zip(keys, values, strict=True) if k is not None}
         case ast.Call(func=ast.Name(id="listed"), args=[given]):
             return _read(given)
+        case ast.Call(func=ast.Name(id="built"), args=[ast.Constant(value=name), fields]):
+            return {CLASS: name} | _read(fields)
         case ast.Call(func=ast.Name(id="slice"), args=args):
             return slice(*(_read(a) for a in args))
         case ast.Call(func=ast.Name(id="float"), args=[ast.Constant(value=str(value))]):
@@ -143,6 +145,9 @@ def _write(value: Any, name: Callable[[Ref], str]) -> str:
         case tuple():
             inner = ", ".join(_write(v, name) for v in value)  # pyright: ignore[reportUnknownVariableType]
             return f"({inner},)" if len(value) == 1 else f"({inner})"  # pyright: ignore[reportUnknownArgumentType]
+        case {"*class": str() as cls}:
+            fields = {k: v for k, v in value.items() if k != CLASS}  # pyright: ignore[reportUnknownVariableType]
+            return f"built({cls!r}, {_write(fields, name)})"
         case dict():
             text = "{" + ", ".join(f"{k!r}: {_write(v, name)}" for k, v in value.items()) + "}"  # pyright: ignore[reportUnknownVariableType]
             return f"listed({text})" if EACH in value else text

@@ -46,6 +46,13 @@ def test_the_structure_of_a_call() -> None:
     assert found.kwargs == {"dtype": Name("torch.float32"), "other": Ref(2), "scale": float("-inf")}
 
 
+def test_an_object_is_a_dict_with_its_class() -> None:
+    text = "encoder_outputs=built('package.module:Output', {'state': $0, 'more': ($1, listed({'*': $2}))})"
+    found = template.parse(text)
+    assert found.kwargs == {"encoder_outputs": {"*class": "package.module:Output", "state": Ref(0), "more": (Ref(1), {"*": Ref(2)})}}
+    assert template.format(found) == text
+
+
 def test_operands_are_named_by_the_caller() -> None:
     assert template.format(template.parse("$1, [$0, None], dim=-1"), lambda ref: "xy"[ref.index]) == "y, [x, None], dim=-1"
 

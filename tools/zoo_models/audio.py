@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import transformers as T
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from tools.zoo_models.entry import Entry
@@ -77,11 +78,11 @@ def audioflamingo3() -> nn.Module:
     return T.AudioFlamingo3ForConditionalGeneration(T.AudioFlamingo3Config(audio_config=audio, text_config=qwen2(), audio_token_id=AUDIO))
 
 
-def whisper() -> nn.Module:
-    config = T.WhisperConfig(
+def _whisper_config(decoder_layers: int) -> T.WhisperConfig:
+    return T.WhisperConfig(
         **ENCODER,
         vocab_size=VOCABULARY,
-        decoder_layers=2,
+        decoder_layers=decoder_layers,
         decoder_attention_heads=2,
         decoder_ffn_dim=64,
         max_target_positions=64,
@@ -91,7 +92,28 @@ def whisper() -> nn.Module:
         eos_token_id=2,
         decoder_start_token_id=1,
     )
-    return T.WhisperForConditionalGeneration(config)
+
+
+def whisper() -> nn.Module:
+    return T.WhisperForConditionalGeneration(_whisper_config(2))
+
+
+class DistilledWhisper(nn.Module):
+    """A recogniser of few layers learns from one of many; both listen with the teacher's frozen encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = T.WhisperForConditionalGeneration(_whisper_config(4)).requires_grad_(False).eval()
+        self.student = T.WhisperForConditionalGeneration(_whisper_config(2))
+        self.student.model.encoder = self.teacher.model.encoder
+
+    def forward(self, input_features: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            heard = self.teacher.model.encoder(input_features)
+            wanted = self.teacher(encoder_outputs=heard, labels=labels).logits
+        found, counts = self.student(encoder_outputs=heard, labels=labels), labels != IGNORED
+        divergence = F.kl_div(found.logits[counts].log_softmax(-1), wanted[counts].softmax(-1), reduction="sum")
+        return found.loss + 0.8 * divergence / counts.sum()
 
 
 def moonshine() -> nn.Module:
@@ -235,6 +257,7 @@ ENTRIES = [
     Entry("granite_speech", "audio", granite_speech, _granite, _granite_collate),
     Entry("audioflamingo3", "audio", audioflamingo3, _masked(8, "input_features_mask")),
     Entry("whisper", "audio", whisper, _whisper),
+    Entry("distil_whisper", "audio", DistilledWhisper, _whisper),
     Entry("speech_to_text", "audio", speech_to_text, _spoken, _spoken_collate),
     Entry("moonshine", "audio", moonshine, _waveform(900, 1800), _waveform_collate),
     Entry("speech_encoder_decoder", "audio", speech_encoder_decoder, _waveform(100, 300), _waveform_collate),

@@ -1,0 +1,73 @@
+"""Dataclasses as arguments of blocks: a library's is built anew by sections, what no rank could import is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from secc.compiler import Options, compile_model
+from secc.errors import UserError
+from tests.e2e.harness import compile_to
+
+MODEL = """
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers.modeling_outputs import BaseModelOutput
+
+
+@dataclass
+class Own:
+    last_hidden_state: torch.Tensor
+
+
+class Decoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.map = nn.Linear(8, 8)
+
+    def forward(self, given):
+        return self.map(given.last_hidden_state)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(8, 8), Decoder()
+
+    def forward(self, x):
+        return self.decoder(CLASS(last_hidden_state=self.encoder(x))).square().mean()
+
+
+def model():
+    return Model()
+
+
+def dataset():
+    return [dict(x=torch.randn(8)) for _ in range(12)]
+"""
+
+
+def written(tmp_path: Path, name: str) -> Path:
+    path = tmp_path / "model.py"
+    path.write_text(MODEL.replace("CLASS(", f"{name}("))
+    return path
+
+
+def test_a_section_builds_the_object_that_it_received_in_parts(tmp_path: Path) -> None:
+    sections = ("encoder=encoder", "decoder=decoder")
+    plan = tmp_path / "plan"
+    compiled = compile_to(
+        written(tmp_path, "BaseModelOutput"), plan, cluster="local:2", global_batch=4, strategy="apart", sections=sections
+    )
+    assert [p["exact"] for p in compiled.plan.checks["patterns"]] == [True]
+    text = (plan / "sections" / "decoder.py").read_text()
+    assert "self.decoder(built('transformers.modeling_outputs:BaseModelOutput', {'last_hidden_state': encoder}))" in text
+
+
+def test_a_class_of_the_model_file_is_none_that_a_plan_can_name(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="called with a value of type Own, which cannot be written into a plan") as refused:
+        compile_model(written(tmp_path, "Own"), Options())
+    assert "in a module that the model file imports" in refused.value.remedy
