@@ -54,9 +54,11 @@ class PatternCheck:
     difference: Difference
 
     def as_dict(self) -> dict[str, object]:
+        """For the plan; errors to one digit, since the others move with where tensors lie in memory and plans are the same byte for byte."""
         d = self.difference
+        loss, gradient = (float(f"{error:.0e}") for error in (d.loss, d.gradient))
         return {
-            "pattern": list(self.pattern), "samples": self.samples, "exact": d.exact, "loss_error": d.loss, "gradient_error": d.gradient,
+            "pattern": list(self.pattern), "samples": self.samples, "exact": d.exact, "loss_error": loss, "gradient_error": gradient,
             "worst_gradient": d.worst,
         }  # fmt: skip
 
