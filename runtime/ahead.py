@@ -98,16 +98,29 @@ class _Choice:
             for index, turn in enumerate(self.tables[stages[0].name].turn)
         ]
         full: Counter[tuple[str, int]] = Counter()
-        for _, _, whole, index in sorted(wanted):
+        while wanted:
+            later = self.take(sorted(wanted), full)
+            if len(later) == len(wanted):
+                break
+            wanted = later  # what they need may have come behind them: a consumer's micro-batch has the turn of its first sample
+        return {s.name: frozenset(self.taken[whole]) for whole, stages in self.wholes.items() for s in stages if self.taken[whole]}
+
+    def take(self, wanted: Sequence[tuple[int, int, str, int]], full: Counter[tuple[str, int]]) -> list[tuple[int, int, str, int]]:
+        """Take what there is room for; those that cannot be taken yet come back."""
+        later: list[tuple[int, int, str, int]] = []
+        for key in wanted:
+            _, _, whole, index = key
             micro = self.tables[self.wholes[whole][0].name].micro_batches[index]
-            if full[whole, micro.replica] >= PATIENCE or not self.possible(whole, micro):
+            if full[whole, micro.replica] >= PATIENCE:
                 continue
-            if self.fits(whole, micro):
+            if not self.possible(whole, micro):
+                later.append(key)
+            elif self.fits(whole, micro):
                 self.taken[whole].add(index)
                 self.ready[whole].update(micro.samples)
             else:
                 full[whole, micro.replica] += 1
-        return {s.name: frozenset(self.taken[whole]) for whole, stages in self.wholes.items() for s in stages if self.taken[whole]}
+        return later
 
     def possible(self, whole: str, micro: MicroBatch) -> bool:
         """Whether all that a micro-batch needs of other sections is early, too."""

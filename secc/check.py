@@ -54,7 +54,7 @@ class PatternCheck:
     difference: Difference
 
     def as_dict(self) -> dict[str, object]:
-        """For the plan; errors to one digit, since the others move with where tensors lie in memory and plans are the same byte for byte."""
+        """For the plan; errors to one digit: others move with where tensors lie in memory, and a plan is the same byte for byte."""
         d = self.difference
         loss, gradient = (float(f"{error:.0e}") for error in (d.loss, d.gradient))
         return {

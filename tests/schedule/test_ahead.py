@@ -71,6 +71,15 @@ def test_a_step_among_others_starts_with_results_and_ends_with_the_next_steps():
     assert parse_schedule(print_schedule(last[1])) == last[1]
 
 
+def test_a_micro_batch_runs_ahead_whose_samples_come_later_upstream():
+    """The tower's micro-batches hold one sample, the teacher's two: its turn is that of the first one."""
+    tower, teacher = (section(name, [0], mode="forward", forward="100*S", micro_batch=n) for name, n in (("tower", 1), ("teacher", 2)))
+    student = section("student", [1], forward="100*S", backward="200*S")
+    chain = [edge("tower", "teacher", grad=False), edge("teacher", "student", grad=False)]
+    found = schedule(with_room(plan([tower, teacher, student], chain, 2), 100), [sample(p, length=10 + p) for p in range(8)])
+    assert {name: len(micros) for name, micros in found.early.items()} == {"tower": 8, "teacher": 4}
+
+
 def test_results_for_the_next_step_take_memory_until_they_are_sent():
     """A row on the edge has 32 bytes; the teacher has neither parameters nor a backward."""
     p = dataclasses.replace(distillation(1, 1, room=1), cluster=cluster())
