@@ -66,6 +66,7 @@ class Recorder:
         self._settings = Settings(self._modules)
         self._shapes, self._layers, self.shorten = Shapes(), self._anatomy.layers(), Shortcuts(self._mode, self._shortened)
         self._valueless = True  # large inputs have no values, until forward has asked for one
+        self._lacking = False  # whether there are such inputs in the recording that is made
         self._observer = Observer()
         intercept(self._model, self._call)
         self.logs, self.logged = False, False
@@ -106,11 +107,12 @@ class Recorder:
 
     def _attempt(self, batch: Mapping[str, Any], rules: Rules) -> Recording:
         self._rules = rules
-        if self._valueless and any(is_large(t) for _, t in structure.named(batch)):
+        self._lacking = self._valueless and any(is_large(t) for _, t in structure.named(batch))
+        if self._lacking:
             try:
                 return self._record(batch)
             except UserError:
-                self._valueless = False
+                self._valueless = self._lacking = False
         return self._record(batch)
 
     def _record(self, batch: Mapping[str, Any]) -> Recording:
@@ -297,7 +299,7 @@ class Recorder:
 
     def number(self, tensor: torch.Tensor) -> Any:
         """Python asks for a tensor's one value, which may be for the log."""
-        if not self._executor.unknown(tensor) or tensor.numel() != 1:
+        if self._lacking or not self._executor.unknown(tensor) or tensor.numel() != 1:
             return tensor.item()
         return Unread(tensor.detach().reshape(()), lambda: self._glue.refuse_read("item", tensor))
 

@@ -200,7 +200,7 @@ def test_reads_of_inputs_are_logged_with_their_place() -> None:
 READING: list[Callable[..., Any]] = [
     lambda m, h, x, keep: h * h.sum().item(),
     lambda m, h, x, keep: h if h.mean() > 0 else -h,
-    lambda m, h, x, keep: h + len(h.flatten().tolist()),
+    lambda m, h, x, keep: h + sum(h.flatten().tolist()),
     lambda m, h, x, keep: h[h[:, 0] > 0],
     lambda m, h, x, keep: h + float(torch.tensor([h.sum()])),
     lambda m, h, x, keep: h * float(m.scale[0]),
