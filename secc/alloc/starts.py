@@ -3,6 +3,8 @@
 - Every section apart, and all on the same devices; each also without replicas of several ranks, because what stages wait for on devices
   that sections share is more than closed forms say.
 - All on all devices with equally many replicas: samples stay where they are, and no replica waits for another one's.
+- The section on most ranks, where it is a pipeline, in twice and in four times as many stages: one sample that is far longer than others
+  holds up the rank of many replicas that has it for longer than one of few.
 - Without sections that return what they hold in rounds, also where all are apart, because a place in flight is also kept while
   consumers wait for others.
 """
@@ -10,7 +12,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 
 from secc.alloc import parts
@@ -33,10 +35,11 @@ def starts(problem: Problem, best: Assignment, margin: float) -> list[Assignment
     return [a for a in found if a is not None]
 
 
-def without(problem: Problem, test: Callable[[Candidate], bool]) -> Problem:
-    """The problem in which no candidate fits of which the test holds."""
-    full = 2 * problem.capacity
-    sections = {s: tuple(replace(c, memory=full, memory_ahead=full) if test(c) else c for c in cs) for s, cs in problem.sections.items()}
+def without(problem: Problem, test: Callable[[Candidate], bool], among: Collection[str] = ()) -> Problem:
+    """The problem in which no candidate fits of which the test holds, of these sections or of all."""
+    full, sections = 2 * problem.capacity, dict(problem.sections)
+    for s in among or problem.sections:
+        sections[s] = tuple(replace(c, memory=full, memory_ahead=full) if test(c) else c for c in sections[s])
     return replace(problem, sections=sections)
 
 
@@ -66,6 +69,14 @@ class _Kinds:
                 narrow = self.solved(without(free, lambda c: c.width > 0))
                 yield from () if narrow is None else (narrow,)
         yield from self._level(replace(problem, strategy="colocate"))
+        yield from self._staged(problem, best)
+
+    def _staged(self, problem: Problem, best: Assignment) -> Iterator[Assignment]:
+        """The best plans in which the section on most ranks is cut into more stages than in the best one."""
+        section, c = max(((s, problem.sections[s][i]) for s, i in best.choice.items()), key=lambda item: item[1].ranks)
+        for stages in (2 * c.pp, 4 * c.pp) if c.pp > 1 else ():
+            found = self.solved(without(problem, lambda o, n=stages: o.pp != n, (section,)))
+            yield from () if found is None else (found,)
 
     def _level(self, together: Problem) -> Iterator[Assignment]:
         """The best plan with equally many replicas of all sections on all devices."""

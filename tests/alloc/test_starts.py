@@ -67,3 +67,14 @@ def test_equally_many_replicas_are_a_start_although_others_are_faster() -> None:
     assert best is not None
     assert {c.dp for c in chosen(problem, best.assignment)} == {1, 2}
     assert any(len({c.dp for c in chosen(problem, a)}) == 1 for a in starts(problem, best.assignment, 0.0))
+
+
+def test_more_stages_are_a_start_although_fewer_are_faster() -> None:
+    """The largest section in two, four and eight stages, each slower than the one before, beside a small one in one stage."""
+    large = tuple(Candidate(dp=16 // n, micro_batch=1, time_ns=100 + n, micro_batches=1, memory=0, pp=n) for n in (2, 4, 8))
+    small = (Candidate(dp=1, micro_batch=1, time_ns=50, micro_batches=1, memory=0),)
+    problem = Problem({"large": large, "small": small}, (), 17, capacity=1 << 20)
+    best = solve(problem)
+    assert best is not None
+    assert problem.sections["large"][best.assignment.choice["large"]].pp == 2
+    assert {4, 8} <= {problem.sections["large"][a.choice["large"]].pp for a in starts(problem, best.assignment, 0.0)}
