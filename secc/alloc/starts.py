@@ -3,8 +3,8 @@
 - Every section apart, and all on the same devices; each also without replicas of several ranks, because what stages wait for on devices
   that sections share is more than closed forms say.
 - All on all devices with equally many replicas: samples stay where they are, and no replica waits for another one's.
-- The section on most ranks, where it is a pipeline, in twice and in four times as many stages: one sample that is far longer than others
-  holds up the rank of many replicas that has it for longer than one of few.
+- The pipeline on most ranks in twice and in four times as many stages: one sample that is far longer than others holds up that one of many
+  replicas that has it for longer than one of few.
 - Without sections that return what they hold in rounds, also where all are apart, because a place in flight is also kept while
   consumers wait for others.
 """
@@ -72,9 +72,12 @@ class _Kinds:
         yield from self._staged(problem, best)
 
     def _staged(self, problem: Problem, best: Assignment) -> Iterator[Assignment]:
-        """The best plans in which the section on most ranks is cut into more stages than in the best one."""
-        section, c = max(((s, problem.sections[s][i]) for s, i in best.choice.items()), key=lambda item: item[1].ranks)
-        for stages in (2 * c.pp, 4 * c.pp) if c.pp > 1 else ():
+        """The plans in which the pipeline on most ranks is cut into more stages, and other sections run as in the best one."""
+        chosen = {s: problem.sections[s][i] for s, i in best.choice.items()}
+        section = max((s for s, c in chosen.items() if c.pp > 1), key=lambda s: chosen[s].ranks, default="")
+        for s in chosen.keys() - {section}:
+            problem = without(problem, lambda o, c=chosen[s]: o != c, (s,))
+        for stages in (2 * chosen[section].pp, 4 * chosen[section].pp) if section else ():
             found = self.solved(without(problem, lambda o, n=stages: o.pp != n, (section,)))
             yield from () if found is None else (found,)
 
