@@ -1,11 +1,13 @@
-"""Distillation on real text: a Qwen3-style teacher, frozen, and a student half its width that learns from text and teacher.
+"""Distillation on real text: a Qwen3-style teacher, frozen, and a student half its width that learns from
+text and teacher.
 
-The text is the standard library's `pydoc_data.topics`, Python's own manual; bytes are tokens, nothing is downloaded. The teacher needs
-no backward and no optimizer, so its ranks differ from the student's: that is what secc plans for. The teacher is trained first:
+The text is the standard library's `pydoc_data.topics`, Python's own manual; bytes are tokens, nothing is
+downloaded. The teacher needs no backward and no optimizer, so its ranks differ from the student's: that is
+what secc plans for. The teacher is trained first:
 
-    python examples/train_teacher.py
-    secc compile examples/distill_text.py -o plan_distill/ && secc run plan_distill/ --steps 400 --save runs/distill
-    secc export runs/distill -o runs/student.safetensors && python examples/eval_distill.py runs/student.safetensors
+    python examples/train_teacher.py secc compile examples/distill_text.py -o plan_distill/ && secc run
+    plan_distill/ --steps 400 --save runs/distill secc export runs/distill -o runs/student.safetensors &&
+    python examples/eval_distill.py runs/student.safetensors
 
 With DISTILL_ALPHA=0 the student learns from the text alone, for comparison.
 """
@@ -28,7 +30,9 @@ from torch.utils.data import Dataset
 
 VOCABULARY, LENGTH, WIDTH = 256, 128, 96
 ALPHA = float(os.environ.get("DISTILL_ALPHA", "0.5"))  # the teacher's share of the loss
-TEACHER = Path(os.environ.get("DISTILL_TEACHER", Path(__file__).resolve().parent.parent / "runs" / "teacher.safetensors"))
+TEACHER = Path(
+    os.environ.get("DISTILL_TEACHER", Path(__file__).resolve().parent.parent / "runs" / "teacher.safetensors")
+)
 
 
 def qwen(width: int) -> nn.Module:
@@ -52,7 +56,8 @@ def teacher() -> nn.Module:
 
 
 class Distillation(nn.Module):
-    """(1 - ALPHA) of the student's cross entropy plus ALPHA of its divergence from the teacher, both per token."""
+    """(1 - ALPHA) of the student's cross entropy plus ALPHA of its divergence from the teacher, both per
+    token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +75,9 @@ class Distillation(nn.Module):
 
 def model() -> nn.Module:
     if not TEACHER.exists():
-        raise FileNotFoundError(f"{TEACHER}: there is no teacher yet; train it with `python examples/train_teacher.py`")
+        raise FileNotFoundError(
+            f"{TEACHER}: there is no teacher yet; train it with `python examples/train_teacher.py`"
+        )
     net = Distillation()
     net.teacher.load_state_dict(load_file(TEACHER), strict=False)
     return net
@@ -78,7 +85,8 @@ def model() -> nn.Module:
 
 @cache
 def manual() -> tuple[bytes, bytes]:
-    """Python's manual in two parts, for training and held out: every tenth run of ten paragraphs is held out, repeated ones count once."""
+    """Python's manual in two parts, for training and held out: every tenth run of ten paragraphs is held out,
+    repeated ones count once."""
     text = "\n\n".join(topics[name] for name in sorted(topics))
     paragraphs = list(dict.fromkeys(text.split("\n\n")))
     parts: tuple[list[str], list[str]] = ([], [])
@@ -114,4 +122,6 @@ def optimizer(params: Any) -> torch.optim.Optimizer:
 
 def scheduler(optimizer: torch.optim.Optimizer) -> Any:
     """A short warm-up, then constant, then falling with the square root of the step."""
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 20, 1.0, (200 / (step + 1)) ** 0.5))
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / 20, 1.0, (200 / (step + 1)) ** 0.5)
+    )

@@ -1,4 +1,5 @@
-"""Captions digits that were held out from training, and prints how many captions are right, letter for letter.
+"""Captions digits that were held out from training, and prints how many captions are right, letter for
+letter.
 
 python examples/eval_digits.py WEIGHTS.safetensors [--show 8]
 """
@@ -38,12 +39,16 @@ def accuracy(net: nn.Module, show: int = 0) -> float:
     wanted = [_text(caption(int(v)).tolist()) for v in values[held_out]]
     said = captions(net.eval(), images[held_out])
     for got, want in list(zip(said, wanted, strict=True))[:show]:
-        print(f"{'right' if got == want else 'wrong'}: a handwritten {got.decode(errors='replace')!r} for {want.decode()!r}")
+        print(
+            f"{'right' if got == want else 'wrong'}: a handwritten {got.decode(errors='replace')!r} for {want.decode()!r}"
+        )
     return sum(got == want for got, want in zip(said, wanted, strict=True)) / len(wanted)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("weights")
     parser.add_argument("--show", type=int, default=0, help="print the first N captions")
     arguments = parser.parse_args()

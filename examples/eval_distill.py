@@ -1,4 +1,5 @@
-"""Prints a student's loss, in nats per byte, on the parts of Python's manual that neither it nor its teacher was trained on.
+"""Prints a student's loss, in nats per byte, on the parts of Python's manual that neither it nor its teacher
+was trained on.
 
     python examples/eval_distill.py WEIGHTS.safetensors [MORE.safetensors ...]
 
@@ -28,10 +29,14 @@ def held_out_loss(net: nn.Module) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("weights", nargs="+")
     for path in parser.parse_args().weights:
-        student = {n.removeprefix("student."): t for n, t in load_file(path).items() if n.startswith("student.")}
+        student = {
+            n.removeprefix("student."): t for n, t in load_file(path).items() if n.startswith("student.")
+        }
         net = qwen(WIDTH)
         net.load_state_dict(student)
         print(f"{path}: held-out loss {held_out_loss(net):.4f} nats per byte")

@@ -1,4 +1,5 @@
-"""Trains the teacher that `distill_text.py` learns from, in plain PyTorch, and saves it where that example looks for it.
+"""Trains the teacher that `distill_text.py` learns from, in plain PyTorch, and saves it where that example
+looks for it.
 
 python examples/train_teacher.py [--steps 600]
 """
@@ -36,7 +37,9 @@ def train(steps: int, seed: int = 0) -> torch.nn.Module:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

@@ -1,11 +1,13 @@
-"""A small vision-language model that learns to caption handwritten digits, and the language of Python's manual beside it.
+"""A small vision-language model that learns to caption handwritten digits, and the language of Python's
+manual beside it.
 
-The images are scikit-learn's bundled digits, the texts the standard library's `pydoc_data.topics`; bytes are tokens, nothing is
-downloaded. About half of the samples have an image, so the vision tower has work for half of a batch only: that is what secc plans
-for. Train it with
+The images are scikit-learn's bundled digits, the texts the standard library's `pydoc_data.topics`; bytes are
+tokens, nothing is downloaded. About half of the samples have an image, so the vision tower has work for half
+of a batch only: that is what secc plans for. Train it with
 
-    secc compile examples/vlm_digits.py -o plan_digits/ && secc run plan_digits/ --steps 400 --save runs/digits
-    secc export runs/digits -o runs/digits.safetensors && python examples/eval_digits.py runs/digits.safetensors
+    secc compile examples/vlm_digits.py -o plan_digits/ && secc run plan_digits/ --steps 400 --save
+    runs/digits secc export runs/digits -o runs/digits.safetensors && python examples/eval_digits.py
+    runs/digits.safetensors
 """
 
 from __future__ import annotations
@@ -21,7 +23,11 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import Dataset
 
-IMAGE, END, VOCABULARY = 256, 257, 260  # beside the 256 bytes: an image's placeholder, the end of a caption; 0 pads
+IMAGE, END, VOCABULARY = (
+    256,
+    257,
+    260,
+)  # beside the 256 bytes: an image's placeholder, the end of a caption; 0 pads
 SIDE, PATCH = 16, 4
 PATCHES = (SIDE // PATCH) ** 2
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -50,7 +56,9 @@ def model() -> nn.Module:
         initializer_range=0.08,  # the usual 0.02 suits widths of thousands
         use_cache=False,
     )
-    config = T.LlavaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE, vision_feature_layer=-1)
+    config = T.LlavaConfig(
+        vision_config=vision, text_config=text, image_token_index=IMAGE, vision_feature_layer=-1
+    )
     return T.LlavaForConditionalGeneration(config)
 
 
@@ -115,4 +123,6 @@ def optimizer(params: Any) -> torch.optim.Optimizer:
 
 def scheduler(optimizer: torch.optim.Optimizer) -> Any:
     """A short warm-up, then constant, then falling with the square root of the step."""
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 20, 1.0, (200 / (step + 1)) ** 0.5))
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / 20, 1.0, (200 / (step + 1)) ** 0.5)
+    )

@@ -1,4 +1,7 @@
-"""Passes over the `sec` IR, one file each. A pass is a frozen dataclass whose fields are its options; `secc.pipeline` knows their names."""
+"""Passes over the `sec` IR, one file each. A pass is a frozen dataclass whose fields are its options;
+`secc.pass_pipeline` knows their names."""
 
 if __name__ != "secc.passes":
-    raise ImportError("this folder is the package secc.passes; import it under that name, or its classes exist twice")
+    raise ImportError(
+        "this folder is the package secc.passes; import it under that name, or its classes exist twice"
+    )

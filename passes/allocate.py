@@ -1,7 +1,9 @@
-"""`allocate`: gives each section its ranks, replicas, micro-batch size, sharding and recomputation, and writes down the prediction.
+"""`allocate`: gives each section its ranks, replicas, micro-batch size, sharding and recomputation, and
+writes down the prediction.
 
-The choice is `secc.alloc`'s; this pass reads the options, asks, and puts the answer into the attributes of sections and graph. Ranks are
-handed out group by group, the widest tensor parallelism first, so that no replica's lies across nodes, then the most work.
+The choice is `secc.alloc`'s; this pass reads the options, asks, and puts the answer into the attributes of
+sections and graph. Ranks are handed out group by group, the widest tensor parallelism first, so that no
+replica's lies across nodes, then the most work.
 """
 
 from __future__ import annotations
@@ -16,34 +18,38 @@ from xdsl.context import Context
 from xdsl.dialects.builtin import ModuleOp, StringAttr
 from xdsl.passes import ModulePass
 
-from secc.alloc import ahead, known
-from secc.alloc import pins as pins_
-from secc.alloc.candidates import Load, Workload, times_of, workload
-from secc.alloc.contest import Winner, contest
-from secc.alloc.evaluate import Value, evaluate
-from secc.alloc.infeasible import explain
-from secc.alloc.model import least_memory, solve
-from secc.alloc.pins import Pins
-from secc.alloc.problem import problem, usable_ranks
-from secc.alloc.reasons import reasons
-from secc.alloc.rooms import room
-from secc.alloc.trial import Trial
-from secc.alloc.types import STRATEGIES, Assignment, Candidate, Problem, Solution
+from secc.alloc.explain import plan_choices as known
+from secc.alloc.explain.alternatives import reasons
+from secc.alloc.explain.infeasibility import explain
+from secc.alloc.problem import pins as pins_
+from secc.alloc.problem.build import problem, usable_ranks
+from secc.alloc.problem.candidates import Load, Workload, times_of, workload
+from secc.alloc.problem.closed_form import Value, evaluate
+from secc.alloc.problem.pins import Pins
+from secc.alloc.problem.types import STRATEGIES, Assignment, Candidate, Problem, Solution
+from secc.alloc.refine import prefetch_memory
+from secc.alloc.refine.in_flight_limits import room
+from secc.alloc.refine.local_search import Winner, contest
+from secc.alloc.refine.schedule_evaluation import Trial
+from secc.alloc.solver.cpsat_model import least_memory, solve
 from secc.cluster import GIB, Cluster, parse
-from secc.cost.overheads import with_overheads
+from secc.cost.model.step_overheads import with_overheads
 from secc.errors import UserError
-from secc.ir.attributes import integer, integers, number
-from secc.ir.dialect import GraphOp, graph_of
+from secc.ir.dialect.ops import GraphOp, graph_of
+from secc.ir.dialect.python_attributes import integer, integers, number
 from secc.passes.annotate_costs import annotate
 
 OBJECTIVES = ("time", "gpus")
 SAMPLES_PER_RANK = 8  # of the global batch, where none is given
-MARGIN = 1 / 128  # replicas of several ranks must be faster by more than this share, or fit where others do not
+MARGIN = (
+    1 / 128
+)  # replicas of several ranks must be faster by more than this share, or fit where others do not
 
 
 @dataclass(frozen=True)
 class Solved:
-    """What the solver was asked, and its answer; `run_ahead` are the bytes that a rank keeps for the next step, where they are given."""
+    """What the solver was asked, and its answer; `run_ahead` are the bytes that a rank keeps for the next
+    step, where they are given."""
 
     work: Workload
     asked: Problem
@@ -54,14 +60,16 @@ class Solved:
 
 @dataclass(frozen=True)
 class Allocate(ModulePass):
-    """`cluster` as `secc.cluster.parse` reads it; `ranks` of it (0: all); `global_batch` samples (0: eight for each rank); `set` pins
-    choices, NAME.KEY=VALUE; `strategy` is auto, apart, colocate or uniform. With `fit=false` a model that fits no device is planned
-    with the least memory instead of refused, and the prediction says what is missing. `refused` are choices, NAME.KEY=VALUE, that a later
-    pass could not carry out, `stages` numbers of stages, NAME.pp=N, that the model's layers were captured for, and `known` all choices of
-    the plan that they were captured for, which is taken again where it fits, with what was `proven` of it. On CPUs, whose ranks share a
-    memory, replicas of several ranks are for what does not fit otherwise.
-    `objective` is time, or gpus: the fewest ranks on which a step takes at most `step_time` seconds. `run_ahead` is the GiB that a rank
-    keeps of results for the next step where frozen sections run ahead, or auto."""
+    """`cluster` as `secc.cluster.parse` reads it; `ranks` of it (0: all); `global_batch` samples (0: eight
+    for each rank); `set` pins choices, NAME.KEY=VALUE; `strategy` is auto, apart, colocate or uniform. With
+    `fit=false` a model that fits no device is planned with the least memory instead of refused, and the
+    prediction says what is missing. `refused` are choices, NAME.KEY=VALUE, that a later pass could not carry
+    out, `stages` numbers of stages, NAME.pp=N, that the model's layers were captured for, and `known` all
+    choices of the plan that they were captured for, which is taken again where it fits, with what was
+    `proven` of it. On CPUs, whose ranks share a memory, replicas of several ranks are for what does not fit
+    otherwise. `objective` is time, or gpus: the fewest ranks on which a step takes at most `step_time`
+    seconds. `run_ahead` is the GiB that a rank keeps of results for the next step where frozen sections run
+    ahead, or auto."""
 
     name = "allocate"
     cluster: str = "local"
@@ -76,7 +84,7 @@ class Allocate(ModulePass):
     proven: tuple[str, ...] = ()
     objective: str = "time"
     step_time: float = 0.0
-    run_ahead: str = ahead.AUTO
+    run_ahead: str = prefetch_memory.AUTO
 
     def apply(self, ctx: Context, op: ModuleOp) -> None:
         graph = graph_of(op)
@@ -86,7 +94,8 @@ class Allocate(ModulePass):
         _write(graph, solved, self.contested(solved))
 
     def solved(self, graph: GraphOp) -> Solved:
-        """The best plan by closed forms. Raises UserError where nothing fits, and for options that cannot be had."""
+        """The best plan by closed forms. Raises UserError where nothing fits, and for options that cannot be
+        had."""
         work, pins, size = self._read(graph)
         asked = self._problem(work, pins, size, free=work.cluster.device.backend != "cpu")
         solution = solve(asked, margin=MARGIN)
@@ -94,7 +103,9 @@ class Allocate(ModulePass):
             asked = self._problem(work, pins, size, free=True)
             solution = solve(asked, margin=MARGIN)
         if solution is None and not self.fit and (need := least_memory(asked)) is not None:
-            asked = replace(asked, capacity=need, pools=tuple(replace(pool, capacity=need) for pool in asked.pools))
+            asked = replace(
+                asked, capacity=need, pools=tuple(replace(pool, capacity=need) for pool in asked.pools)
+            )
             solution = solve(asked, margin=MARGIN)
         if solution is None:
             raise explain(work, asked, pins)
@@ -106,9 +117,12 @@ class Allocate(ModulePass):
         return contest(trial, asked, solved.solution.assignment, partial(hand_out, asked), MARGIN)
 
     def _again(self, graph: GraphOp) -> tuple[Solved, Winner] | None:
-        """The plan that is known, with what was proven of it, if it can still be had: nothing else is priced."""
+        """The plan that is known, with what was proven of it, if it can still be had: nothing else is
+        priced."""
         work, _, size = self._read(graph)
-        pins = pins_.parse((*self.stages, *self.set, *self.known), [s.sym.data for s in graph.sections], self.refused)
+        pins = pins_.parse(
+            (*self.stages, *self.set, *self.known), [s.sym.data for s in graph.sections], self.refused
+        )
         try:
             asked = self._problem(work, pins, size, free=True)
         except UserError:
@@ -130,16 +144,19 @@ class Allocate(ModulePass):
                 section.attributes["norms"] = StringAttr("sequence")
         work = workload(graph, cluster, self.global_batch or SAMPLES_PER_RANK * ranks)
         self._check(work, ranks, pins)
-        return work, pins, ahead.parse(self.run_ahead, work, GIB)
+        return work, pins, prefetch_memory.parse(self.run_ahead, work, GIB)
 
     def _problem(self, work: Workload, pins: Pins, size: int | None, free: bool) -> Problem:
         deadline = round(self.step_time * 10**9) if self.objective == "gpus" else None
         asked = problem(work, self._ranks(work.cluster), self.strategy, pins, free)
-        return ahead.priced(replace(asked, deadline=deadline), work, size)
+        return prefetch_memory.priced(replace(asked, deadline=deadline), work, size)
 
     def _ranks(self, cluster: Cluster) -> int:
         if self.ranks > cluster.ranks:
-            raise UserError(f"{self.ranks} ranks asked for, but the cluster {cluster.name} has {cluster.ranks}", remedy="ask for fewer")
+            raise UserError(
+                f"{self.ranks} ranks asked for, but the cluster {cluster.name} has {cluster.ranks}",
+                remedy="ask for fewer",
+            )
         if self.ranks < 0 or self.global_batch < 0:
             raise UserError("ranks and global batch cannot be negative", remedy="correct the number")
         if self.ranks > cluster.per_node and self.ranks % cluster.per_node:
@@ -152,9 +169,13 @@ class Allocate(ModulePass):
 
     def _check(self, work: Workload, ranks: int, pins: Pins) -> None:
         if self.strategy not in STRATEGIES:
-            raise UserError(f"there is no strategy {self.strategy!r}", remedy=f"strategies are {', '.join(STRATEGIES)}")
+            raise UserError(
+                f"there is no strategy {self.strategy!r}", remedy=f"strategies are {', '.join(STRATEGIES)}"
+            )
         if self.objective not in OBJECTIVES:
-            raise UserError(f"there is no objective {self.objective!r}", remedy=f"objectives are {', '.join(OBJECTIVES)}")
+            raise UserError(
+                f"there is no objective {self.objective!r}", remedy=f"objectives are {', '.join(OBJECTIVES)}"
+            )
         if (self.objective == "gpus") != (self.step_time != 0) or not 0 <= self.step_time < inf:
             raise UserError(
                 f"the objective {self.objective} and a step time of {self.step_time:g} s do not belong together",
@@ -174,8 +195,10 @@ def _write(graph: GraphOp, solved: Solved, won: Winner) -> None:
     work, asked, pins, size = solved.work, solved.asked, solved.pins, solved.run_ahead
     solution = replace(solved.solution, assignment=won.assignment, time_ns=won.closed_ns)
     value = evaluate(asked, solution.assignment)
-    kept, running = ahead.room(work, asked, solution.assignment, value, size)
-    groups = {solution.assignment.group[s] for s in running} if size is None else set[str]()  # what was asked for is in the value
+    kept, running = prefetch_memory.room(work, asked, solution.assignment, value, size)
+    groups = (
+        {solution.assignment.group[s] for s in running} if size is None else set[str]()
+    )  # what was asked for is in the value
     results = dict.fromkeys(groups, kept)
     for name, load in work.loads.items():
         if pins.splits_backward(name):
@@ -186,14 +209,30 @@ def _write(graph: GraphOp, solved: Solved, won: Winner) -> None:
         own = work.on(chosen[name].kind)
         load = own.loads[name]
         group = solution.assignment.group[name]
-        _write_section(own, load, chosen[name], ranks[group], round((value.memory[group] + results.get(group, 0)) / GIB, 4))
+        _write_section(
+            own,
+            load,
+            chosen[name],
+            ranks[group],
+            round((value.memory[group] + results.get(group, 0)) / GIB, 4),
+        )
         held = room(work, asked, solution.assignment, value, name)
-        bounded = chosen[name].pp == 1 or _feeds_others(asked, solution, name)  # `split-stages` bounds what stages hold for each other
-        load.section.attributes |= {"in_flight": integer(held.in_flight if bounded else 0), "room_bytes": integer(held.size)}
+        bounded = chosen[name].pp == 1 or _feeds_others(
+            asked, solution, name
+        )  # `split-stages` bounds what stages hold for each other
+        load.section.attributes |= {
+            "in_flight": integer(held.in_flight if bounded else 0),
+            "room_bytes": integer(held.size),
+        }
     if kept:
         graph.attributes["run_ahead_gib"] = number(kept / GIB)
     label = "default" if any(load.label == "default" for load in work.loads.values()) else "roofline"
-    told = {"status": solution.status, "gap": solution.gap, **_contest(won), **_objective(asked, solution.ranks)}
+    told = {
+        "status": solution.status,
+        "gap": solution.gap,
+        **_contest(won),
+        **_objective(asked, solution.ranks),
+    }
     graph.attributes |= {
         "world_size": integer(value.ranks),
         "global_batch": integer(work.global_batch),
@@ -201,29 +240,50 @@ def _write(graph: GraphOp, solved: Solved, won: Winner) -> None:
         "reasons": StringAttr(json.dumps(reasons(work, asked, solution, pins.refused, results, size))),
         "solver": StringAttr(json.dumps(told)),
         "prediction": StringAttr(
-            json.dumps({"step_time_s": solution.time_ns / 10**9, "label": label, **_missing(work, value, solution, chosen)})
+            json.dumps(
+                {
+                    "step_time_s": solution.time_ns / 10**9,
+                    "label": label,
+                    **_missing(work, value, solution, chosen),
+                }
+            )
         ),
     }
 
 
 def _objective(asked: Problem, ranks: int) -> dict[str, Any]:
-    """What else than the least time was asked for, and the ranks left over where the plan's cluster has only the nodes that are used."""
-    found: dict[str, Any] = {} if asked.deadline is None else {"objective": "gpus", "deadline_s": asked.deadline / 10**9}
+    """What else than the least time was asked for, and the ranks left over where the plan's cluster has only
+    the nodes that are used."""
+    found: dict[str, Any] = (
+        {} if asked.deadline is None else {"objective": "gpus", "deadline_s": asked.deadline / 10**9}
+    )
     return found | ({"free_ranks": asked.ranks - ranks} if asked.pools else {})
 
 
 def _contest(won: Winner) -> dict[str, Any]:
-    """The step by the closed forms that the solver minimises, and under the order that ranks run, for which so many plans were tried."""
-    return {"closed_form_s": won.closed_ns / 10**9, "simulated_s": won.tried.time_ns / 10**9, "tried": won.trials}
+    """The step by the closed forms that the solver minimises, and under the order that ranks run, for which
+    so many plans were tried."""
+    return {
+        "closed_form_s": won.closed_ns / 10**9,
+        "simulated_s": won.tried.time_ns / 10**9,
+        "tried": won.trials,
+    }
 
 
 def _cluster(work: Workload, asked: Problem, solution: Solution, chosen: dict[str, Candidate]) -> Cluster:
-    """The cluster, without nodes of a kind that is not needed where kinds are mixed: ranks are numbered over those that are."""
+    """The cluster, without nodes of a kind that is not needed where kinds are mixed: ranks are numbered over
+    those that are."""
     groups = [chosen[g] for g in dict.fromkeys(solution.assignment.group.values())]
-    return work.cluster.used([sum(asked.on(c, k) for c in groups) for k in range(len(asked.pools))]) if asked.pools else work.cluster
+    return (
+        work.cluster.used([sum(asked.on(c, k) for c in groups) for k in range(len(asked.pools))])
+        if asked.pools
+        else work.cluster
+    )
 
 
-def _missing(work: Workload, value: Value, solution: Solution, chosen: dict[str, Candidate]) -> dict[str, float]:
+def _missing(
+    work: Workload, value: Value, solution: Solution, chosen: dict[str, Candidate]
+) -> dict[str, float]:
     """How much more memory a rank needs than it can use, if it does."""
     group = solution.assignment.group
     missing = max(value.memory[group[s]] - work.on(c.kind).cluster.device.usable for s, c in chosen.items())
@@ -231,13 +291,15 @@ def _missing(work: Workload, value: Value, solution: Solution, chosen: dict[str,
 
 
 def _feeds_others(asked: Problem, solution: Solution, section: str) -> bool:
-    """Whether a section has consumers on other ranks, for which it holds micro-batches between forward and backward."""
+    """Whether a section has consumers on other ranks, for which it holds micro-batches between forward and
+    backward."""
     group = solution.assignment.group
     return any(e.src == section and group[e.dst] != group[section] for e in asked.edges)
 
 
 def hand_out(asked: Problem, assignment: Assignment) -> dict[str, list[int]]:
-    """Ranks for each group, in a row, kind of device by kind: those before a group are a multiple of its tp, since tp are powers of two."""
+    """Ranks for each group, in a row, kind of device by kind: those before a group are a multiple of its tp,
+    since tp are powers of two."""
     chosen = {s: cs[assignment.choice[s]] for s, cs in asked.sections.items()}
     work: dict[str, int] = {}
     widest: dict[str, int] = {}
@@ -251,8 +313,11 @@ def hand_out(asked: Problem, assignment: Assignment) -> dict[str, list[int]]:
     return ranks
 
 
-def _write_section(work: Workload, load: Load, chosen: Candidate, ranks: list[int], memory_gib: float) -> None:
-    """FLOPs and parameters are those of the whole section; what is saved, and times, those of one rank of a replica."""
+def _write_section(
+    work: Workload, load: Load, chosen: Candidate, ranks: list[int], memory_gib: float
+) -> None:
+    """FLOPs and parameters are those of the whole section; what is saved, and times, those of one rank of a
+    replica."""
     rank = work.on_rank(load, chosen.tp, chosen.pp)
     forward_ns, backward_ns = times_of(work, rank, chosen.dp, chosen.sharding, chosen.recompute)
     annotate(load.section, replace(load.cost, saved=rank.under(chosen.recompute).saved))

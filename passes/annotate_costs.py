@@ -1,7 +1,9 @@
-"""`annotate-costs`: sums what calls and glue cost into each section, as expressions over a micro-batch's sizes.
+"""`annotate-costs`: sums what calls and glue cost into each section, as expressions over a micro-batch's
+sizes.
 
-The costs of calls come from `secc.cost.measure`, which has the user's modules; a call without them counts by estimate, and its section is
-labelled `default`. `allocate` computes the same sums anew, since passes between the two may move ops across sections.
+The costs of calls come from `secc.cost.counting.annotate_calls`, which has the user's modules; a call without
+them counts by estimate, and its section is labelled `default`. `allocate` computes the same sums anew, since
+passes between the two may move ops across sections.
 """
 
 from __future__ import annotations
@@ -12,10 +14,10 @@ from xdsl.context import Context
 from xdsl.dialects.builtin import ModuleOp, StringAttr
 from xdsl.passes import ModulePass
 
-from secc.cost.load import crossings
-from secc.cost.section import SectionCost, section_cost
-from secc.ir.attributes import integer
-from secc.ir.dialect import SectionOp, graph_of
+from secc.cost.model.dataset_load import crossings
+from secc.cost.model.section_cost import SectionCost, section_cost
+from secc.ir.dialect.ops import SectionOp, graph_of
+from secc.ir.dialect.python_attributes import integer
 
 
 @dataclass(frozen=True)

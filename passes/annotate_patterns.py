@@ -1,8 +1,10 @@
-"""`annotate-patterns`: which optional inputs a sample needs so that a block runs, from the cases in which the block occurs.
+"""`annotate-patterns`: which optional inputs a sample needs so that a block runs, from the cases in which the
+block occurs.
 
-A predicate is a set of optional keys of which a sample needs at least one; the empty set means always. A block that runs under a
-condition of another form (two keys together, or the absence of one) gets the smallest predicate that holds whenever the block runs, and
-a `note` that says so: such a block is then asked for samples that do not reach it, which costs time and no exactness.
+A predicate is a set of optional keys of which a sample needs at least one; the empty set means always. A
+block that runs under a condition of another form (two keys together, or the absence of one) gets the smallest
+predicate that holds whenever the block runs, and a `note` that says so: such a block is then asked for
+samples that do not reach it, which costs time and no exactness.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from xdsl.dialects.builtin import ModuleOp, StringAttr
 from xdsl.ir import Operation
 from xdsl.passes import ModulePass
 
-from secc.ir.dialect import CallOp, InputOp, graph_of, strings, texts
+from secc.ir.dialect.ops import CallOp, InputOp, graph_of, strings, texts
 
 Pattern = frozenset[str]
 
@@ -30,8 +32,12 @@ class AnnotatePatterns(ModulePass):
         optional = strings(graph.optional)
         every = {frozenset(strings(case.when)) for case in graph.cases}
         for path, block in graph.blocks.items():
-            calls = [c for case in graph.cases for c in case.ops if isinstance(c, CallOp) and c.target.data == path]
-            with_block = {frozenset(strings(case.when)) for case in graph.cases if any(c in calls for c in case.ops)}
+            calls = [
+                c for case in graph.cases for c in case.ops if isinstance(c, CallOp) and c.target.data == path
+            ]
+            with_block = {
+                frozenset(strings(case.when)) for case in graph.cases if any(c in calls for c in case.ops)
+            }
             needed = _inputs(calls)
             order = sorted(optional, key=lambda key: key not in needed)
             when, exact = predicate(with_block, every - with_block, order)
@@ -41,7 +47,8 @@ class AnnotatePatterns(ModulePass):
 
 
 def predicate(active: set[Pattern], inactive: set[Pattern], keys: Iterable[str]) -> tuple[Pattern, bool]:
-    """The smallest set of keys that meets every active pattern, and whether it meets no inactive one; earlier keys are preferred.
+    """The smallest set of keys that meets every active pattern, and whether it meets no inactive one; earlier
+    keys are preferred.
 
     Among the sets that meet all active patterns, one that meets the fewest inactive patterns is taken.
     """

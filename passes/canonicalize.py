@@ -1,8 +1,9 @@
-"""`canonicalize`: small rewrites of glue that change no value and no gradient, and one op where equal ops stand.
+"""`canonicalize`: small rewrites of glue that change no value and no gradient, and one op where equal ops
+stand.
 
-The rules are a table, each a pattern beside its replacement: a condition on an op, and the value that takes the place of its result.
-A value keeps its gradient or its lack of one: an op whose result carries another type than the replacement is left alone, so
-`detach` of something trainable stays.
+The rules are a table, each a pattern beside its replacement: a condition on an op, and the value that takes
+the place of its result. A value keeps its gradient or its lack of one: an op whose result carries another
+type than the replacement is left alone, so `detach` of something trainable stays.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from xdsl.dialects.builtin import ModuleOp, StringAttr
 from xdsl.ir import Operation, SSAValue
 from xdsl.passes import ModulePass
 
-from secc.ir.analysis import is_random
-from secc.ir.dialect import CaseOp, ConstOp, GlueOp, GuardOp, InputOp, ParamOp, graph_of
-from secc.ir.types import tensor
+from secc.ir.analysis.dataflow import is_random
+from secc.ir.dialect.ops import CaseOp, ConstOp, GlueOp, GuardOp, InputOp, ParamOp, graph_of
+from secc.ir.dialect.tensor_type import tensor
 
 _VIEWS = ("view", "_unsafe_view", "reshape")
 _OPPOSITE = {"eq": "ne", "ne": "eq"}
@@ -41,7 +42,11 @@ def _of_first(op: GlueOp) -> GlueOp | None:
 def _number(op: GlueOp) -> object:
     """The second argument of an op on one tensor."""
     arguments = op.arguments
-    return arguments.args[1] if len(op.operands) == 1 and len(arguments.args) == 2 and not arguments.kwargs else None
+    return (
+        arguments.args[1]
+        if len(op.operands) == 1 and len(arguments.args) == 2 and not arguments.kwargs
+        else None
+    )
 
 
 def _permutation(op: GlueOp) -> list[int] | None:
@@ -77,7 +82,10 @@ def _view_of_view(op: GlueOp) -> SSAValue | None:
     if inner is None or inner.base != op.base:
         return None
     return _made_before(
-        op, GlueOp.create(operands=[inner.operands[0]], result_types=[tensor(op.results[0])], properties=dict(op.properties))
+        op,
+        GlueOp.create(
+            operands=[inner.operands[0]], result_types=[tensor(op.results[0])], properties=dict(op.properties)
+        ),
     )
 
 
@@ -88,7 +96,12 @@ def _other_comparison(op: GlueOp) -> SSAValue | None:
         return None
     target = StringAttr(inner.target.data.replace(f".{inner.base}.", f".{_OPPOSITE[inner.base]}."))
     properties = dict(inner.properties) | {"target": target}
-    return _made_before(op, GlueOp.create(operands=list(inner.operands), result_types=[tensor(op.results[0])], properties=properties))
+    return _made_before(
+        op,
+        GlueOp.create(
+            operands=list(inner.operands), result_types=[tensor(op.results[0])], properties=properties
+        ),
+    )
 
 
 def _made_before(op: GlueOp, new: GlueOp) -> SSAValue:
@@ -112,14 +125,24 @@ def _always(op: GlueOp) -> bool:
 
 
 RULES = (
-    Rule(("_to_copy", "to"), lambda op: "memory_format" not in op.arguments.kwargs, _first),  # a cast to the dtype that it has
-    Rule((*_VIEWS, "expand", "squeeze", "alias", "lift_fresh", "lift_fresh_copy", "positive"), _always, _first),
+    Rule(
+        ("_to_copy", "to"), lambda op: "memory_format" not in op.arguments.kwargs, _first
+    ),  # a cast to the dtype that it has
+    Rule(
+        (*_VIEWS, "expand", "squeeze", "alias", "lift_fresh", "lift_fresh_copy", "positive"), _always, _first
+    ),
     Rule(("detach",), _always, _first),  # of what carries no gradient: else the types differ
     Rule(("slice",), lambda op: len(op.arguments.args) < 5, _first),  # all of a dim: else the shapes differ
     Rule(("add", "sub"), lambda op: _number(op) == 0, _first),
     Rule(("mul", "div"), lambda op: _number(op) == 1, _first),
     Rule(_SWAPS, _always, _swapped_back),
-    Rule(("neg",), _always, lambda op: inner.operands[0] if (inner := _of_first(op)) is not None and inner.base == "neg" else None),
+    Rule(
+        ("neg",),
+        _always,
+        lambda op: (
+            inner.operands[0] if (inner := _of_first(op)) is not None and inner.base == "neg" else None
+        ),
+    ),
     Rule(_VIEWS, _always, _view_of_view),
     Rule(("bitwise_not", "logical_not"), _always, _other_comparison),
 )
@@ -156,7 +179,8 @@ def _replacement(op: GlueOp) -> SSAValue | None:
 
 
 def _share(case: CaseOp) -> None:
-    """One op in the place of ops that compute the same from the same values, in the same grad mode and section."""
+    """One op in the place of ops that compute the same from the same values, in the same grad mode and
+    section."""
     seen: dict[tuple[object, ...], Operation] = {}
     for op in case.ops:
         if not isinstance(op, GlueOp | GuardOp | InputOp | ParamOp | ConstOp) or is_random(op):

@@ -1,12 +1,14 @@
 """`coarsen`: blocks to sections, the units of allocation.
 
-Blocks of one component, one activation predicate and one mode form a group. Groups without a stack of layers (a projector, a head, an
-embedding) join the neighbour of equal predicate and mode, a frozen head behind adapters the section that trains them; groups whose share
-of the work is below `min-share` (ten times it for one without a stack behind others) join the neighbour that loses least by it. Where a
-cluster is given, small groups with a stack are not judged by their share: the sections are formed with and without them and both are
-allocated; they stay sections if the step of the better plan is shorter for it, by more than a margin. `max-sections` merges further. No
-merge may close a cycle of sections. The user can name sections by module paths:
-`sections="vision=model.vision_tower+model.projector"`. Glue then goes to the section of its latest producer (`secc.ir.placement`).
+Blocks of one component, one activation predicate and one mode form a group. Groups without a stack of layers
+(a projector, a head, an embedding) join the neighbour of equal predicate and mode, a frozen head behind
+adapters the section that trains them; groups whose share of the work is below `min-share` (ten times it for
+one without a stack behind others) join the neighbour that loses least by it. Where a cluster is given, small
+groups with a stack are not judged by their share: the sections are formed with and without them and both are
+allocated; they stay sections if the step of the better plan is shorter for it, by more than a margin.
+`max-sections` merges further. No merge may close a cycle of sections. The user can name sections by module
+paths: `sections="vision=model.vision_tower+model.projector"`. Glue then goes to the section of its latest
+producer (`secc.passes.sections.assign_ops`).
 """
 
 from __future__ import annotations
@@ -20,14 +22,14 @@ from xdsl.passes import ModulePass
 
 from secc.cluster import parse
 from secc.errors import UserError
-from secc.ir.dialect import CaseOp, GraphOp, SectionOp, graph_of, texts
-from secc.ir.groups import Group, Grouping, Links, initial_groups, pins
-from secc.ir.merging import note
-from secc.ir.naming import identifier, tail, unique
-from secc.ir.order import take_apart
-from secc.ir.placement import place
+from secc.ir.analysis.row_order import take_apart
+from secc.ir.dialect.ops import CaseOp, GraphOp, SectionOp, graph_of, texts
+from secc.ir.dialect.readable_names import identifier, tail, unique
 from secc.passes.allocate import Allocate, Solved
 from secc.passes.dce import DeadCodeElimination
+from secc.passes.sections.assign_ops import place
+from secc.passes.sections.block_groups import Group, Grouping, Links, initial_groups, pins
+from secc.passes.sections.merge import note
 from secc.passes.sink_boundaries import SinkBoundaries
 
 _BY = ("component", "block")
@@ -40,8 +42,8 @@ _WORTH = 1 / 128  # a section more must make the step shorter by this share
 
 @dataclass(frozen=True)
 class _Stacks:
-    """What becomes of small groups with a stack: those below the share `limit` of the work join others. Those below `weighed` were weighed,
-    with the outcome that is `told`."""
+    """What becomes of small groups with a stack: those below the share `limit` of the work join others. Those
+    below `weighed` were weighed, with the outcome that is `told`."""
 
     limit: float
     weighed: float = 0.0
@@ -50,8 +52,9 @@ class _Stacks:
 
 @dataclass(frozen=True)
 class Coarsen(ModulePass):
-    """`by`: "component", or "block" for a section per block. `min_share`: of the model's work, below which a group is merged. `cluster` and
-    `global_batch`: what small groups with a stack are weighed for, as `allocate` takes them; "" where `min_share` decides."""
+    """`by`: "component", or "block" for a section per block. `min_share`: of the model's work, below which a
+    group is merged. `cluster` and `global_batch`: what small groups with a stack are weighed for, as
+    `allocate` takes them; "" where `min_share` decides."""
 
     name = "coarsen"
     max_sections: int | None = None
@@ -87,10 +90,12 @@ class Coarsen(ModulePass):
         grouping.adopt(idle)
         return grouping
 
-    # -- small groups with a stack ------------------------------------------------------------------------------------------------
+    # -- small groups with a stack
+    # ------------------------------------------------------------------------------------------------
 
     def _weighed(self, ctx: Context, op: ModuleOp) -> _Stacks | None:
-        """Whether small groups join others, with the steps that say so; None where there is nothing to weigh."""
+        """Whether small groups join others, with the steps that say so; None where there is nothing to
+        weigh."""
         most = max(self.min_share, min(_WEIGHED, 1 / parse(self.cluster).ranks))
         joined, apart = _Stacks(most, most), _Stacks(_IDLE, most)
         if len({_partition(self._grouping(graph_of(op), way)) for way in (joined, apart)}) == 1:
@@ -104,8 +109,8 @@ class Coarsen(ModulePass):
         return replace(joined, told=told.format(steps[0], how, steps[1], "as a section of its own"))
 
     def _steps(self, ctx: Context, op: ModuleOp, *ways: _Stacks) -> tuple[tuple[float, ...], str]:
-        """Seconds of a step for each way to form sections, infinite where nothing fits, and how they were found: closed forms decide where
-        they are far apart, else the order that ranks run."""
+        """Seconds of a step for each way to form sections, infinite where nothing fits, and how they were
+        found: closed forms decide where they are far apart, else the order that ranks run."""
         allocate = Allocate(cluster=self.cluster, global_batch=self.global_batch)
         solved = [self._solved(ctx, op, way, allocate) for way in ways]
         closed = [inf if s is None else s.solution.time_ns / 10**9 for s in solved]
@@ -143,17 +148,23 @@ def _refuse_pinned(a: Group, b: Group) -> None:
 
 
 def _merge_stackless(grouping: Grouping) -> None:
-    """A group without a stack of layers joins a neighbour of equal predicate and mode, or, frozen itself, one that trains."""
+    """A group without a stack of layers joins a neighbour of equal predicate and mode, or, frozen itself, one
+    that trains."""
     for group in [g for g in grouping.groups if not g.has_stack and not g.pinned]:
         if group not in grouping.groups:
             continue
         modes = {group.mode, "train"} if group.mode == "dgrad" else {group.mode}
-        alike = [n for n in grouping.neighbours(group) if n.when == group.when and n.mode in modes and not n.pinned]
-        _merge_into_best(grouping, group, alike, f"it has no stack of layers, {_share(grouping, group)} of the work")
+        alike = [
+            n for n in grouping.neighbours(group) if n.when == group.when and n.mode in modes and not n.pinned
+        ]
+        _merge_into_best(
+            grouping, group, alike, f"it has no stack of layers, {_share(grouping, group)} of the work"
+        )
 
 
 def _merge_small(grouping: Grouping, share: float, stacks: _Stacks) -> None:
-    """Groups below a share of the whole work join the neighbour that loses least by it, the smallest group first."""
+    """Groups below a share of the whole work join the neighbour that loses least by it, the smallest group
+    first."""
     whole = sum(g.weight for g in grouping.groups)
     for group in sorted((g for g in grouping.groups if not g.pinned), key=lambda g: g.weight):
         if group not in grouping.groups:
@@ -162,7 +173,9 @@ def _merge_small(grouping: Grouping, share: float, stacks: _Stacks) -> None:
         weighed = stacks.told and group.has_stack and _IDLE * whole <= group.weight < stacks.weighed * whole
         part, why = (
             f"{_share(grouping, group)} of the work",
-            stacks.told if weighed else f"less than the {max(least, share):.2g} that is worth ranks of its own",
+            stacks.told
+            if weighed
+            else f"less than the {max(least, share):.2g} that is worth ranks of its own",
         )
         if group.weight < least * whole:
             _merge_into_best(grouping, group, grouping.neighbours(group), f"{part}, {why}")
@@ -175,9 +188,17 @@ def _merge_to(grouping: Grouping, sections: int) -> None:
     while len(grouping.groups) > sections:
         free = sorted((g for g in grouping.groups if not g.pinned), key=lambda g: g.weight)
         why = f"at most {sections} sections were asked for"
-        if not any(_merge_into_best(grouping, g, grouping.neighbours(g) or [n for n in grouping.groups if n is not g], why) for g in free):
+        if not any(
+            _merge_into_best(
+                grouping, g, grouping.neighbours(g) or [n for n in grouping.groups if n is not g], why
+            )
+            for g in free
+        ):
             names = ", ".join(g.pinned or g.component for g in grouping.groups)
-            raise UserError(f"no two of the sections {names} can be merged", remedy="raise max-sections= or name fewer sections")
+            raise UserError(
+                f"no two of the sections {names} can be merged",
+                remedy="raise max-sections= or name fewer sections",
+            )
 
 
 def _partition(grouping: Grouping) -> frozenset[frozenset[str]]:
@@ -191,7 +212,8 @@ def _share(grouping: Grouping, group: Group) -> str:
 
 
 def _merge_into_best(grouping: Grouping, group: Group, candidates: list[Group], why: str) -> bool:
-    """Merge `group` into the candidate that loses least by it; False if there is none that closes no cycle."""
+    """Merge `group` into the candidate that loses least by it; False if there is none that closes no
+    cycle."""
 
     def loss(candidate: Group) -> tuple[bool, bool, bool, bool, int, float]:
         owes_more = candidate.mode == "forward" and group.mode != "forward"

@@ -1,7 +1,8 @@
-"""`dce`: removes pure ops whose results nobody uses, and calls of blocks that reach neither the loss nor a guard.
+"""`dce`: removes pure ops whose results nobody uses, and calls of blocks that reach neither the loss nor a
+guard.
 
-A block's call may be removed because blocks are functions of their arguments for the purposes of training: a call with effects
-(a buffer updated in forward) is refused before any pass runs.
+A block's call may be removed because blocks are functions of their arguments for the purposes of training: a
+call with effects (a buffer updated in forward) is refused before any pass runs.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from xdsl.context import Context
 from xdsl.dialects.builtin import ModuleOp
 from xdsl.passes import ModulePass
 
-from secc.ir.dialect import CallOp, ConstOp, GlueOp, InputOp, LeafOp, ParamOp, SizeOp, graph_of
+from secc.ir.dialect.ops import CallOp, ConstOp, GlueOp, InputOp, LeafOp, ParamOp, SizeOp, graph_of
 
 _REMOVABLE = (CallOp, GlueOp, InputOp, ParamOp, ConstOp, SizeOp, LeafOp)
 

@@ -1,9 +1,11 @@
-"""`fuse-blocks`: norms, gated activations and rotary embeddings inside the user's modules become fused operators.
+"""`fuse-blocks`: norms, gated activations and rotary embeddings inside the user's modules become fused
+operators.
 
-What may be rewritten was found, and shown equal, where the user's modules are at hand (`secc.frontend.fusion`): each `sec.rewrite` is a
-candidate with the rules that it applies. This pass decides which of them a plan takes: those whose rules are on, and, unless told
-otherwise, only where the devices run Triton, since on a CPU the operators are the ops that they replace. Calls whose modules all take
-their rewritten form cost what was measured with it.
+What may be rewritten was found, and shown equal, where the user's modules are at hand
+(`secc.frontend.fusion`): each `sec.rewrite` is a candidate with the rules that it applies. This pass decides
+which of them a plan takes: those whose rules are on, and, unless told otherwise, only where the devices run
+Triton, since on a CPU the operators are the ops that they replace. Calls whose modules all take their
+rewritten form cost what was measured with it.
 """
 
 from __future__ import annotations
@@ -14,16 +16,17 @@ from xdsl.context import Context
 from xdsl.dialects.builtin import ModuleOp
 from xdsl.passes import ModulePass
 
-from secc.cost.fused import broken, choose, inside
-from secc.ir import fusion
-from secc.ir.dialect import GraphOp, RewriteOp, graph_of, strings
+from secc.cost.counting.fused_costs import broken, choose, inside
+from secc.ir.analysis import fusion_report
+from secc.ir.dialect.ops import GraphOp, RewriteOp, graph_of, strings
 from secc.passes.fusion.switch import reason_against
-from secc.runtime.plan import Fusion
+from secc.runtime.plan.schema import Fusion
 
 
 @dataclass(frozen=True)
 class FuseBlocks(ModulePass):
-    """`without`: rules that are off. `when`: auto (where `cluster`, as `secc.cluster.parse` reads it, runs Triton), always or never."""
+    """`without`: rules that are off. `when`: auto (where `cluster`, as `secc.cluster.parse` reads it, runs
+    Triton), always or never."""
 
     name = "fuse-blocks"
     without: tuple[str, ...] = ()
@@ -31,16 +34,18 @@ class FuseBlocks(ModulePass):
     cluster: str = "local"
 
     def apply(self, ctx: Context, op: ModuleOp) -> None:
-        fusion.check(self.without)
+        fusion_report.check(self.without)
         graph = graph_of(op)
         why = reason_against(self.when, self.cluster)
         if why:
-            fusion.note(graph, [Fusion("fuse-blocks", "all modules", "", why)])
+            fusion_report.note(graph, [Fusion("fuse-blocks", "all modules", "", why)])
         kept, dropped = set[str](), set[str]()
         faulty = broken(graph)
         for rewrite in graph.rewrites:
             off = [r for r in strings(rewrite.rules) if r in self.without]
-            reason = why or (f"the rule {off[0]} is off" if off else _failure(strings(rewrite.modules), faulty))
+            reason = why or (
+                f"the rule {off[0]} is off" if off else _failure(strings(rewrite.modules), faulty)
+            )
             (dropped if reason else kept).update(strings(rewrite.modules))
             _note(graph, rewrite, reason)
             if reason:
@@ -59,4 +64,6 @@ def _note(graph: GraphOp, rewrite: RewriteOp, reason: str) -> None:
     what = f"{rewrite.function.data} in " if rewrite.function else ""
     what += f"{rewrite.cls.data}: {paths[0]}" + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
     place = rewrite.where.data if rewrite.where else ""
-    fusion.note(graph, [Fusion(rule, what, place, reason) for rule in dict.fromkeys(strings(rewrite.rules))])
+    fusion_report.note(
+        graph, [Fusion(rule, what, place, reason) for rule in dict.fromkeys(strings(rewrite.rules))]
+    )

@@ -1,9 +1,10 @@
 """`fuse-linear-loss`: losses on the logits of linear heads become operators that never hold the logits.
 
-The loss's terms, sums over rows since `normalize-loss`, are read as formulas over heads' logits (`secc.passes.fusion.reading`), and rules
-say which operators compute them (`secc.passes.fusion.rules`). A head's call goes away only if all uses of its logits do, so a loss is
-fused where nothing else needs the logits. The operators read the user's own parameters. What was fused, and why other losses on heads
-were not, is noted in the graph (`secc.ir.fusion`).
+The loss's terms, sums over rows since `normalize-loss`, are read as formulas over heads' logits
+(`secc.passes.fusion.reading`), and rules say which operators compute them (`secc.passes.fusion.rules`). A
+head's call goes away only if all uses of its logits do, so a loss is fused where nothing else needs the
+logits. The operators read the user's own parameters. What was fused, and why other losses on heads were not,
+is noted in the graph (`secc.ir.analysis.fusion_report`).
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from xdsl.dialects.builtin import ModuleOp, UnitAttr
 from xdsl.ir import Operation, SSAValue
 from xdsl.passes import ModulePass
 
-from secc.ir import fusion
-from secc.ir.dialect import CallOp, CaseOp, GraphOp, GuardOp, ParamOp, ReturnOp, TermOp, graph_of
-from secc.ir.verify import where
+from secc.ir.analysis import fusion_report
+from secc.ir.dialect.ops import CallOp, CaseOp, GraphOp, GuardOp, ParamOp, ReturnOp, TermOp, graph_of
+from secc.ir.text_io.verifier import where
 from secc.passes.dce import DeadCodeElimination
 from secc.passes.fusion import groups, heads
 from secc.passes.fusion.emit import Emitter
@@ -27,14 +28,15 @@ from secc.passes.fusion.groups import Group
 from secc.passes.fusion.reading import Reader
 from secc.passes.fusion.rules import CROSS_ENTROPY, KL, KL_CE, Piece, joint, objection
 from secc.passes.fusion.switch import reason_against
-from secc.runtime.plan import Fusion
+from secc.runtime.plan.schema import Fusion
 
 _NONE = "its loss is none of those that operators compute"
 
 
 @dataclass(frozen=True)
 class FuseLinearLoss(ModulePass):
-    """`without`: rules that are off. `when`: auto (where `cluster`, as `secc.cluster.parse` reads it, runs Triton), always or never."""
+    """`without`: rules that are off. `when`: auto (where `cluster`, as `secc.cluster.parse` reads it, runs
+    Triton), always or never."""
 
     name = "fuse-linear-loss"
     without: tuple[str, ...] = ()
@@ -42,25 +44,26 @@ class FuseLinearLoss(ModulePass):
     cluster: str = "local"
 
     def apply(self, ctx: Context, op: ModuleOp) -> None:
-        fusion.check(self.without)
+        fusion_report.check(self.without)
         graph = graph_of(op)
         if why := reason_against(self.when, self.cluster):
-            fusion.note(graph, [Fusion(self.name, "all losses", "", why)])
+            fusion_report.note(graph, [Fusion(self.name, "all losses", "", why)])
             return
         for case in graph.cases:
-            fusion.note(graph, _Fuser(graph, case, frozenset(self.without)).run())
+            fusion_report.note(graph, _Fuser(graph, case, frozenset(self.without)).run())
         DeadCodeElimination().apply(ctx, op)
         _mark(graph)
 
 
 def _mark(graph: GraphOp) -> None:
-    """Mark the heads that are gone: their parameters belong to the section of the operator that reads them."""
+    """Mark the heads that are gone: their parameters belong to the section of the operator that reads
+    them."""
     ops = [op for case in graph.cases for op in case.ops]
     called = {op.target.data for op in ops if isinstance(op, CallOp)}
     read = {op.path.data.rpartition(".")[0] for op in ops if isinstance(op, ParamOp)}
     for path, block in graph.blocks.items():
         if path in read and path not in called and heads.WEIGHT in block.attributes:
-            block.attributes[fusion.FUSED] = UnitAttr()
+            block.attributes[fusion_report.FUSED] = UnitAttr()
 
 
 class _Fuser:
@@ -78,27 +81,49 @@ class _Fuser:
         return notes + [self._refusal(head) for head in self.reader.compared if head not in fused]
 
     def _accepted(self, found: list[Group]) -> list[Group]:
-        """The groups that operators compute, without those that share a head with something that needs its logits."""
+        """The groups that operators compute, without those that share a head with something that needs its
+        logits."""
         kept = [g for g in found if self._fits(g)]
         while True:
             live = _needed(self.case, kept)
-            needed = {p_logits.head for g in kept for p in g.pieces for p_logits in p.logits if _owner(p_logits.head) in live}
+            needed = {
+                p_logits.head
+                for g in kept
+                for p in g.pieces
+                for p_logits in p.logits
+                if _owner(p_logits.head) in live
+            }
             if not needed:
                 return kept
             self.refused |= {head: self._other_use(head, live) for head in needed}
-            kept = [g for g in kept if not any(logits.head in needed for p in g.pieces for logits in p.logits)]
+            kept = [
+                g for g in kept if not any(logits.head in needed for p in g.pieces for logits in p.logits)
+            ]
 
     def _fits(self, group: Group) -> bool:
         for piece in group.pieces:
             why = f"the rule {piece.rule} is off" if piece.rule in self.without else objection(piece)
             if why:
-                self.refused |= {logits.head: (why, where(group.terms[0])) for g in [group] for p in g.pieces for logits in p.logits}
+                self.refused |= {
+                    logits.head: (why, where(group.terms[0]))
+                    for g in [group]
+                    for p in g.pieces
+                    for logits in p.logits
+                }
                 return False
         return True
 
     def _refusal(self, head: Head) -> Fusion:
         """Why a head's loss stays as it is."""
-        rule = KL if any(len(hs) > 1 and head in hs for f in self.reader.formulas.values() if (hs := _heads(f.logits()))) else CROSS_ENTROPY
+        rule = (
+            KL
+            if any(
+                len(hs) > 1 and head in hs
+                for f in self.reader.formulas.values()
+                if (hs := _heads(f.logits()))
+            )
+            else CROSS_ENTROPY
+        )
         why, place = self.refused.get(head) or self._unread(head, _needed(self.case, [])) or (_NONE, "")
         return Fusion(rule, title(head), place or where(head.logits.owner), why)  # pyright: ignore[reportArgumentType]
 
@@ -132,7 +157,9 @@ class _Rewriter:
     def run(self) -> list[Fusion]:
         for group in self.groups:
             self.emitter.at(where(group.terms[0]))
-            numerator = self.emitter.total([(piece.number, self._sum(piece, group)) for piece in group.pieces])
+            numerator = self.emitter.total(
+                [(piece.number, self._sum(piece, group)) for piece in group.pieces]
+            )
             first, *others = group.terms
             first.operands[0] = numerator
             for term in others:
@@ -144,8 +171,12 @@ class _Rewriter:
         if id(piece) not in self.sums:
             partner = self.partner.get(id(piece))
             if partner is not None:
-                cross_entropy, divergence = (piece, partner) if piece.rule == CROSS_ENTROPY else (partner, piece)
-                self.sums[id(cross_entropy)], self.sums[id(divergence)] = self.emitter.both(cross_entropy, divergence)
+                cross_entropy, divergence = (
+                    (piece, partner) if piece.rule == CROSS_ENTROPY else (partner, piece)
+                )
+                self.sums[id(cross_entropy)], self.sums[id(divergence)] = self.emitter.both(
+                    cross_entropy, divergence
+                )
             else:
                 made = self.emitter.cross_entropy if piece.rule == CROSS_ENTROPY else self.emitter.divergence
                 self.sums[id(piece)] = made(piece)
@@ -161,10 +192,13 @@ class _Rewriter:
 
 
 def _partners(pieces: list[Piece]) -> dict[int, Piece]:
-    """Cross entropies and divergences of one student that one operator gives, each piece in one pair at most."""
+    """Cross entropies and divergences of one student that one operator gives, each piece in one pair at
+    most."""
     found: dict[int, Piece] = {}
     for piece in pieces:
-        other = next((o for o in pieces if id(piece) not in found and id(o) not in found and joint(piece, o)), None)
+        other = next(
+            (o for o in pieces if id(piece) not in found and id(o) not in found and joint(piece, o)), None
+        )
         if other is not None:
             found |= {id(piece): other, id(other): piece}
     return found
@@ -182,7 +216,8 @@ def _terms_last(case: CaseOp) -> Operation:
 
 
 def _needed(case: CaseOp, replaced: Iterable[Group]) -> set[Operation]:
-    """The ops that a case needs once groups of terms are replaced: what other terms, guards and the operators themselves read."""
+    """The ops that a case needs once groups of terms are replaced: what other terms, guards and the operators
+    themselves read."""
     chosen = list(replaced)
     gone = {term for group in chosen for term in group.terms}
     stack: list[Operation] = []

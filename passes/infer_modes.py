@@ -1,7 +1,8 @@
-"""`infer-modes`: what backward every call owes: `train` where parameters take a gradient, `dgrad` where gradients pass, else `forward`.
+"""`infer-modes`: what backward every call owes: `train` where parameters take a gradient, `dgrad` where
+gradients pass, else `forward`.
 
-A gradient must both leave a call (grad mode on, and trainable parameters or an operand that carries one) and arrive there: a call whose
-results reach the loss through `detach`, comparisons or indices alone owes nothing.
+A gradient must both leave a call (grad mode on, and trainable parameters or an operand that carries one) and
+arrive there: a call whose results reach the loss through `detach`, comparisons or indices alone owes nothing.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from xdsl.dialects.builtin import ModuleOp, StringAttr
 from xdsl.ir import SSAValue
 from xdsl.passes import ModulePass
 
-from secc.ir.analysis import with_gradient
-from secc.ir.dialect import CallOp, Computation, GlueOp, GraphOp, ParamOp, graph_of
-from secc.ir.types import tensor
+from secc.ir.analysis.dataflow import with_gradient
+from secc.ir.dialect.ops import CallOp, Computation, GlueOp, GraphOp, ParamOp, graph_of
+from secc.ir.dialect.tensor_type import tensor
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """`insert-transfers`: a `sec.transfer` for every value that crosses sections.
 
-An edge carries one value to one section, by rows per sample, or whole between stages of a pipeline (`secc.ir.carry`). The micro-batches
-of two sections need not have the same pattern, so an edge has one name in all cases (`secc.ir.edges`), and a case that does without it
-must have no rows for it.
+An edge carries one value to one section, by rows per sample, or whole between stages of a pipeline
+(`secc.ir.analysis.transferable_values`). The micro-batches of two sections need not have the same pattern, so
+an edge has one name in all cases (`secc.passes.boundaries.edges`), and a case that does without it must have
+no rows for it.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from xdsl.ir import Attribute
 from xdsl.passes import ModulePass
 
 from secc.errors import UserError
-from secc.ir.carry import WHOLE
-from secc.ir.dialect import TransferOp, graph_of, section_of, texts
-from secc.ir.edges import Crossing, Edge, edges_of, label
-from secc.ir.spare import drop_misfits
+from secc.ir.analysis.transferable_values import WHOLE
+from secc.ir.dialect.ops import TransferOp, graph_of, section_of, texts
+from secc.passes.boundaries.edges import Crossing, Edge, edges_of, label
+from secc.passes.boundaries.fallback_cases import drop_misfits
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """`lower`: the flat cases become what a plan is printed from.
 
-Each section gets a `sec.body` for each distinct way through it (`secc.ir.ways`): receives, its ops with the input-only glue they
-need, sends, the numerators of its terms, and the guards under which the way holds. The bodies in @terms compute the loss's leaves from
-inputs and its coefficients from leaves. Edges are declared once; the graph keeps what the terms leave over as its attribute `constant`.
+Each section gets a `sec.body` for each distinct way through it (`secc.passes.lowering.case_predicates`):
+receives, its ops with the input-only glue they need, sends, the numerators of its terms, and the guards under
+which the way holds. The bodies in @terms compute the loss's leaves from inputs and its coefficients from
+leaves. Edges are declared once; the graph keeps what the terms leave over as its attribute `constant`.
 """
 
 from __future__ import annotations
@@ -16,12 +17,31 @@ from xdsl.ir import Operation
 from xdsl.passes import ModulePass
 
 from secc.errors import UserError
-from secc.ir import recorded
-from secc.ir.analysis import active
-from secc.ir.bodies import body, canonical, coefficients_part, guards_before, leaf_part, read_part, section_part
-from secc.ir.dialect import CaseOp, EdgeOp, GraphOp, GuardOp, LeafOp, ReturnOp, TransferOp, graph_of, strings, texts
-from secc.ir.naming import identifier, unique
-from secc.ir.ways import Found, Pattern, Way, merge
+from secc.ir.analysis import recorded_glue
+from secc.ir.analysis.dataflow import active
+from secc.ir.dialect.ops import (
+    CaseOp,
+    EdgeOp,
+    GraphOp,
+    GuardOp,
+    LeafOp,
+    ReturnOp,
+    TransferOp,
+    graph_of,
+    strings,
+    texts,
+)
+from secc.ir.dialect.readable_names import identifier, unique
+from secc.passes.lowering.case_predicates import Found, Pattern, Way, merge
+from secc.passes.lowering.section_bodies import (
+    body,
+    canonical,
+    coefficients_part,
+    guards_before,
+    leaf_part,
+    read_part,
+    section_part,
+)
 
 TERMS = "terms"
 
@@ -35,8 +55,14 @@ class Lower(ModulePass):
         _note_constant(graph)
         _declare_edges(graph)
         for section in graph.sections:
-            _lower_section(graph, section.sym.data, [c for c in graph.cases if active(strings(section.when), strings(c.when))])
-        for leaf in dict.fromkeys(op.sym.data for case in graph.cases for op in case.ops if isinstance(op, LeafOp)):
+            _lower_section(
+                graph,
+                section.sym.data,
+                [c for c in graph.cases if active(strings(section.when), strings(c.when))],
+            )
+        for leaf in dict.fromkeys(
+            op.sym.data for case in graph.cases for op in case.ops if isinstance(op, LeafOp)
+        ):
             _lower_leaf(graph, leaf)
         _lower_coefficients(graph)
         for case in graph.cases:
@@ -50,28 +76,38 @@ def _lower_section(graph: GraphOp, section: str, cases: Sequence[CaseOp]) -> Non
     for found in merge(ways):
         case = found.way.case
         guards = [g for g in _distinct_guards(case, section) if _reading(case, g) in found.way.guards]
-        names.append(unique(_name(found) + ("_anew" if recorded.ANEW in case.attributes else ""), names))
+        names.append(unique(_name(found) + ("_anew" if recorded_glue.ANEW in case.attributes else ""), names))
         _add(graph, names[-1], section, found, section_part(case, section, guards))
         _note_anew(graph, [way.case for way in ways if way.code == found.way.code])
 
 
 def _note_anew(graph: GraphOp, cases: Sequence[CaseOp]) -> None:
-    """Name those cases of the body made last whose glue is recorded anew: each micro-batch is compared with them."""
-    anew, made = [c.sym.data for c in cases if recorded.ANEW in c.attributes], graph.body.block.last_op
+    """Name those cases of the body made last whose glue is recorded anew: each micro-batch is compared with
+    them."""
+    anew, made = [c.sym.data for c in cases if recorded_glue.ANEW in c.attributes], graph.body.block.last_op
     if anew and made is not None:
-        made.attributes[recorded.ANEW] = texts(anew)
+        made.attributes[recorded_glue.ANEW] = texts(anew)
 
 
 def _wanted(ways: Sequence[Way]) -> list[Way]:
     """The ways without those of spare cases where another holds for every micro-batch of the pattern."""
-    always = {way.pattern for way in ways if recorded.SPARE not in way.case.attributes and not way.guards}
-    return [way for way in ways if recorded.SPARE not in way.case.attributes or way.pattern not in always]
+    always = {
+        way.pattern for way in ways if recorded_glue.SPARE not in way.case.attributes and not way.guards
+    }
+    return [
+        way for way in ways if recorded_glue.SPARE not in way.case.attributes or way.pattern not in always
+    ]
 
 
 def _section_way(case: CaseOp, section: str) -> Way:
     guards = frozenset(_reading(case, g) for g in _distinct_guards(case, section))
     text = canonical(section_part(case, section, ()))
-    return Way(_pattern(case), f"{recorded.ANEW} {text}" if recorded.ANEW in case.attributes else text, guards, case)
+    return Way(
+        _pattern(case),
+        f"{recorded_glue.ANEW} {text}" if recorded_glue.ANEW in case.attributes else text,
+        guards,
+        case,
+    )
 
 
 def _distinct_guards(case: CaseOp, section: str) -> list[GuardOp]:
@@ -84,8 +120,11 @@ def _reading(case: CaseOp, guard: GuardOp) -> tuple[str, str]:
 
 
 def _lower_leaf(graph: GraphOp, leaf: str) -> None:
-    """One body computes a leaf, for samples of the patterns that have it. Raises UserError if cases compute it differently."""
-    ways = merge(Way(_pattern(case), canonical(leaf_part(case, leaf)), frozenset(), case) for case in graph.cases)
+    """One body computes a leaf, for samples of the patterns that have it. Raises UserError if cases compute
+    it differently."""
+    ways = merge(
+        Way(_pattern(case), canonical(leaf_part(case, leaf)), frozenset(), case) for case in graph.cases
+    )
     found, *others = (f for f in ways if leaf_part(f.way.case, leaf))
     if others:
         raise UserError(
@@ -96,7 +135,9 @@ def _lower_leaf(graph: GraphOp, leaf: str) -> None:
 
 
 def _lower_coefficients(graph: GraphOp) -> None:
-    ways = merge(Way(_pattern(case), canonical(coefficients_part(case)), frozenset(), case) for case in graph.cases)
+    ways = merge(
+        Way(_pattern(case), canonical(coefficients_part(case)), frozenset(), case) for case in graph.cases
+    )
     patterns = [p for found in ways for p in found.patterns]
     if len(patterns) != len(set(patterns)):
         raise UserError(
@@ -132,7 +173,9 @@ def _pattern(case: CaseOp) -> Pattern:
 def _declare_edges(graph: GraphOp) -> None:
     """One `sec.edge` before the cases for each name that transfers have."""
     first = graph.cases[0] if graph.cases else None
-    for transfer in {op.sym.data: op for case in graph.cases for op in case.ops if isinstance(op, TransferOp)}.values():
+    for transfer in {
+        op.sym.data: op for case in graph.cases for op in case.ops if isinstance(op, TransferOp)
+    }.values():
         edge = EdgeOp.create(result_types=[transfer.result.type], properties=dict(transfer.properties))
         edge.result.name_hint = transfer.sym.data
         assert first is not None
@@ -141,7 +184,12 @@ def _declare_edges(graph: GraphOp) -> None:
 
 def _note_constant(graph: GraphOp) -> None:
     """Keep what the terms leave over. Raises UserError if it depends on the case."""
-    constants = {op.constant.data if op.constant else "0.0" for case in graph.cases for op in case.ops if isinstance(op, ReturnOp)}
+    constants = {
+        op.constant.data if op.constant else "0.0"
+        for case in graph.cases
+        for op in case.ops
+        if isinstance(op, ReturnOp)
+    }
     if len(constants) > 1:
         raise UserError(
             f"a constant is added to the loss that depends on the optional inputs or on values read: {', '.join(sorted(constants))}",

@@ -1,9 +1,10 @@
 """`normalize-loss`: rewrites the loss of every case into terms, coefficient times numerator, plus a constant.
 
-A mean over a micro-batch is not a share of the mean over the whole batch, so a distributed loss needs sums: the numerator of a term
-adds up over samples, its coefficient comes from inputs and sizes of the whole global batch. `secc.passes.loss` walks each case from
-inputs to loss and says of every value whether it is rows, a sum, or mixes samples; a loss that mixes them is refused here with the op
-and the user's line. The old tail of the loss is left for `dce`.
+A mean over a micro-batch is not a share of the mean over the whole batch, so a distributed loss needs sums:
+the numerator of a term adds up over samples, its coefficient comes from inputs and sizes of the whole global
+batch. `secc.passes.loss` walks each case from inputs to loss and says of every value whether it is rows, a
+sum, or mixes samples; a loss that mixes them is refused here with the op and the user's line. The old tail of
+the loss is left for `dce`.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from xdsl.ir import Operation, SSAValue
 from xdsl.passes import ModulePass
 
 from secc.errors import UserError
-from secc.ir import expr
-from secc.ir.dialect import CaseOp, GlueOp, LeafOp, ReturnOp, TermOp, graph_of, strings, texts
-from secc.ir.naming import ACCEPTED, LOGGED
-from secc.ir.types import TensorType, tensor
-from secc.ir.verify import where
+from secc.ir.dialect import size_expr
+from secc.ir.dialect.ops import CaseOp, GlueOp, LeafOp, ReturnOp, TermOp, graph_of, strings, texts
+from secc.ir.dialect.readable_names import ACCEPTED, LOGGED
+from secc.ir.dialect.tensor_type import TensorType, tensor
+from secc.ir.text_io.verifier import where
 from secc.passes.loss.accept import check, note
 from secc.passes.loss.buffers import with_constants
 from secc.passes.loss.coefficient import ONE, SCALAR, Coefficient, Emitter
@@ -47,7 +48,8 @@ class CaseTerms:
 
 @dataclass(frozen=True)
 class NormalizeLoss(ModulePass):
-    """`accept`: approximations that the user accepts where a loss is not separable (`secc.passes.loss.accept`)."""
+    """`accept`: approximations that the user accepts where a loss is not separable
+    (`secc.passes.loss.accept`)."""
 
     name = "normalize-loss"
     accept: tuple[str, ...] = ()
@@ -60,7 +62,8 @@ class NormalizeLoss(ModulePass):
         if accepted := dict.fromkeys(note(o) for f in found for o in f.case.ops if o in f.context.accepted):
             graph.attributes[ACCEPTED] = texts(accepted)
         if len({f.constant for f in found}) > 1:
-            # A plan has one constant, so constants that differ between patterns become a term that every sample has a share of.
+            # A plan has one constant, so constants that differ between patterns become a term that every
+            # sample has a share of.
             for f in found:
                 f.parts.append(Part(Coefficient(number=f.constant)))
                 f.constant = 0.0
@@ -108,7 +111,9 @@ def _rewrite(found: CaseTerms, names: Names, structure: Structure, only: str | N
         if key not in leaves:
             name = StringAttr(names.leaf(key, current))
             scalar = with_constants(shop, _scalar(found.context, value))
-            leaves[key] = shop.add(LeafOp.create(operands=[scalar], result_types=[SCALAR], properties={"sym": name})).results[0]
+            leaves[key] = shop.add(
+                LeafOp.create(operands=[scalar], result_types=[SCALAR], properties={"sym": name})
+            ).results[0]
         return leaves[key]
 
     emitter = Emitter(shop, leaf)
@@ -124,14 +129,23 @@ def _rewrite(found: CaseTerms, names: Names, structure: Structure, only: str | N
             current = names.term((PREFIX, name, *key), f"{PREFIX}{name}:")
             numerator, coefficient = _numerator(found.context, part)
             values = [numerator] if coefficient == ONE else [numerator, emitter.emit(coefficient)]
-            terms.append(shop.add(TermOp.create(operands=values, properties={"sym": StringAttr(current)} | _place(part))))
+            terms.append(
+                shop.add(
+                    TermOp.create(operands=values, properties={"sym": StringAttr(current)} | _place(part))
+                )
+            )
     _finish(found, terms)
     return written
 
 
 def _is_balance(context: Context, part: Part) -> bool:
     """Whether an approximation was accepted for what a part is made of."""
-    return part.atom is not None and not part.summed and bool(context.accepted) and not context.accepted.isdisjoint(slice_of(part.atom))
+    return (
+        part.atom is not None
+        and not part.summed
+        and bool(context.accepted)
+        and not context.accepted.isdisjoint(slice_of(part.atom))
+    )
 
 
 def _place(part: Part) -> dict[str, StringAttr]:
@@ -141,13 +155,19 @@ def _place(part: Part) -> dict[str, StringAttr]:
 
 
 def _numerator(context: Context, part: Part) -> tuple[SSAValue, Coefficient]:
-    """The value that adds up over samples. What counts once for the whole batch counts 1/B for each of its B samples."""
+    """The value that adds up over samples. What counts once for the whole batch counts 1/B for each of its B
+    samples."""
     if part.summed:
         assert part.atom is not None
         return _scalar(context, part.atom), part.coefficient
-    share = part.coefficient / Coefficient(size=expr.symbol(SAMPLES))
+    share = part.coefficient / Coefficient(size=size_expr.symbol(SAMPLES))
     if part.atom is None:
-        op = GlueOp.of("aten.full.default", [], f"[], {SAMPLES}, dtype=torch.float32, device=device", [TensorType.of([], "f32")])
+        op = GlueOp.of(
+            "aten.full.default",
+            [],
+            f"[], {SAMPLES}, dtype=torch.float32, device=device",
+            [TensorType.of([], "f32")],
+        )
     else:
         type = tensor(part.atom)
         op = GlueOp.of("aten.mul.Tensor", [part.atom], f"$0, {SAMPLES}", [type])
@@ -173,13 +193,18 @@ def _finish(found: CaseTerms, terms: list[Operation]) -> None:
 
 
 def _same_in_a_pattern(found: list[CaseTerms], coefficients: list[dict[str, str]]) -> None:
-    """Captures of one pattern differ in what Python read, which a rank knows for a micro-batch only: coefficients may not depend on it."""
+    """Captures of one pattern differ in what Python read, which a rank knows for a micro-batch only:
+    coefficients may not depend on it."""
     first: dict[frozenset[str], dict[str, str]] = {}
     for f, written in zip(found, coefficients, strict=True):
         pattern = frozenset(strings(f.case.when))
         known = first.setdefault(pattern, written)
         for name in known.keys() & written.keys():
             if known[name] != written[name]:
-                place = next((where(op) for op in f.case.ops if isinstance(op, TermOp) and op.sym.data == name), "")
+                place = next(
+                    (where(op) for op in f.case.ops if isinstance(op, TermOp) and op.sym.data == name), ""
+                )
                 message = f"the divisor of loss term {name} depends on what Python reads from a micro-batch (case {f.case.sym.data})"
-                raise UserError(message, place, "compute the divisor with tensor operations instead of Python branches")
+                raise UserError(
+                    message, place, "compute the divisor with tensor operations instead of Python branches"
+                )

@@ -1,8 +1,9 @@
 """`place`: puts the ranks that `allocate` counted out onto nodes, so that what exchanges most is near.
 
-A replica's tensor parallelism stays inside a node; which group of sections takes which devices, and whether a pipeline's replicas or its
-stages are neighbours, is searched (`secc.alloc.placing`). Sections on the same ranks keep the same ranks. What the placement costs
-stands in the graph's prediction; on one node there is nothing to place.
+A replica's tensor parallelism stays inside a node; which group of sections takes which devices, and whether a
+pipeline's replicas or its stages are neighbours, is searched (`secc.alloc.placement.rank_placement`).
+Sections on the same ranks keep the same ranks. What the placement costs stands in the graph's prediction; on
+one node there is nothing to place.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from xdsl.context import Context
 from xdsl.dialects.builtin import ModuleOp, StringAttr
 from xdsl.passes import ModulePass
 
-from secc.alloc.candidates import Load, Workload, on_rank, workload
-from secc.alloc.placing import Chain, Cost, Flow, Group, Places, Sum, cost, in_a_row, search
+from secc.alloc.placement.rank_placement import Chain, Cost, Flow, Group, Places, Sum, cost, in_a_row, search
+from secc.alloc.problem.candidates import Load, Workload, on_rank, workload
 from secc.cluster import Cluster
-from secc.cost.load import micro_batch
-from secc.ir.analysis import number_of, text_of
-from secc.ir.attributes import integers
-from secc.ir.dialect import GraphOp, SectionOp, graph_of
-from secc.runtime.expr import evaluate
+from secc.cost.model.dataset_load import micro_batch
+from secc.ir.analysis.dataflow import number_of, text_of
+from secc.ir.dialect.ops import GraphOp, SectionOp, graph_of
+from secc.ir.dialect.python_attributes import integers
+from secc.runtime.plan.expr_eval import evaluate
 
 PLACEMENT = "placement"  # the entry of a prediction
 
@@ -71,17 +72,32 @@ def _problem(work: Workload, sections: Mapping[str, SectionOp], group: Mapping[s
     return Places(
         work.cluster,
         tuple(_group(work.cluster, name, found) for name, found in members.items()),
-        tuple(_sum(work, load, sections[name], group[name]) for name, load in work.loads.items() if load.mode == "train"),
+        tuple(
+            _sum(work, load, sections[name], group[name])
+            for name, load in work.loads.items()
+            if load.mode == "train"
+        ),
         tuple(_flows(work, group)),
-        tuple(_chain(work, load, sections[name], group[name]) for name, load in work.loads.items() if _mesh(sections[name], "pp") > 1),
+        tuple(
+            _chain(work, load, sections[name], group[name])
+            for name, load in work.loads.items()
+            if _mesh(sections[name], "pp") > 1
+        ),
     )
 
 
 def _group(cluster: Cluster, name: str, sections: list[SectionOp]) -> Group:
-    """Stages may be outside where nothing else has the same ranks, whose order a section with other replicas would not want."""
+    """Stages may be outside where nothing else has the same ranks, whose order a section with other replicas
+    would not want."""
     unit = max(_mesh(s, "tp") for s in sections)
     ranks = ranks_of(sections[0])
-    return Group(name, len(ranks) // unit, unit, _mesh(sections[0], "pp") if len(sections) == 1 else 1, _nodes(cluster, ranks))
+    return Group(
+        name,
+        len(ranks) // unit,
+        unit,
+        _mesh(sections[0], "pp") if len(sections) == 1 else 1,
+        _nodes(cluster, ranks),
+    )
 
 
 def _nodes(cluster: Cluster, ranks: tuple[int, ...]) -> range:
@@ -113,12 +129,17 @@ def _flows(work: Workload, group: Mapping[str, str]) -> list[Flow]:
 def _chain(work: Workload, load: Load, section: SectionOp, group: str) -> Chain:
     """What enters a layer travels from one stage to the next."""
     size = _of_step(work, load, load.cost.summed) // max(1, load.cost.layers)
-    return Chain(group, _mesh(section, "pp"), _mesh(section, "tp"), size, size if load.mode != "forward" else 0)
+    return Chain(
+        group, _mesh(section, "pp"), _mesh(section, "tp"), size, size if load.mode != "forward" else 0
+    )
 
 
 def _of_step(work: Workload, load: Load, size: str) -> int:
     """What a text about a micro-batch is for all samples of a step."""
-    return sum(evaluate(size, micro_batch(work.graph, p.sizes, ceil(work.global_batch * p.share))) for p in load.active)
+    return sum(
+        evaluate(size, micro_batch(work.graph, p.sizes, ceil(work.global_batch * p.share)))
+        for p in load.active
+    )
 
 
 def _note(graph: GraphOp, cluster: Cluster, before: Cost, after: Cost) -> None:

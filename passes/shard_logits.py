@@ -1,8 +1,11 @@
-"""`shard-logits`: under tensor parallelism losses are computed on parts of the vocabulary, so that no rank has whole logits.
+"""`shard-logits`: under tensor parallelism losses are computed on parts of the vocabulary, so that no rank
+has whole logits.
 
-A head that is called in the glue gives each rank the logits of its tokens, and so does a product with a weight that `shard-tensors` cut.
-`secc.ir.vocabulary` says what becomes of the ops behind: most work on parts as they are, those that run along the vocabulary become
-`parts.…` glue (`secc.runtime.tensor_parallel.parts`). What needs whole tensors gets them gathered; the section's `whole` says for what.
+A head that is called in the glue gives each rank the logits of its tokens, and so does a product with a
+weight that `shard-tensors` cut. `secc.ir.analysis.vocab_sharding` says what becomes of the ops behind: most
+work on parts as they are, those that run along the vocabulary become `parts.…` glue
+(`secc.runtime.tensor_parallel.parts`). What needs whole tensors gets them gathered; the section's `whole`
+says for what.
 """
 
 from __future__ import annotations
@@ -14,12 +17,23 @@ from xdsl.dialects.builtin import ModuleOp, StringAttr
 from xdsl.ir import Attribute, Operation, SSAValue, Use
 from xdsl.passes import ModulePass
 
-from secc.ir.analysis import number_of, producer, texts_of, users
-from secc.ir.attributes import integer
-from secc.ir.dialect import CallOp, CaseOp, Computation, GlueOp, ParamOp, SectionOp, graph_of, section_of, set_section, texts
-from secc.ir.types import tensor
-from secc.ir.verify import where
-from secc.ir.vocabulary import PREFIX, SIZE, Part, Spread, Step
+from secc.ir.analysis.dataflow import number_of, producer, texts_of, users
+from secc.ir.analysis.vocab_sharding import PREFIX, SIZE, Part, Spread, Step
+from secc.ir.dialect.ops import (
+    CallOp,
+    CaseOp,
+    Computation,
+    GlueOp,
+    ParamOp,
+    SectionOp,
+    graph_of,
+    section_of,
+    set_section,
+    texts,
+)
+from secc.ir.dialect.python_attributes import integer
+from secc.ir.dialect.tensor_type import tensor
+from secc.ir.text_io.verifier import where
 from secc.passes.loss.workshop import carry_grad
 
 Named = dict[SSAValue, str]
@@ -38,17 +52,35 @@ class ShardLogits(ModulePass):
 
 def _shard(section: SectionOp, cases: list[CaseOp]) -> None:
     name = section.sym.data
-    gathering = {path for path, kind in (s.rsplit(" ", 1) for s in texts_of(section, "styles")) if kind == "gather"}
-    cut = {n for n, dim, parts in (s.split(" ") for s in texts_of(section, "shards")) if dim == "0" and "," not in parts}
+    gathering = {
+        path for path, kind in (s.rsplit(" ", 1) for s in texts_of(section, "styles")) if kind == "gather"
+    }
+    cut = {
+        n
+        for n, dim, parts in (s.split(" ") for s in texts_of(section, "shards"))
+        if dim == "0" and "," not in parts
+    }
     notes: list[str] = []
     called: set[str] = set()
     for case in cases:
-        heads: Named = {op.results[0]: op.target.data for op in case.ops if isinstance(op, CallOp) and op.target.data in gathering}
-        read: Named = {op.result: op.path.data for op in case.ops if isinstance(op, ParamOp) and op.path.data in cut}
+        heads: Named = {
+            op.results[0]: op.target.data
+            for op in case.ops
+            if isinstance(op, CallOp) and op.target.data in gathering
+        }
+        read: Named = {
+            op.result: op.path.data for op in case.ops if isinstance(op, ParamOp) and op.path.data in cut
+        }
         called |= set(heads.values())
         notes += _Rewriter(name, case, heads, read).run()
-    styles = [f"{p} colwise" if p in called else f"{p} {kind}" for p, kind in (s.rsplit(" ", 1) for s in texts_of(section, "styles"))]
-    section.attributes |= {"styles": texts(styles), "whole": texts(dict.fromkeys([*texts_of(section, "whole"), *notes]))}
+    styles = [
+        f"{p} colwise" if p in called else f"{p} {kind}"
+        for p, kind in (s.rsplit(" ", 1) for s in texts_of(section, "styles"))
+    ]
+    section.attributes |= {
+        "styles": texts(styles),
+        "whole": texts(dict.fromkeys([*texts_of(section, "whole"), *notes])),
+    }
 
 
 class _Rewriter:
@@ -104,7 +136,9 @@ class _Rewriter:
         return use.operation is not whole and use.operation not in self.spread.steps
 
     def _glue(self, like: Operation, name: str, value: SSAValue, size: int, axis: int = -1) -> Operation:
-        inherited: dict[str, Attribute] = {k: v for k, v in like.properties.items() if k in {"no_grad", "where"}}
+        inherited: dict[str, Attribute] = {
+            k: v for k, v in like.properties.items() if k in {"no_grad", "where"}
+        }
         type = carry_grad(tensor(value), [value], "no_grad" in inherited)
         op = GlueOp.of(f"{PREFIX}{name}", [value], "$0" if axis < 0 else f"$0, {axis}", [type], **inherited)
         op.attributes[SIZE] = integer(size)

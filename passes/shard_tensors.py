@@ -1,10 +1,11 @@
 """`shard-tensors`: takes the cuts of a section's blocks for the section's tp, and says what stays whole.
 
-`secc.frontend.cuts` has found and shown them; here they are put together. A parameter that several sections have or that glue reads
-stays whole, and with it the module that it is in, unless all glue that reads it can do with some of its tokens each (`secc.ir.vocabulary`);
-one under several names is cut if it is cut alike under each of them. A tp that does not divide heads, or under which nothing could be cut,
-is refused. A plan that is only compared (`assume`) may have a tp under which nobody has cut the blocks yet, if they were found to take it;
-of another one it is told whether it divides what ranks would share.
+`secc.frontend.tp_search` has found and shown them; here they are put together. A parameter that several
+sections have or that glue reads stays whole, and with it the module that it is in, unless all glue that reads
+it can do with some of its tokens each (`secc.ir.analysis.vocab_sharding`); one under several names is cut if
+it is cut alike under each of them. A tp that does not divide heads, or under which nothing could be cut, is
+refused. A plan that is only compared (`assume`) may have a tp under which nobody has cut the blocks yet, if
+they were found to take it; of another one it is told whether it divides what ranks would share.
 """
 
 from __future__ import annotations
@@ -18,12 +19,23 @@ from xdsl.ir import SSAValue
 from xdsl.passes import ModulePass
 
 from secc.errors import Impossible, UserError
-from secc.ir.analysis import text_of, texts_of
-from secc.ir.cuts import cut_op, cuttable, dividing, shared, undivided
-from secc.ir.dialect import CaseOp, CutOp, GraphOp, ParamOp, SectionOp, TieOp, graph_of, section_of, strings, texts
-from secc.ir.types import tensor
-from secc.ir.vocabulary import Part, Spread, wide
-from secc.runtime.plan import Shard
+from secc.ir.analysis.dataflow import text_of, texts_of
+from secc.ir.analysis.tp_layouts import cut_op, cuttable, dividing, shared, undivided
+from secc.ir.analysis.vocab_sharding import Part, Spread, wide
+from secc.ir.dialect.ops import (
+    CaseOp,
+    CutOp,
+    GraphOp,
+    ParamOp,
+    SectionOp,
+    TieOp,
+    graph_of,
+    section_of,
+    strings,
+    texts,
+)
+from secc.ir.dialect.tensor_type import tensor
+from secc.runtime.plan.schema import Shard
 
 HEADS = "heads"  # ends the reason of a tp that does not divide them
 UNEVEN = "does not divide"  # is in the reason of any size that tp does not divide
@@ -69,7 +81,9 @@ def _shard(graph: GraphOp, section: SectionOp, tp: int, assume: bool) -> None:
     if uneven or not any(strings(c.styles) for c in kept):
         reasons = [w for c in cuts for w in strings(c.whole)] + why
         cause = reasons[0] if cuts and reasons else "nobody looked how its blocks could be cut"
-        error = UserError(f"{name} is impossible: none of its modules can be cut ({cause})", remedy=_remedy(whole, reasons))
+        error = UserError(
+            f"{name} is impossible: none of its modules can be cut ({cause})", remedy=_remedy(whole, reasons)
+        )
         raise Impossible(error, [name if uneven else f"{whole}.tp"])
     if text_of(section, "norms") == "sequence":
         kept = _on_positions(name, kept, why)
@@ -82,7 +96,8 @@ def _shard(graph: GraphOp, section: SectionOp, tp: int, assume: bool) -> None:
 
 
 def _unsought(name: str, tp: int, sizes: Sequence[str], possible: Sequence[int]) -> UserError:
-    """Why a tp is refused that nobody looked at: it does not divide what ranks would share, or that is all that is known."""
+    """Why a tp is refused that nobody looked at: it does not divide what ranks would share, or that is all
+    that is known."""
     whole = name.rpartition(".")[0]
     uneven = next((size for size in sizes if int(size.split()[0]) % tp), None)
     if uneven is not None:
@@ -104,31 +119,52 @@ def _one_of(whole: str, possible: Sequence[int]) -> str:
 
 def _read(graph: GraphOp, section: SectionOp) -> list[str]:
     """The matrices that the section's glue reads."""
-    ops = [o.owner for case in graph.cases for op in case.ops if section_of(op) == section.sym.data for o in op.operands]
-    return list(dict.fromkeys(o.path.data for o in ops if isinstance(o, ParamOp) and len(tensor(o.result).dims) > 1))
+    ops = [
+        o.owner
+        for case in graph.cases
+        for op in case.ops
+        if section_of(op) == section.sym.data
+        for o in op.operands
+    ]
+    return list(
+        dict.fromkeys(o.path.data for o in ops if isinstance(o, ParamOp) and len(tensor(o.result).dims) > 1)
+    )
 
 
 def _on_positions(name: str, kept: list[CutOp], why: list[str]) -> list[CutOp]:
-    """The cuts with the sequence in parts between what is cut, where that was shown exact. Raises UserError where it nowhere was."""
+    """The cuts with the sequence in parts between what is cut, where that was shown exact. Raises UserError
+    where it nowhere was."""
     layers = [c for c in kept if any(s.endswith("rowwise") for s in strings(c.styles))]
     if not any("positions" in c.attributes for c in layers):
         section = name.partition(".")[0]
-        message = f"{section}.norms=sequence is impossible: no layer of it was shown exact on parts of the sequence"
+        message = (
+            f"{section}.norms=sequence is impossible: no layer of it was shown exact on parts of the sequence"
+        )
         raise UserError(message, remedy=f"leave {section}.norms out")
     for cut in layers:
         if "positions" in cut.attributes:
-            cut.properties |= {"styles": texts(texts_of(cut, "positions")), "partial": texts(texts_of(cut, "positions_partial"))}
+            cut.properties |= {
+                "styles": texts(texts_of(cut, "positions")),
+                "partial": texts(texts_of(cut, "positions_partial")),
+            }
         else:
-            why.append(f"{cut.path.data}: its norms have the whole sequence, its code does not work on positions")
+            why.append(
+                f"{cut.path.data}: its norms have the whole sequence, its code does not work on positions"
+            )
     return kept
 
 
 def _by_tokens(graph: GraphOp, section: SectionOp, tp: int) -> dict[str, tuple[int, int]]:
-    """The matrices that glue of this section alone reads and that may be cut by tokens for all of it, with their sizes."""
+    """The matrices that glue of this section alone reads and that may be cut by tokens for all of it, with
+    their sizes."""
     name, found = section.sym.data, dict[str, tuple[int, int]]()
     for case in graph.cases:
-        params = {op.result: op for op in case.ops if isinstance(op, ParamOp) and len(tensor(op.result).dims) == 2}
-        found |= {op.path.data: (int(tensor(v).shape[0]), int(tensor(v).shape[1])) for v, op in params.items()}
+        params = {
+            op.result: op for op in case.ops if isinstance(op, ParamOp) and len(tensor(op.result).dims) == 2
+        }
+        found |= {
+            op.path.data: (int(tensor(v).shape[0]), int(tensor(v).shape[1])) for v, op in params.items()
+        }
     found = {path: sizes for path, sizes in found.items() if sizes[0] >= tp}
     while True:
         bad = {path for case in graph.cases for path in _needed_whole(case, name, found)}
@@ -140,23 +176,39 @@ def _by_tokens(graph: GraphOp, section: SectionOp, tp: int) -> dict[str, tuple[i
 def _needed_whole(case: CaseOp, section: str, found: Mapping[str, tuple[int, int]]) -> set[str]:
     """Those of some matrices that an op needs whole, cut by tokens as they are."""
     # What is a matrix still: parameters, then views and casts of them.
-    made: dict[SSAValue, str] = {op.result: op.path.data for op in case.ops if isinstance(op, ParamOp) and op.path.data in found}
-    spread = Spread([op for op in case.ops if section_of(op) == section], {v: Part(0, found[path][0]) for v, path in made.items()})
+    made: dict[SSAValue, str] = {
+        op.result: op.path.data for op in case.ops if isinstance(op, ParamOp) and op.path.data in found
+    }
+    spread = Spread(
+        [op for op in case.ops if section_of(op) == section],
+        {v: Part(0, found[path][0]) for v, path in made.items()},
+    )
     for op in spread.steps:
         if all(o in made for o in op.operands):
             made |= {r: made[op.operands[0]] for r in op.results}
     return {made[v] for v in made if any(use.operation not in spread.steps for use in v.uses)}
 
 
-def _heads(graph: GraphOp, cuts: list[CutOp], by_tokens: Mapping[str, tuple[int, int]], tp: int) -> list[CutOp]:
+def _heads(
+    graph: GraphOp, cuts: list[CutOp], by_tokens: Mapping[str, tuple[int, int]], tp: int
+) -> list[CutOp]:
     """Cuts for heads and embeddings of which glue reads the weight and that no block's cut has."""
     known = {name for c in cuts for name, _ in map(_parts, strings(c.shards))}
     tied = {n for op in graph.body.block.ops if isinstance(op, TieOp) for n in strings(op.names)}
-    found = {path: sizes for path, sizes in by_tokens.items() if path not in known and (path in tied or wide(*sizes))}
-    return [cut_op(path.rpartition(".")[0], "", tp, [Shard(path, 0, (tokens,))]) for path, (tokens, _) in found.items()]
+    found = {
+        path: sizes
+        for path, sizes in by_tokens.items()
+        if path not in known and (path in tied or wide(*sizes))
+    }
+    return [
+        cut_op(path.rpartition(".")[0], "", tp, [Shard(path, 0, (tokens,))])
+        for path, (tokens, _) in found.items()
+    ]
 
 
-def _usable(graph: GraphOp, section: SectionOp, cuts: list[CutOp], by_tokens: set[str]) -> tuple[list[CutOp], list[str]]:
+def _usable(
+    graph: GraphOp, section: SectionOp, cuts: list[CutOp], by_tokens: set[str]
+) -> tuple[list[CutOp], list[str]]:
     """The cuts whose parameters this section has for itself, and why others are left out."""
     read = {op.path.data for case in graph.cases for op in case.ops if isinstance(op, ParamOp)}
     read -= {name for name in by_tokens if any(_cuts_tokens(c, name) for c in cuts)}
@@ -173,7 +225,9 @@ def _usable(graph: GraphOp, section: SectionOp, cuts: list[CutOp], by_tokens: se
         kept = [c for c in kept if not any(c is o for o in out)]
 
 
-def _conflict(cut: CutOp, how: dict[str, str], read: set[str], elsewhere: list[str], ties: list[tuple[str, ...]]) -> str:
+def _conflict(
+    cut: CutOp, how: dict[str, str], read: set[str], elsewhere: list[str], ties: list[tuple[str, ...]]
+) -> str:
     """Why the parameters that a cut changes must stay as they are, "" if they need not."""
     for name in [n for n, _ in map(_parts, strings(cut.shards))] + list(strings(cut.partial)):
         names = next((t for t in ties if name in t), (name,))
@@ -188,7 +242,9 @@ def _conflict(cut: CutOp, how: dict[str, str], read: set[str], elsewhere: list[s
 
 def _cuts_tokens(cut: CutOp, name: str) -> bool:
     """Whether a cut leaves each rank some rows of a parameter."""
-    return any(n == name and how.startswith("0 ") and "," not in how for n, how in map(_parts, strings(cut.shards)))
+    return any(
+        n == name and how.startswith("0 ") and "," not in how for n, how in map(_parts, strings(cut.shards))
+    )
 
 
 def _parts(text: str) -> tuple[str, str]:

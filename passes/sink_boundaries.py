@@ -1,10 +1,11 @@
 """`sink-boundaries`: moves the boundaries of sections to where the fewest bytes cross.
 
-A teacher's head goes into the student's section, so that hidden states travel in place of logits; slicing and pooling glue goes to the
-producer, expanding glue to the consumer; of two tensors computed from one another one is sent. Each pair of sections is a minimum cut
-(`secc.ir.boundary`), priced by the cluster where one is given: work computed twice at its devices' rate, bytes at the link that edges
-take, and a section takes over weights of up to an eighth of a device's memory. Where no boundary can be carried by edges, the two sections
-become one. What was done is kept in the sections' attribute `notes`.
+A teacher's head goes into the student's section, so that hidden states travel in place of logits; slicing and
+pooling glue goes to the producer, expanding glue to the consumer; of two tensors computed from one another
+one is sent. Each pair of sections is a minimum cut (`secc.passes.boundaries.min_cut`), priced by the cluster
+where one is given: work computed twice at its devices' rate, bytes at the link that edges take, and a section
+takes over weights of up to an eighth of a device's memory. Where no boundary can be carried by edges, the two
+sections become one. What was done is kept in the sections' attribute `notes`.
 """
 
 from __future__ import annotations
@@ -19,23 +20,33 @@ from xdsl.ir import Operation, OpResult
 from xdsl.passes import ModulePass
 
 from secc.cluster import Link, parse
-from secc.ir.analysis import Statistics, nbytes, with_gradient
-from secc.ir.boundary import Boundary, Prices, weight_bytes, work_of
-from secc.ir.dialect import CallOp, CaseOp, GraphOp, SectionOp, graph_of, section_of, set_section, strings, texts
-from secc.ir.edges import edges_of, label
-from secc.ir.merging import merge_sections, note
-from secc.ir.order import put_together
-from secc.ir.placement import repeat, settle_mode
-from secc.ir.spare import drop, drop_misfits, spare_cases
-from secc.ir.types import tensor
+from secc.ir.analysis.dataflow import Statistics, nbytes, with_gradient
+from secc.ir.analysis.row_order import put_together
+from secc.ir.dialect.ops import (
+    CallOp,
+    CaseOp,
+    GraphOp,
+    SectionOp,
+    graph_of,
+    section_of,
+    set_section,
+    strings,
+    texts,
+)
+from secc.ir.dialect.tensor_type import tensor
+from secc.passes.boundaries.edges import edges_of, label
+from secc.passes.boundaries.fallback_cases import drop, drop_misfits, spare_cases
+from secc.passes.boundaries.min_cut import Boundary, Prices, weight_bytes, work_of
+from secc.passes.sections.assign_ops import repeat, settle_mode
+from secc.passes.sections.merge import merge_sections, note
 
 ROOM = 8  # the part of a device's memory that weights of other sections may take
 
 
 @dataclass(frozen=True)
 class SinkBoundaries(ModulePass):
-    """`cluster` as `secc.cluster.parse` reads it; "" for text of which none is known, where `flops_per_byte` cost as much time as sending a
-    byte and a section may grow by the share `growth` of its weights."""
+    """`cluster` as `secc.cluster.parse` reads it; "" for text of which none is known, where `flops_per_byte`
+    cost as much time as sending a byte and a section may grow by the share `growth` of its weights."""
 
     name = "sink-boundaries"
     flops_per_byte: int = Prices.flops_per_byte
@@ -49,11 +60,17 @@ class SinkBoundaries(ModulePass):
         drop_misfits(graph)
         while problem := next(iter(edges_of(graph)[1]), None):
             crossing, reason = problem
-            _merge(graph, crossing.src, crossing.dst, f"{label(crossing)} at {crossing.where} cannot cross: {reason}")
+            _merge(
+                graph,
+                crossing.src,
+                crossing.dst,
+                f"{label(crossing)} at {crossing.where} cannot cross: {reason}",
+            )
         put_together(graph)
 
     def _improve(self, graph: GraphOp) -> bool:
-        """Cut every pair of sections that exchanges values; True if two had to be merged, so that all pairs are cut again."""
+        """Cut every pair of sections that exchanges values; True if two had to be merged, so that all pairs
+        are cut again."""
         names = [s.sym.data for s in graph.sections]
         for j, dst in enumerate(names):
             for src in names[:j]:
@@ -87,7 +104,8 @@ def _dtype(graph: GraphOp) -> str:
 
 
 def settle(graph: GraphOp, src: str, dst: str, prices: Prices, link: Link | None = None) -> bool:
-    """Move the boundary between two sections to where the fewest bytes cross; False if there is no possible boundary.
+    """Move the boundary between two sections to where the fewest bytes cross; False if there is no possible
+    boundary.
 
     With a `link`, the note says how long a sample's messages take over it.
     """
@@ -102,7 +120,9 @@ def settle(graph: GraphOp, src: str, dst: str, prices: Prices, link: Link | None
 class _Move:
     """Moves the ops of a pair of sections to the side that the cut chose."""
 
-    def __init__(self, graph: GraphOp, src: str, dst: str, computed_by_dst: set[Operation], link: Link | None) -> None:
+    def __init__(
+        self, graph: GraphOp, src: str, dst: str, computed_by_dst: set[Operation], link: Link | None
+    ) -> None:
         self.graph, self.src, self.dst, self.chosen, self.link = graph, src, dst, computed_by_dst, link
         self.sections = {s.sym.data: s for s in graph.sections}
 
@@ -125,10 +145,20 @@ class _Move:
         note(self.sections[self.dst], self._said(blocks, before, _sent(self.graph, self.src, self.dst)))
 
     def _said(self, blocks: list[str], before: float, after: float) -> str:
-        """What moved, the bytes before and after, what work and weights came along, and what a sample's messages take."""
-        calls = [op for case in self.graph.cases for op in case.ops if isinstance(op, CallOp) and op.target.data in blocks]
+        """What moved, the bytes before and after, what work and weights came along, and what a sample's
+        messages take."""
+        calls = [
+            op
+            for case in self.graph.cases
+            for op in case.ops
+            if isinstance(op, CallOp) and op.target.data in blocks
+        ]
         left = {op.target.data for op in calls if section_of(op) == self.src}
-        moved = [f"{', '.join(b for b in blocks if b not in left)} moved into {self.dst}"] if set(blocks) - left else []
+        moved = (
+            [f"{', '.join(b for b in blocks if b not in left)} moved into {self.dst}"]
+            if set(blocks) - left
+            else []
+        )
         both = [f"{', '.join(sorted(left))} computed in both"] if left else []
         what = "; ".join(moved + both) or "the boundary moved within glue"
         said = f"{what}: {_size(before)} -> {_size(after)} per sample from {self.src} to {self.dst}"
@@ -157,7 +187,12 @@ class _Move:
 
 def _own_blocks(graph: GraphOp, section: SectionOp, moved: list[str]) -> None:
     """List those of the moved blocks that the section calls now."""
-    calls = {op.target.data for case in graph.cases for op in case.ops if isinstance(op, CallOp) and section_of(op) == section.sym.data}
+    calls = {
+        op.target.data
+        for case in graph.cases
+        for op in case.ops
+        if isinstance(op, CallOp) and section_of(op) == section.sym.data
+    }
     kept = [b for b in strings(section.blocks) if b not in moved or b in calls]
     section.blocks = texts([*kept, *(b for b in moved if b in calls and b not in kept)])
 
@@ -167,14 +202,18 @@ def _crossings(graph: GraphOp, src: str, dst: str) -> Iterator[tuple[CaseOp, OpR
     for case in graph.cases:
         for op in case.body.block.ops:
             if section_of(op) == src:
-                yield from ((case, r) for r in op.results if any(section_of(u.operation) == dst for u in r.uses))
+                yield from (
+                    (case, r) for r in op.results if any(section_of(u.operation) == dst for u in r.uses)
+                )
 
 
 def _sent(graph: GraphOp, src: str, dst: str) -> float:
     """Expected bytes that go from one section to the other for a sample, gradients included."""
     statistics, wanted = Statistics(graph), {case: with_gradient(case) for case in graph.cases}
     found = _crossings(graph, src, dst)
-    return sum(statistics.mean_in(case, nbytes(value)) * (2 if value in wanted[case] else 1) for case, value in found)
+    return sum(
+        statistics.mean_in(case, nbytes(value)) * (2 if value in wanted[case] else 1) for case, value in found
+    )
 
 
 def _case(op: Operation) -> CaseOp:

@@ -1,12 +1,15 @@
-"""`split-stages`: a section with `pp` above 1 becomes that many sections, its stages, which the rest of the compiler treats as any other.
+"""`split-stages`: a section with `pp` above 1 becomes that many sections, its stages, which the rest of the
+compiler treats as any other.
 
-The section's calls in a row (`secc.ir.stages`) are cut so that the longest stage is as short as can be by the cost model, and among such
-cuts few bytes cross: with a heavy head the last stage has fewer layers. Glue that several stages need is then sent or computed again,
-whichever is cheaper, by the minimum cut that also settles boundaries of sections. Ranks of a section are ordered (dp, pp, tp).
+The section's calls in a row (`secc.passes.boundaries.stage_cuts`) are cut so that the longest stage is as
+short as can be by the cost model, and among such cuts few bytes cross: with a heavy head the last stage has
+fewer layers. Glue that several stages need is then sent or computed again, whichever is cheaper, by the
+minimum cut that also settles boundaries of sections. Ranks of a section are ordered (dp, pp, tp).
 
-A stage may hold `in_flight` micro-batches between forward and backward: twice as many as there are stages, which keeps ragged micro-batches
-from waiting for each other, or what memory allows, but no fewer than 1F1B has. Where the user asks for it (`backward=split`), stages whose
-backward others wait for compute their parameters' gradients later, when nothing else is to be done.
+A stage may hold `in_flight` micro-batches between forward and backward: twice as many as there are stages,
+which keeps ragged micro-batches from waiting for each other, or what memory allows, but no fewer than 1F1B
+has. Where the user asks for it (`backward=split`), stages whose backward others wait for compute their
+parameters' gradients later, when nothing else is to be done.
 """
 
 from __future__ import annotations
@@ -21,25 +24,34 @@ from xdsl.dialects.builtin import ModuleOp, StringAttr
 from xdsl.ir import Operation, SSAValue
 from xdsl.passes import ModulePass
 
-from secc.alloc.candidates import Load, Workload, candidate, in_turn, on_rank, room, times_of, workload
-from secc.alloc.rooms import size
+from secc.alloc.problem.candidates import (
+    Load,
+    Workload,
+    candidate,
+    in_turn,
+    on_rank,
+    room,
+    times_of,
+    workload,
+)
+from secc.alloc.refine.in_flight_limits import size
 from secc.cluster import GIB, Cluster, Device, parse
-from secc.cost import time
-from secc.cost.collectives import Span, of_ranks
-from secc.cost.load import is_active, micro_batch, patterns
-from secc.cost.memory import Memory
-from secc.cost.section import section_cost
+from secc.cost.model import roofline
+from secc.cost.model.collectives import Span, of_ranks
+from secc.cost.model.dataset_load import is_active, micro_batch, patterns
+from secc.cost.model.memory import Memory
+from secc.cost.model.section_cost import section_cost
 from secc.errors import Impossible, UserError
-from secc.ir.analysis import number_of, strongest, text_of, with_gradient
-from secc.ir.attributes import integer, integers, number
-from secc.ir.boundary import Prices
-from secc.ir.dialect import CallOp, GraphOp, SectionOp, graph_of, section_of, set_section, strings, texts
-from secc.ir.naming import unique
-from secc.ir.placement import modes, settle_mode
-from secc.ir.stages import Units, cut
+from secc.ir.analysis.dataflow import number_of, strongest, text_of, with_gradient
+from secc.ir.dialect.ops import CallOp, GraphOp, SectionOp, graph_of, section_of, set_section, strings, texts
+from secc.ir.dialect.python_attributes import integer, integers, number
+from secc.ir.dialect.readable_names import unique
 from secc.passes.annotate_costs import annotate
+from secc.passes.boundaries.min_cut import Prices
+from secc.passes.boundaries.stage_cuts import Units, cut
+from secc.passes.sections.assign_ops import modes, settle_mode
 from secc.passes.sink_boundaries import settle
-from secc.runtime.expr import evaluate
+from secc.runtime.plan.expr_eval import evaluate
 
 AHEAD = 2  # times as many micro-batches in flight as there are stages, where memory allows
 ANY_CLUSTER = "1x8xH100"  # for IR that no allocation has been made for: only the ratios of times matter
@@ -53,7 +65,11 @@ class SplitStages(ModulePass):
         graph = graph_of(op)
         wanted = [s for s in graph.sections if (number_of(s, "pp") or 1) > 1]
         cluster = _cluster(graph)
-        stages = [stage for section in wanted for stage in _split(graph, section, cluster.seen_by(_ranks(section)).device)]
+        stages = [
+            stage
+            for section in wanted
+            for stage in _split(graph, section, cluster.seen_by(_ranks(section)).device)
+        ]
         if stages:
             _note_costs(graph, stages, cluster)
 
@@ -88,7 +104,11 @@ def _split(graph: GraphOp, section: SectionOp, device: Device) -> list[SectionOp
 def _whole(units: Units) -> str:
     blocks = list(dict.fromkeys(path for path, *_ in units.calls))
     if len(units.layers) == len(units.calls) and len(blocks) < 4:
-        return f"it calls {' and '.join(blocks)} whole, and there is nothing to cut between" if blocks else "it has no blocks"
+        return (
+            f"it calls {' and '.join(blocks)} whole, and there is nothing to cut between"
+            if blocks
+            else "it has no blocks"
+        )
     return f"it has {len(units.layers)} layers"
 
 
@@ -101,7 +121,11 @@ def _refused(section: SectionOp, parts: int, reason: str, where: str = "", most:
 
 def _times(graph: GraphOp, section: SectionOp, units: Units, device: Device) -> list[int]:
     """Forward and backward ns of each unit for a micro-batch, in the mean over the dataset's patterns."""
-    name, samples, recompute = section.sym.data, int(number_of(section, "micro_batch") or 1), text_of(section, "recompute") or "none"
+    name, samples, recompute = (
+        section.sym.data,
+        int(number_of(section, "micro_batch") or 1),
+        text_of(section, "recompute") or "none",
+    )
     seen = [p for p in patterns(graph) if is_active(section, p)]
     members: dict[int, list[Operation]] = {}
     for op, unit in units.of.items():
@@ -115,7 +139,7 @@ def _times(graph: GraphOp, section: SectionOp, units: Units, device: Device) -> 
         mode = strongest(modes(members[unit], wanted))
         part.mode = StringAttr(mode)
         cost = section_cost(graph, part)
-        text = f"{time.forward_ns(cost, device)} + {time.backward_ns(cost, mode, device, recompute)}"
+        text = f"{roofline.forward_ns(cost, device)} + {roofline.backward_ns(cost, mode, device, recompute)}"
         found.append(sum(round(p.share * evaluate(text, micro_batch(graph, p.sizes, samples))) for p in seen))
     return found
 
@@ -130,14 +154,20 @@ def _declare(graph: GraphOp, section: SectionOp, parts: int) -> list[SectionOp]:
         taken.append(unique(f"{name}_{i}", taken))
         properties = {**section.properties, "sym": StringAttr(taken[-1])}
         own = [r for k, r in enumerate(ranks) if k // tp % parts == i]
-        attributes = section.attributes | {"pipeline": StringAttr(name), "stage": integer(i), "pp": integer(1), "ranks": integers(own)}
+        attributes = section.attributes | {
+            "pipeline": StringAttr(name),
+            "stage": integer(i),
+            "pp": integer(1),
+            "ranks": integers(own),
+        }
         stages.append(SectionOp.create(properties=properties, attributes=attributes))
         graph.body.block.insert_op_before(stages[-1], section)
     return stages
 
 
 def _own(graph: GraphOp, section: SectionOp, stages: Sequence[SectionOp]) -> None:
-    """Give each stage the blocks that it calls, in the section's order; the first one keeps those that nothing calls."""
+    """Give each stage the blocks that it calls, in the section's order; the first one keeps those that
+    nothing calls."""
     calls: dict[str, set[str]] = {}
     for case in graph.cases:
         for op in case.ops:
@@ -149,7 +179,8 @@ def _own(graph: GraphOp, section: SectionOp, stages: Sequence[SectionOp]) -> Non
         stage.blocks = texts(b for b in strings(section.blocks) if b in held)
 
 
-# -- what a stage costs ----------------------------------------------------------------------------------------------------------------
+# -- what a stage costs
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def _note_costs(graph: GraphOp, stages: Sequence[SectionOp], cluster: Cluster) -> None:
@@ -184,8 +215,12 @@ def _note_costs(graph: GraphOp, stages: Sequence[SectionOp], cluster: Cluster) -
 
 
 def _weight_permille(work: Workload, load: Load) -> int:
-    """The share of a split backward that comes later: parameters' gradients, where others wait for the rest."""
-    cost, awaited = load.cost, any(c.dst == load.name and c.grad and work.loads[c.src].mode != "forward" for c in work.crossings)
+    """The share of a split backward that comes later: parameters' gradients, where others wait for the
+    rest."""
+    cost, awaited = (
+        load.cost,
+        any(c.dst == load.name and c.grad and work.loads[c.src].mode != "forward" for c in work.crossings),
+    )
     if text_of(load.section, "backward") != "split" or load.mode != "train" or not awaited or not cost.params:
         return 0
     return 1000 * cost.trainable // (cost.params + cost.trainable)
@@ -198,9 +233,14 @@ def _rank(work: Workload, section: SectionOp) -> Load:
 
 
 def _span(stage: SectionOp, cluster: Cluster) -> Span | None:
-    """Where a stage's ranks are that sum gradients and gather parameters together, the widest place of tp; None before there are ranks."""
+    """Where a stage's ranks are that sum gradients and gather parameters together, the widest place of tp;
+    None before there are ranks."""
     ranks, tp = _ranks(stage), int(number_of(stage, "tp") or 1)
-    return max((of_ranks(ranks[place::tp], cluster) for place in range(tp)), key=lambda span: span.nodes) if ranks else None
+    return (
+        max((of_ranks(ranks[place::tp], cluster) for place in range(tp)), key=lambda span: span.nodes)
+        if ranks
+        else None
+    )
 
 
 def _ranks(section: SectionOp) -> list[int]:
@@ -214,7 +254,8 @@ def _choice(section: SectionOp) -> tuple[int, int, str, str]:
 
 
 def _in_flight(work: Workload, load: Load, parts: int) -> int:
-    """How many micro-batches a stage may hold: as many as help and memory allows, at least one for itself and each stage behind it.
+    """How many micro-batches a stage may hold: as many as help and memory allows, at least one for itself and
+    each stage behind it.
 
     A pipeline that feeds sections on other ranks was given a number by `allocate`.
     """
@@ -244,4 +285,6 @@ def _held(work: Workload, load: Load) -> tuple[int, Memory]:
     """Micro-batches that a section holds on a rank at once, and the rank's memory."""
     count = candidate(work, load, *_choice(load.section)).micro_batches
     held = int(number_of(load.section, "in_flight") or 0)
-    return min(held, count) if held else in_turn(work, load, count), room(work, load, *_choice(load.section), count)
+    return min(held, count) if held else in_turn(work, load, count), room(
+        work, load, *_choice(load.section), count
+    )

@@ -1,4 +1,7 @@
-"""What a rank runs: torch, triton and the standard library only. Importing the package itself imports none of them."""
+"""What a rank runs: torch, triton and the standard library only. Importing the package itself imports none of
+them."""
 
 if __name__ != "secc.runtime":
-    raise ImportError("this folder is the package secc.runtime; import it under that name, or its classes exist twice")
+    raise ImportError(
+        "this folder is the package secc.runtime; import it under that name, or its classes exist twice"
+    )

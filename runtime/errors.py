@@ -1,7 +1,7 @@
 """What goes wrong because of the user's input: one exception that carries everything a helpful message needs.
 
-Every other exception is a defect of secc. The command line and the ranks turn a `UserError` into one message and exit code 2.
-It lives here because ranks raise it too; the compiler imports it as `secc.errors`.
+Every other exception is a defect of secc. The command line and the ranks turn a `UserError` into one message
+and exit code 2. It lives here because ranks raise it too; the compiler imports it as `secc.errors`.
 """
 
 from __future__ import annotations

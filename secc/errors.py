@@ -1,4 +1,5 @@
-"""The exceptions that report bad input; ranks raise the same class. Everything else that is raised is a defect of secc."""
+"""The exceptions that report bad input; ranks raise the same class. Everything else that is raised is a
+defect of secc."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ __all__ = ["Impossible", "UserError"]
 
 
 class Impossible(UserError):
-    """A choice that a pass behind `allocate` cannot carry out: `choices` are NAME.KEY=VALUE, or NAME.KEY for any value above 1.
+    """A choice that a pass behind `allocate` cannot carry out: `choices` are NAME.KEY=VALUE, or NAME.KEY for
+    any value above 1.
 
     It has the message of another error. A choice that nobody pinned is made again without these.
     """

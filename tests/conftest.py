@@ -1,6 +1,8 @@
-"""What every test shares: one torch thread for each process, where the sample models are, goldens, and free ports.
+"""What every test shares: one torch thread for each process, where the sample models are, goldens, and free
+ports.
 
-The thread settings must stand before torch is imported: two busy threads on a small machine are many times slower than one.
+The thread settings must stand before torch is imported: two busy threads on a small machine are many times
+slower than one.
 """
 
 from __future__ import annotations
@@ -23,8 +25,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update-goldens", action="store_true", help="write golden files anew instead of comparing with them")
-    parser.addoption("--plans", type=int, default=60, help="so many random plans in all (tests/e2e/test_random_plans.py)")
+    parser.addoption(
+        "--update-goldens", action="store_true", help="write golden files anew instead of comparing with them"
+    )
+    parser.addoption(
+        "--plans", type=int, default=60, help="so many random plans in all (tests/e2e/test_random_plans.py)"
+    )
 
 
 @pytest.fixture

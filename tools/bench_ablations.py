@@ -1,12 +1,14 @@
 """What each part of the allocation is worth: `python -m tools.bench_ablations PLANS [ID ...]` prints a table.
 
-PLANS is a folder with the plan of each workload in a folder of its name, as `tools.bench_baselines` leaves it. From the IR that a plan
-keeps its allocation is made again, as `allocate` makes it and in other ways, so that nothing is captured or compiled here. Each choice is
-put into the order that ranks run, on the same samples (`secc.alloc.trial`). A figure is that step over the one of `allocate`'s choice.
+PLANS is a folder with the plan of each workload in a folder of its name, as `tools.bench_baselines` leaves
+it. From the IR that a plan keeps its allocation is made again, as `allocate` makes it and in other ways, so
+that nothing is captured or compiled here. Each choice is put into the order that ranks run, on the same
+samples (`secc.alloc.refine.schedule_evaluation`). A figure is that step over the one of `allocate`'s choice.
 
-solver alone: the best by closed forms, nothing tried. means only: tried on mean samples. uniform: every section on all ranks with one
-micro-batch. greedy: sections apart on ranks in proportion to their work, each run in the fastest way that fits. random: the median of 20
-plans that fit. without sink-boundaries: sections send what their modules return.
+solver alone: the best by closed forms, nothing tried. means only: tried on mean samples. uniform: every
+section on all ranks with one micro-batch. greedy: sections apart on ranks in proportion to their work, each
+run in the fastest way that fits. random: the median of 20 plans that fit. without sink-boundaries: sections
+send what their modules return.
 """
 
 from __future__ import annotations
@@ -18,24 +20,34 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from secc import whatif
-from secc.alloc import ahead
-from secc.alloc.candidates import Workload, workload
-from secc.alloc.contest import contest
-from secc.alloc.evaluate import evaluate
-from secc.alloc.model import solve
-from secc.alloc.pins import Pins
-from secc.alloc.problem import problem
-from secc.alloc.trial import Trial
-from secc.alloc.types import Assignment, Problem, Solution
+from secc.alloc.problem.build import problem
+from secc.alloc.problem.candidates import Workload, workload
+from secc.alloc.problem.closed_form import evaluate
+from secc.alloc.problem.pins import Pins
+from secc.alloc.problem.types import Assignment, Problem, Solution
+from secc.alloc.refine import prefetch_memory
+from secc.alloc.refine.local_search import contest
+from secc.alloc.refine.schedule_evaluation import Trial
+from secc.alloc.solver.cpsat_model import solve
 from secc.cluster import parse
-from secc.cost.overheads import with_overheads
-from secc.ir import samples, text
-from secc.ir.dialect import GraphOp, graph_of
+from secc.cost.model.step_overheads import with_overheads
+from secc.driver import what_if
+from secc.ir.analysis import sample_sizes
+from secc.ir.dialect.ops import GraphOp, graph_of
+from secc.ir.text_io import text
 from secc.passes.allocate import MARGIN, hand_out
 from tools.bench_workloads import print_rows
 
-COLUMNS = ("workload", "plan, s", "solver alone", "means only", "uniform", "greedy", "random", "without sink-boundaries")
+COLUMNS = (
+    "workload",
+    "plan, s",
+    "solver alone",
+    "means only",
+    "uniform",
+    "greedy",
+    "random",
+    "without sink-boundaries",
+)
 SINK = "sink-boundaries"
 RANDOM_PLANS, MOST_DRAWS = 20, 20_000
 
@@ -62,25 +74,36 @@ class Setting:
         """What `allocate` chooses by a trial."""
         if self.solved is None:
             return None
-        return contest(trial, self.asked, self.solved.assignment, partial(hand_out, self.asked), MARGIN).assignment
+        return contest(
+            trial, self.asked, self.solved.assignment, partial(hand_out, self.asked), MARGIN
+        ).assignment
 
 
 def setting(graph: GraphOp, allocate: Any) -> Setting:
     cluster = with_overheads(graph, parse(allocate.cluster))
     work = workload(graph, cluster, allocate.global_batch)
     pins = Pins(refused=frozenset(allocate.refused))
-    asked = ahead.priced(problem(work, cluster.ranks, "auto", pins), work, None)
+    asked = prefetch_memory.priced(problem(work, cluster.ranks, "auto", pins), work, None)
     return Setting(work, asked, Trial(work, asked, None))
 
 
 def greedy(asked: Problem) -> Assignment | None:
-    """Sections apart on ranks in proportion to their work on one; None where those do not fit, or are no whole nodes."""
+    """Sections apart on ranks in proportion to their work on one; None where those do not fit, or are no
+    whole nodes."""
     alone = {s: min(c.time_ns * c.ranks for c in cs) for s, cs in asked.sections.items()}
     choice: dict[str, int] = {}
     left = asked.ranks
     for s in sorted(alone, key=lambda s: alone[s]):
-        share = max(1, round(asked.ranks * alone[s] / sum(alone.values()))) if len(choice) < len(alone) - 1 else left
-        fitting = [(i, c) for i, c in enumerate(asked.sections[s]) if c.ranks <= share and max(c.memory, c.memory_ahead) <= asked.capacity]
+        share = (
+            max(1, round(asked.ranks * alone[s] / sum(alone.values())))
+            if len(choice) < len(alone) - 1
+            else left
+        )
+        fitting = [
+            (i, c)
+            for i, c in enumerate(asked.sections[s])
+            if c.ranks <= share and max(c.memory, c.memory_ahead) <= asked.capacity
+        ]
         if not fitting:
             return None
         choice[s], chosen = min(fitting, key=lambda x: (-x[1].ranks, x[1].time_ns))
@@ -105,7 +128,11 @@ def drawn(asked: Problem) -> list[Assignment]:
         choice = {s: rng.randrange(len(cs)) for s, cs in asked.sections.items()}
         group: dict[str, str] = {}
         for i, s in enumerate(names):
-            same = [g for g in names[:i] if group[g] == g and asked.sections[g][choice[g]].ranks == asked.sections[s][choice[s]].ranks]
+            same = [
+                g
+                for g in names[:i]
+                if group[g] == g and asked.sections[g][choice[g]].ranks == asked.sections[s][choice[s]].ranks
+            ]
             group[s] = rng.choice([s, *same])
         if _legal(asked, a := Assignment(choice, group)):
             found.append(a)
@@ -115,32 +142,41 @@ def drawn(asked: Problem) -> list[Assignment]:
 
 
 def unsunk(directory: Path, graph: GraphOp) -> GraphOp | None:
-    """The graph before `sink-boundaries`, with the samples of `graph`; None where the plan does not keep it."""
+    """The graph before `sink-boundaries`, with the samples of `graph`; None where the plan does not keep
+    it."""
     dumps = sorted((directory / "ir").glob("*.mlir"))
     at = next((i for i, path in enumerate(dumps) if path.stem.partition("-")[2] == SINK), 0)
     if not at:
         return None
     before = graph_of(text.parse(dumps[at - 1].read_text()))
-    before.attributes[samples.ATTRIBUTE] = graph.attributes[samples.ATTRIBUTE]
+    before.attributes[sample_sizes.ATTRIBUTE] = graph.attributes[sample_sizes.ATTRIBUTE]
     return before
 
 
 def row(name: str, plans: Path) -> list[str]:
     """The cells of a workload."""
-    (allocate, *_), path = whatif.before_allocate(plans / name)
+    (allocate, *_), path = what_if.before_allocate(plans / name)
     graph = graph_of(text.parse(path.read_text(), str(path)))
     own = setting(graph, allocate)
     plan = own.step(own.chosen(own.trial))
     uniform = solve(replace(own.asked, strategy="uniform"), margin=MARGIN)
-    kept = graph.attributes.pop(samples.ATTRIBUTE)
+    kept = graph.attributes.pop(sample_sizes.ATTRIBUTE)
     means = own.chosen(Trial(own.work, own.asked, None))
-    graph.attributes[samples.ATTRIBUTE] = kept
+    graph.attributes[sample_sizes.ATTRIBUTE] = kept
     alone, alike = (found.assignment if found is not None else None for found in (own.solved, uniform))
     times = [step for a in drawn(own.asked) if (step := own.step(a)) is not None]
     other = setting(before, allocate) if (before := unsunk(plans / name, graph)) is not None else None
     without = other.step(other.chosen(other.trial)) if other is not None else None
-    steps = [*map(own.step, (alone, means, alike, greedy(own.asked))), statistics.median(times) if times else None, without]
-    return [name, f"{plan:.3f}" if plan else "-", *(f"{step / plan:.2f}" if step and plan else "-" for step in steps)]
+    steps = [
+        *map(own.step, (alone, means, alike, greedy(own.asked))),
+        statistics.median(times) if times else None,
+        without,
+    ]
+    return [
+        name,
+        f"{plan:.3f}" if plan else "-",
+        *(f"{step / plan:.2f}" if step and plan else "-" for step in steps),
+    ]
 
 
 def main() -> None:

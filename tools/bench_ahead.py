@@ -1,11 +1,13 @@
-"""Measures running ahead: the mean step over its certified bound, where a frozen section upstream waits for the step and where it does not.
+"""Measures running ahead: the mean step over its certified bound, where a frozen section upstream waits for
+the step and where it does not.
 
-python -m tools.bench_ahead            mean/worst of ten seeds as a table
-python -m tools.bench_ahead --lead 1   with results for another number of micro-batches than plans give room for
+python -m tools.bench_ahead            mean/worst of ten seeds as a table python -m tools.bench_ahead --lead 1
+with results for another number of micro-batches than plans give room for
 
-Each seed is a round of three global batches that come again and again (`secc/simulate/steady.py`); a step is simulated with all that is
-computed ahead in it, against the bound on the mean step (`secc/schedule/steady.py`). Room on a rank is what `secc compile` gives
-(`secc/alloc/ahead.py`). Costs are linear and transfers take no time; `tools/mixes.py` has the mixes. Prints Markdown.
+Each seed is a round of three global batches that come again and again (`secc/simulate/steady.py`); a step is
+simulated with all that is computed ahead in it, against the bound on the mean step (`secc/bounds/steady.py`).
+Room on a rank is what `secc compile` gives (`secc/alloc/refine/prefetch_memory.py`). Costs are linear and
+transfers take no time; `tools/mixes.py` has the mixes. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -19,10 +21,10 @@ from statistics import mean
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from secc.alloc.ahead import LEAD
-from secc.runtime.plan import Plan
-from secc.schedule.steady import steady_bound
-from secc.schedule.work import Work
+from secc.alloc.refine.prefetch_memory import LEAD
+from secc.bounds.steady import steady_bound
+from secc.bounds.work import Work
+from secc.runtime.plan.schema import Plan
 from secc.simulate.machine import simulate
 from secc.simulate.steady import steady
 from tools import mixes
@@ -33,7 +35,8 @@ WIDTH = 2048  # entries of a token's results, in 16 bits
 
 @dataclass(frozen=True)
 class Setting:
-    """One row: `kind` is "teacher → student" or "frozen encoder → LM"; `stages` are those of the critical section's replicas."""
+    """One row: `kind` is "teacher → student" or "frozen encoder → LM"; `stages` are those of the critical
+    section's replicas."""
 
     kind: str
     count: int
@@ -48,19 +51,35 @@ class Setting:
             batches = [mixes.distillation(self.count, BATCHES * seed + k) for k in range(BATCHES)]
         else:
             batches = [mixes.multimodal(self.count, 0.33, BATCHES * seed + k) for k in range(BATCHES)]
-        every, pipeline = [s for batch in batches for s in batch], mixes.Pipeline(self.stages, 2 * self.stages, split=self.stages > 1)
+        every, pipeline = (
+            [s for batch in batches for s in batch],
+            mixes.Pipeline(self.stages, 2 * self.stages, split=self.stages > 1),
+        )
         if self.kind == "teacher → student":
-            made, symbol = mixes.teacher_student(every, self.upstream, self.replicas, self.load, pipeline), "T"
+            made, symbol = (
+                mixes.teacher_student(every, self.upstream, self.replicas, self.load, pipeline),
+                "T",
+            )
         else:
             made, symbol = mixes.vlm(every, self.upstream, self.replicas, self.load, "forward", pipeline), "I"
-        carried = (replace(e, dims=(symbol, str(WIDTH)), rows=symbol, dtype="bfloat16") if not e.grad else e for e in made.edges)
+        carried = (
+            replace(e, dims=(symbol, str(WIDTH)), rows=symbol, dtype="bfloat16") if not e.grad else e
+            for e in made.edges
+        )
         return replace(made, edges=tuple(carried)), batches
 
     def room(self, batches: list[mixes.Samples], lead: int) -> float:
         """GiB on a rank for what the critical section's replicas want first."""
         symbol = "T" if self.kind == "teacher → student" else "I"
         sizes = [s.sizes[symbol] for batch in batches for s in batch if s.sizes[symbol]]
-        return (lead + self.stages) * max(1, -(-self.replicas // self.upstream)) * mean(sizes) * WIDTH * 2 / 2**30
+        return (
+            (lead + self.stages)
+            * max(1, -(-self.replicas // self.upstream))
+            * mean(sizes)
+            * WIDTH
+            * 2
+            / 2**30
+        )
 
 
 def settings() -> Iterator[Setting]:
@@ -79,15 +98,27 @@ def settings() -> Iterator[Setting]:
 def ratio(plan: Plan, batches: list[mixes.Samples]) -> float:
     """The mean step of a plan over the bound on it where as much may run ahead as anything can."""
     time = sum(simulate(plan, samples, programs).end for samples, programs in steady(plan, batches))
-    return time / len(batches) / steady_bound([Work(replace(plan, run_ahead_gib=1.0), samples) for samples in batches]).ns
+    return (
+        time
+        / len(batches)
+        / steady_bound([Work(replace(plan, run_ahead_gib=1.0), samples) for samples in batches]).ns
+    )
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=10, help="rounds of batches for each row")
-    parser.add_argument("--lead", type=int, default=LEAD, help="micro-batches for each replica, beside one for each stage")
+    parser.add_argument(
+        "--lead", type=int, default=LEAD, help="micro-batches for each replica, beside one for each stage"
+    )
     options = parser.parse_args(arguments)
-    print("| sections | N | ranks upstream | replicas | stages | load upstream | room, GiB | alone | ahead |\n" + "| --- " * 9 + "|")
+    print(
+        "| sections | N | ranks upstream | replicas | stages | load upstream | room, GiB | alone | ahead |\n"
+        + "| --- " * 9
+        + "|"
+    )
     for row in settings():
         found, rooms = list[tuple[float, float]](), list[float]()
         for seed in range(options.seeds):

@@ -1,10 +1,12 @@
-"""Plans of the reference workloads against all baselines: `python -m tools.bench_baselines PLANS [ID[@SHARE] ...]` prints a table.
+"""Plans of the reference workloads against all baselines: `python -m tools.bench_baselines PLANS [ID[@SHARE]
+...]` prints a table.
 
-PLANS is a folder with the plan of each workload in a folder of its name; those that are missing are compiled first
-(`tools.bench_workloads` has their clusters and batches). `vlm_7b@0.75` is the workload with images in 75% of its samples. A plan and all
-baselines train the same global batches on the same devices, in one simulator with one cost model (docs/baselines.md). Columns: the
-plan's step, its ratio to the bounds for its allocation and for any, and each baseline's step over the plan's: below 1 the plan loses,
-in bold. `--plot FILE` (needs matplotlib) draws these ratios. Which layouts are a baseline's best is printed to standard error.
+PLANS is a folder with the plan of each workload in a folder of its name; those that are missing are compiled
+first (`tools.bench_workloads` has their clusters and batches). `vlm_7b@0.75` is the workload with images in
+75% of its samples. A plan and all baselines train the same global batches on the same devices, in one
+simulator with one cost model (docs/baselines.md). Columns: the plan's step, its ratio to the bounds for its
+allocation and for any, and each baseline's step over the plan's: below 1 the plan loses, in bold. `--plot
+FILE` (needs matplotlib) draws these ratios. Which layouts are a baseline's best is printed to standard error.
 """
 
 from __future__ import annotations
@@ -22,10 +24,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from secc.baselines.compare import Comparison
 from secc.baselines.schemes import SCHEMES
-from secc.runtime.plan import Plan, load
-from secc.runtime.program import SampleMeta
-from secc.schedule.steady import steady_bound
-from secc.schedule.work import Work
+from secc.bounds.steady import steady_bound
+from secc.bounds.work import Work
+from secc.runtime.plan.schema import Plan, load
+from secc.runtime.plan.step_program import SampleMeta
 from secc.simulate.batches import global_batches
 from secc.simulate.machine import simulate
 from secc.simulate.measures import Measures, mean, measure
@@ -41,7 +43,8 @@ TEXT = ("kd_32b_8b", "kd_32b_1_7b")  # without images
 
 @dataclass(frozen=True)
 class Row:
-    """A workload in one mix: its plan, the plan's measures, and each baseline's step over the plan's, None where none fits."""
+    """A workload in one mix: its plan, the plan's measures, and each baseline's step over the plan's, None
+    where none fits."""
 
     name: str
     share: str
@@ -52,10 +55,21 @@ class Row:
     @property
     def cells(self) -> list[str]:
         m = self.measures
-        bounds = [f"{m.step_time_s / bound:.3f}" if bound else "-" for bound in (m.schedule_bound_s, m.plan_bound_s)]
-        sections = "; ".join(f"{s.name} {s.mesh.dp}/{s.mesh.pp}/{s.mesh.tp}, {s.micro_batch}" for s in self.plan.whole_sections)
+        bounds = [
+            f"{m.step_time_s / bound:.3f}" if bound else "-" for bound in (m.schedule_bound_s, m.plan_bound_s)
+        ]
+        sections = "; ".join(
+            f"{s.name} {s.mesh.dp}/{s.mesh.pp}/{s.mesh.tp}, {s.micro_batch}" for s in self.plan.whole_sections
+        )
         ratios = ["-" if r is None else f"**{r:.3f}**" if r < 1 else f"{r:.2f}" for r in self.ratios.values()]
-        return [self.name, "" if self.name in TEXT else self.share, f"{m.step_time_s:.3f}", *bounds, *ratios, sections]
+        return [
+            self.name,
+            "" if self.name in TEXT else self.share,
+            f"{m.step_time_s:.3f}",
+            *bounds,
+            *ratios,
+            sections,
+        ]
 
 
 def compiled(name: str, directory: Path) -> Path:
@@ -63,8 +77,22 @@ def compiled(name: str, directory: Path) -> Path:
     if not (directory / "plan.json").exists():
         cluster, batch = WORKLOADS[name]
         model = Path(__file__).parent / "workloads" / f"{name}.py"
-        options = ["compile", str(model), "-o", str(directory), "--cluster", cluster, "--global-batch", str(batch)]
-        subprocess.run([sys.executable, "-c", COMPILE, *options], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        options = [
+            "compile",
+            str(model),
+            "-o",
+            str(directory),
+            "--cluster",
+            cluster,
+            "--global-batch",
+            str(batch),
+        ]
+        subprocess.run(
+            [sys.executable, "-c", COMPILE, *options],
+            check=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
     return directory
 
 
@@ -91,7 +119,9 @@ def _mix(share: str) -> Iterator[None]:
         del os.environ[SHARE]
 
 
-def _ratio(comparison: Comparison, scheme: str, batches: Sequence[Sequence[SampleMeta]], step: float) -> float | None:
+def _ratio(
+    comparison: Comparison, scheme: str, batches: Sequence[Sequence[SampleMeta]], step: float
+) -> float | None:
     found = comparison.best(scheme, batches)
     print(f"{scheme}: {found.layout}", file=sys.stderr, flush=True)
     return None if found.step_time_s is None else found.step_time_s / step
@@ -106,7 +136,12 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         some = [(i, ratio) for i, r in enumerate(rows) if (ratio := r.ratios[scheme]) is not None]
         axes.plot(*zip(*some, strict=True), marker, label=scheme, markersize=5)
     axes.axhline(1, color="black", linewidth=1)
-    axes.set_xticks(range(len(rows)), [" ".join([r.name, *([] if r.name in TEXT else [r.share])]) for r in rows], rotation=60, ha="right")
+    axes.set_xticks(
+        range(len(rows)),
+        [" ".join([r.name, *([] if r.name in TEXT else [r.share])]) for r in rows],
+        rotation=60,
+        ha="right",
+    )
     axes.set_ylabel("step over the plan's")
     axes.set_ylim(bottom=0.9)
     figure.legend(loc="outside right upper")
@@ -114,7 +149,9 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("plans", type=Path)
     parser.add_argument("workloads", nargs="*", metavar="ID[@SHARE]", default=list(WORKLOADS))
     parser.add_argument("--plot", type=Path, help="draw the ratios", metavar="FILE")

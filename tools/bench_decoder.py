@@ -22,7 +22,9 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.mixed(self.first(x)).chunk(3, -1))
+        q, k, v = (
+            t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.mixed(self.first(x)).chunk(3, -1)
+        )
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.second(x))))
 
@@ -30,7 +32,10 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.blocks = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList(Block() for _ in range(LAYERS))
+        self.embed, self.blocks = (
+            nn.Embedding(VOCABULARY, WIDTH),
+            nn.ModuleList(Block() for _ in range(LAYERS)),
+        )
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,11 @@
-"""Compares emulated steps with simulated ones: real processes and the real control plane, with waits in place of training.
+"""Compares emulated steps with simulated ones: real processes and the real control plane, with waits in place
+of training.
 
-python -m tools.bench_emulation [NAME ...] --steps 3      plans with 2 to 16 ranks; those with 64 only if named
+python -m tools.bench_emulation [NAME ...] --steps 3      plans with 2 to 16 ranks; those with 64 only if
+named
 
-Each plan has the sections of `tools/mixes.py` on a machine of 8 devices a node, and its own samples. Wall time over simulated time of each
-step but the first, in which processes still warm up. Prints Markdown.
+Each plan has the sections of `tools/mixes.py` on a machine of 8 devices a node, and its own samples. Wall
+time over simulated time of each step but the first, in which processes still warm up. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -19,10 +21,10 @@ from itertools import islice
 from pathlib import Path
 from statistics import median
 
-from secc.runtime.emulate import FILE, to_json
-from secc.runtime.launch import run_plan
-from secc.runtime.plan import Input, ModelRef, Plan
-from secc.runtime.plan import to_json as plan_json
+from secc.runtime.plan.schema import Input, ModelRef, Plan
+from secc.runtime.plan.schema import to_json as plan_json
+from secc.runtime.training.emulation import FILE, to_json
+from secc.runtime.training.launch import run_plan
 from secc.simulate.batches import global_batches
 from secc.simulate.emulated import compared, table
 from tools import mixes
@@ -33,7 +35,14 @@ DEVICE = {
     "kind": "cpu", "backend": "cpu", "gflops": [["f32", 100]], "memory": 1 << 34, "memory_bytes_per_s": 10**11, "efficiency_percent": 50,
     "op_ns": 1, "reserved": 0, "label": "default",
 }  # fmt: skip
-CLUSTER = {"name": "emulated", "nodes": 8, "per_node": 8, "inside": LINK, "between": LINK | {"latency_ns": 60_000}, "device": DEVICE}
+CLUSTER = {
+    "name": "emulated",
+    "nodes": 8,
+    "per_node": 8,
+    "inside": LINK,
+    "between": LINK | {"latency_ns": 60_000},
+    "device": DEVICE,
+}
 WIDTH = 4096  # entries of a token's row on an edge
 MEBIBYTE = 2**-10  # GiB
 PARAMETERS = 50_000_000  # entries of a section's parameter, where a plan has any
@@ -56,7 +65,7 @@ runpy.run_path(str(PLAN / "ranks" / "rank.py"), run_name="__main__")
 """
 RANK = """import sys
 
-from secc.runtime.launch import main
+from secc.runtime.training.launch import main
 
 sys.exit(main(lambda options: sys.exit("there is nothing to train: start it with --emulate")))
 """
@@ -64,7 +73,8 @@ sys.exit(main(lambda options: sys.exit("there is nothing to train: start it with
 
 @dataclass(frozen=True)
 class Case:
-    """A plan: how many samples a step has, and what runs where. `mix` draws samples, `plan` lays out the sections for them."""
+    """A plan: how many samples a step has, and what runs where. `mix` draws samples, `plan` lays out the
+    sections for them."""
 
     samples: int
     plan: Callable[[mixes.Samples], Plan]
@@ -90,22 +100,36 @@ def _sharded(samples: mixes.Samples, ranks: int, way: str) -> Plan:
 def _ahead(samples: mixes.Samples, teachers: int, students: int, stages: int = 1) -> Plan:
     """A teacher that runs ahead of its students, which may have stages."""
     pipeline = mixes.Pipeline(stages, 2 * stages if stages > 1 else 0, stages > 1)
-    return replace(mixes.teacher_student(samples, teachers, students, 1.0, pipeline), run_ahead_gib=200 * MEBIBYTE)
+    return replace(
+        mixes.teacher_student(samples, teachers, students, 1.0, pipeline), run_ahead_gib=200 * MEBIBYTE
+    )
 
 
 CASES = {
     "2 ranks, encoder → LM": Case(8, lambda s: mixes.vlm(s, 1, 1, 0.8)),
     "2 ranks, shared": Case(8, lambda s: _shared(s, 2)),
-    "3 ranks, encoder → LM of 2 stages": Case(8, lambda s: mixes.vlm(s, 1, 1, 0.8, pipeline=mixes.Pipeline(2, 4, True))),
+    "3 ranks, encoder → LM of 2 stages": Case(
+        8, lambda s: mixes.vlm(s, 1, 1, 0.8, pipeline=mixes.Pipeline(2, 4, True))
+    ),
     "3 ranks, teacher → student, ahead": Case(8, lambda s: _ahead(s, 1, 2), mixes.distillation),
-    "4 ranks, encoder → LM of 3 stages": Case(8, lambda s: mixes.vlm(s, 1, 1, 0.8, pipeline=mixes.Pipeline(3, 6))),
-    "4 ranks, teacher → student of 2 stages, ahead": Case(8, lambda s: _ahead(s, 2, 1, stages=2), mixes.distillation),
-    "8 ranks, teacher → student of 2 stages, ahead": Case(16, lambda s: _ahead(s, 2, 3, stages=2), mixes.distillation),
+    "4 ranks, encoder → LM of 3 stages": Case(
+        8, lambda s: mixes.vlm(s, 1, 1, 0.8, pipeline=mixes.Pipeline(3, 6))
+    ),
+    "4 ranks, teacher → student of 2 stages, ahead": Case(
+        8, lambda s: _ahead(s, 2, 1, stages=2), mixes.distillation
+    ),
+    "8 ranks, teacher → student of 2 stages, ahead": Case(
+        16, lambda s: _ahead(s, 2, 3, stages=2), mixes.distillation
+    ),
     "4 ranks, shared, zero1": Case(16, lambda s: _sharded(s, 4, "zero1")),
     "8 ranks, shared": Case(32, lambda s: _shared(s, 8)),
     "8 ranks, shared, zero3": Case(32, lambda s: _sharded(s, 8, "zero3")),
-    "16 ranks, encoder → LM of 4 stages": Case(48, lambda s: mixes.vlm(s, 4, 3, 0.8, pipeline=mixes.Pipeline(4, 8, True))),
-    "64 ranks, encoder → LM of 4 stages": Case(128, lambda s: mixes.vlm(s, 16, 12, 0.8, pipeline=mixes.Pipeline(4, 8, True))),
+    "16 ranks, encoder → LM of 4 stages": Case(
+        48, lambda s: mixes.vlm(s, 4, 3, 0.8, pipeline=mixes.Pipeline(4, 8, True))
+    ),
+    "64 ranks, encoder → LM of 4 stages": Case(
+        128, lambda s: mixes.vlm(s, 16, 12, 0.8, pipeline=mixes.Pipeline(4, 8, True))
+    ),
 }
 LARGE = [name for name in CASES if name.startswith("64")]
 
@@ -139,18 +163,25 @@ def write(directory: Path, case: Case, batches: int) -> Plan:
 
 
 def emulated(directory: Path, plan: Plan, steps: int, scale: float = 1.0) -> list[tuple[int, float, float]]:
-    """(step, emulated seconds, simulated seconds) of the run's steps. Raises RuntimeError if it ends early."""
+    """(step, emulated seconds, simulated seconds) of the run's steps. Raises RuntimeError if it ends
+    early."""
     logs = directory / "logs"
     logs.mkdir(exist_ok=True)
     (logs / "table.json").write_text(to_json(table(plan, scale)))
     (logs / FILE).unlink(missing_ok=True)
-    if run_plan(directory, ["--steps", str(steps), "--log-dir", str(logs), "--emulate", str(logs / "table.json")]):
+    if run_plan(
+        directory, ["--steps", str(steps), "--log-dir", str(logs), "--emulate", str(logs / "table.json")]
+    ):
         raise RuntimeError(f"the run of {directory} ended early")
-    return list(compared(plan, logs, list(islice(global_batches(directory, plan, steps=steps), steps)), "wavefront"))
+    return list(
+        compared(plan, logs, list(islice(global_batches(directory, plan, steps=steps), steps)), "wavefront")
+    )
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", help="; ".join(CASES))
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--scale", type=float, default=1.0, help="stretch all waits")
@@ -162,7 +193,10 @@ def main(arguments: Sequence[str]) -> int:
             found = emulated(Path(directory), plan, options.steps, options.scale)[1:]
         took, expected = (median(column) for column in list(zip(*found, strict=True))[1:])
         ratios = [e / s for _, e, s in found]
-        print(f"| {name} | {took:.3f} | {expected:.3f} | {median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}) |", flush=True)
+        print(
+            f"| {name} | {took:.3f} | {expected:.3f} | {median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}) |",
+            flush=True,
+        )
     return 0
 
 

@@ -1,13 +1,16 @@
-"""Measures secc's fused operators on this machine's GPU: first that they are right, then time and peak memory beside other ways.
+"""Measures secc's fused operators on this machine's GPU: first that they are right, then time and peak memory
+beside other ways.
 
-    python tools/bench_kernels.py                 every operator at the sizes of Qwen3 and Llama models, 4,096 to 32,768 rows
-    python tools/bench_kernels.py --quick         at Qwen3-8B's sizes and 8,192 rows only
-    python tools/bench_kernels.py --tune          measures launch parameters first, and keeps them for later runs and training
-    python tools/bench_kernels.py --precision     only the errors against float64, beside unfused PyTorch's; needs no GPU
+    python tools/bench_kernels.py                 every operator at the sizes of Qwen3 and Llama models, 4,096
+    to 32,768 rows python tools/bench_kernels.py --quick         at Qwen3-8B's sizes and 8,192 rows only
+    python tools/bench_kernels.py --tune          measures launch parameters first, and keeps them for later
+    runs and training python tools/bench_kernels.py --precision     only the errors against float64, beside
+    unfused PyTorch's; needs no GPU
 
-Each operator runs forward and backward. Peak memory is what exists beyond inputs and gradients. Bandwidth and FLOP/s are the least that any
-implementation must move and compute, over its time, as shares of what a copy and a matrix product reach here. Writes a table, results.json
-and plot.svg to --out. Exit code 1 if an operator is wrong.
+Each operator runs forward and backward. Peak memory is what exists beyond inputs and gradients. Bandwidth and
+FLOP/s are the least that any implementation must move and compute, over its time, as shares of what a copy
+and a matrix product reach here. Writes a table, results.json and plot.svg to --out. Exit code 1 if an
+operator is wrong.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ SLACK = 2.0  # a fused operator may err this many times as much as unfused PyTor
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this GPU reaches: bytes moved by a copy (read and written) and FLOPs of a square product, each per second."""
+    """What this GPU reaches: bytes moved by a copy (read and written) and FLOPs of a square product, each per
+    second."""
 
     bytes_per_s: float
     flops_per_s: float
@@ -40,7 +44,8 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Result:
-    """One way to compute one operator at one size, forward and backward; `failure` says why there is no time."""
+    """One way to compute one operator at one size, forward and backward; `failure` says why there is no
+    time."""
 
     case: str
     model: str
@@ -74,22 +79,32 @@ def outputs_of(way: Way, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [found] if isinstance(found, torch.Tensor) else list(found)
 
 
-def step(case: Case, way: Way, inputs: Sequence[torch.Tensor], upstream: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def step(
+    case: Case, way: Way, inputs: Sequence[torch.Tensor], upstream: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
     """Forward and backward once: the gradients."""
     return torch.autograd.grad(outputs_of(way, inputs), inputs[: case.differentiable], upstream)
 
 
-def prepared(case: Case, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def prepared(
+    case: Case, sizes: Sizes, dtype: torch.dtype, device: torch.device
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """(inputs, upstream gradients) of one operator, the same for each way."""
     torch.manual_seed(0)
-    inputs = [x.requires_grad_(i < case.differentiable) for i, x in enumerate(case.inputs(sizes, dtype, device))]
+    inputs = [
+        x.requires_grad_(i < case.differentiable) for i, x in enumerate(case.inputs(sizes, dtype, device))
+    ]
     with torch.no_grad():
         outputs = outputs_of(case.ways["secc"], inputs)
     return inputs, [torch.ones_like(o) if o.dim() == 0 else torch.randn_like(o) for o in outputs]
 
 
 def errors(
-    case: Case, way: Way, inputs: Sequence[torch.Tensor], upstream: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]
+    case: Case,
+    way: Way,
+    inputs: Sequence[torch.Tensor],
+    upstream: Sequence[torch.Tensor],
+    exact: Sequence[torch.Tensor],
 ) -> list[float]:
     """Relative errors, by norm, of the outputs together and of each gradient."""
     outputs = torch.cat([o.detach().double().flatten() for o in outputs_of(way, inputs)])
@@ -98,9 +113,12 @@ def errors(
 
 
 def precision(case: Case, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> dict[str, list[float]]:
-    """The errors of secc's operator and of unfused PyTorch in `dtype`, against unfused PyTorch in float64 on the same numbers."""
+    """The errors of secc's operator and of unfused PyTorch in `dtype`, against unfused PyTorch in float64 on
+    the same numbers."""
     inputs, upstream = prepared(case, sizes, dtype, device)
-    wide = [x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in inputs]
+    wide = [
+        x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in inputs
+    ]
     eager, ramps = case.ways["eager"], [u.double() for u in upstream]
     outputs = torch.cat([o.detach().flatten() for o in outputs_of(eager, wide)])
     exact = [outputs, *step(case, eager, wide, ramps)]
@@ -116,7 +134,9 @@ def measured(case: Case, way: str, run: Way, sizes: Sizes, dtype: torch.dtype, t
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         gradients = step(case, run, inputs, upstream)
-        beyond = torch.cuda.max_memory_allocated() - before - sum(g.numel() * g.element_size() for g in gradients)
+        beyond = (
+            torch.cuda.max_memory_allocated() - before - sum(g.numel() * g.element_size() for g in gradients)
+        )
     except torch.cuda.OutOfMemoryError:
         torch.cuda.empty_cache()
         return replace(result, failure="out of memory")
@@ -151,8 +171,12 @@ def plot(results: Sequence[Result]) -> str:
         parts.append(f'<text x="10" y="{y + 11}">{case}, {model}, {rows:,} rows</text>')
         slowest = max(bar.ms for bar in bars)
         for bar in bars:
-            parts.append(f'<rect x="360" y="{y}" width="{380 * bar.ms / slowest:.1f}" height="12" fill="{COLORS[bar.way]}"/>')
-            parts.append(f'<text x="{366 + 380 * bar.ms / slowest:.1f}" y="{y + 11}">{bar.way} {bar.ms:.3g} ms</text>')
+            parts.append(
+                f'<rect x="360" y="{y}" width="{380 * bar.ms / slowest:.1f}" height="12" fill="{COLORS[bar.way]}"/>'
+            )
+            parts.append(
+                f'<text x="{366 + 380 * bar.ms / slowest:.1f}" y="{y + 11}">{bar.way} {bar.ms:.3g} ms</text>'
+            )
             y += 15
         y += 10
     style = '<style>text{font:11px sans-serif}</style><text x="10" y="16">Forward and backward; shorter is better</text>'
@@ -160,16 +184,27 @@ def plot(results: Sequence[Result]) -> str:
 
 
 def check(cases: Sequence[Case], sizes: Sizes, dtype: torch.dtype, device: torch.device) -> bool:
-    """Print the precision report; whether every operator errs at most `SLACK` times as much as unfused PyTorch (and float32's rounding)."""
-    how = "Triton kernels" if backend.has_kernels(torch.empty(0, dtype=dtype, device=device)) else "PyTorch references"
-    print(f"Relative errors against float64, {dtype}, {sizes.name} sizes, {sizes.rows} rows, {how}: outputs, then each gradient")
+    """Print the precision report; whether every operator errs at most `SLACK` times as much as unfused
+    PyTorch (and float32's rounding)."""
+    how = (
+        "Triton kernels"
+        if backend.has_kernels(torch.empty(0, dtype=dtype, device=device))
+        else "PyTorch references"
+    )
+    print(
+        f"Relative errors against float64, {dtype}, {sizes.name} sizes, {sizes.rows} rows, {how}: outputs, then each gradient"
+    )
     right = True
     for case in cases:
         found = precision(case, sizes, dtype, device)
         pairs = list(zip(found["secc"], found["eager"], strict=True))
         fine = all(ours <= SLACK * theirs + 2e-5 for ours, theirs in pairs)
         right &= fine
-        print(f"  {case.name:22}" + "  ".join(f"{a:.1e} (unfused {b:.1e})" for a, b in pairs) + ("" if fine else "   WRONG"))
+        print(
+            f"  {case.name:22}"
+            + "  ".join(f"{a:.1e} (unfused {b:.1e})" for a, b in pairs)
+            + ("" if fine else "   WRONG")
+        )
     return right
 
 
@@ -183,20 +218,29 @@ def tune(cases: Sequence[Case], sizes: Sequence[Sizes], dtype: torch.dtype) -> N
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="Qwen3-8B and 8,192 rows only")
     parser.add_argument("--tune", action="store_true", help="measure launch parameters first")
     parser.add_argument("--precision", action="store_true", help="only the errors against float64")
     parser.add_argument("--kernels", nargs="*", help="only these operators")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--out", type=Path, default=Path("bench_kernels"), help="folder for results.json, table.md and plot.svg")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("bench_kernels"),
+        help="folder for results.json, table.md and plot.svg",
+    )
     return parser.parse_args()
 
 
 def bench(cases: Sequence[Case], sizes: Sequence[Sizes], dtype: torch.dtype, out: Path) -> None:
     """Time every way of every operator at every size; write the results as they come."""
     top, results = ceilings(dtype), list[Result]()
-    print(f"{torch.cuda.get_device_name()}: copy {top.bytes_per_s / 1e12:.2f} TB/s, product {top.flops_per_s / 1e12:.0f} TFLOP/s")
+    print(
+        f"{torch.cuda.get_device_name()}: copy {top.bytes_per_s / 1e12:.2f} TB/s, product {top.flops_per_s / 1e12:.0f} TFLOP/s"
+    )
     out.mkdir(parents=True, exist_ok=True)
     for case in cases:
         for s in sizes:
@@ -204,7 +248,11 @@ def bench(cases: Sequence[Case], sizes: Sequence[Sizes], dtype: torch.dtype, out
                 results.append(measured(case, way, run, s, dtype, top))
                 print(table(results[-1:]).splitlines()[-1], flush=True)
             torch.cuda.empty_cache()
-            report = {"device": torch.cuda.get_device_name(), "ceilings": asdict(top), "results": [asdict(r) for r in results]}
+            report = {
+                "device": torch.cuda.get_device_name(),
+                "ceilings": asdict(top),
+                "results": [asdict(r) for r in results],
+            }
             (out / "results.json").write_text(json.dumps(report, indent=1))
     (out / "table.md").write_text(table(results) + "\n")
     (out / "plot.svg").write_text(plot(results))
@@ -214,7 +262,9 @@ def main() -> int:
     args = arguments()
     cases = [c for c in losses() + entries() if not args.kernels or c.name in args.kernels]
     dtype, gpu = getattr(torch, args.dtype), torch.cuda.is_available()
-    right = check(cases, replace(MODELS[1], rows=512) if gpu else TINY, dtype, torch.device("cuda" if gpu else "cpu"))
+    right = check(
+        cases, replace(MODELS[1], rows=512) if gpu else TINY, dtype, torch.device("cuda" if gpu else "cpu")
+    )
     if not right:
         print("an operator is wrong; nothing was timed", file=sys.stderr)
         return 1
@@ -224,7 +274,11 @@ def main() -> int:
         print("there is no GPU here, so nothing was timed; --precision alone needs none", file=sys.stderr)
         return 2
     models = MODELS[1:2] if args.quick else MODELS
-    sizes = [replace(model, rows=rows) for model in models for rows in ((8192,) if args.quick else (4096, 8192, 32_768))]
+    sizes = [
+        replace(model, rows=rows)
+        for model in models
+        for rows in ((8192,) if args.quick else (4096, 8192, 32_768))
+    ]
     if args.tune:
         tune(cases, [s for s in sizes if s.rows == 8192], dtype)
     bench(cases, sizes, dtype, args.out)

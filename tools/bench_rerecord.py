@@ -1,11 +1,13 @@
-"""What it costs to record glue anew: the step time with recordings made ahead, in the loader's process, and made where the rank waits.
+"""What it costs to record glue anew: the step time with recordings made ahead, in the loader's process, and
+made where the rank waits.
 
 python -m tools.bench_rerecord                  two ranks on this machine, tools/models/grid_reader.py
 WIDTH=256 python -m tools.bench_rerecord        the same with a wider model, which computes longer
 python -m tools.bench_rerecord MODEL.py --ranks 3 --steps 20
 
-Prints medians over the steps but the first two: seconds of a step, recordings made and known (all ranks), seconds (mean of the ranks) of
-recordings, of waiting meanwhile, and of waiting for batches, then the ratio of the two step times.
+Prints medians over the steps but the first two: seconds of a step, recordings made and known (all ranks),
+seconds (mean of the ranks) of recordings, of waiting meanwhile, and of waiting for batches, then the ratio of
+the two step times.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from statistics import median
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from secc.check import checked
-from secc.compiler import Options, compile_model
+from secc.driver.compile import Options, compile_model
+from secc.driver.exactness_check import checked
 from secc.report.page import page
 from tools.ranks import metrics, run
 
@@ -31,7 +33,9 @@ _WARM = 2  # steps
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", nargs="?", type=Path, default=MODEL)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=12)
@@ -39,11 +43,22 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        made = checked(compile_model(options.model, Options(cluster=f"local:{options.ranks}", global_batch=options.global_batch)))
+        made = checked(
+            compile_model(
+                options.model, Options(cluster=f"local:{options.ranks}", global_batch=options.global_batch)
+            )
+        )
         made.write(folder / "plan", page)
-        print(f"sections {', '.join(s.name for s in made.plan.sections)}; {len(made.plan.recorded)} cases recorded anew")
-        times = {way: _measured(folder, made.plan.world_size, options.steps, workers, way) for way, workers in WAYS.items()}
-    print(f"recordings made ahead take {times['ahead'] / times['waited for']:.2f} of the step time with recordings waited for")
+        print(
+            f"sections {', '.join(s.name for s in made.plan.sections)}; {len(made.plan.recorded)} cases recorded anew"
+        )
+        times = {
+            way: _measured(folder, made.plan.world_size, options.steps, workers, way)
+            for way, workers in WAYS.items()
+        }
+    print(
+        f"recordings made ahead take {times['ahead'] / times['waited for']:.2f} of the step time with recordings waited for"
+    )
 
 
 def _measured(folder: Path, ranks: int, steps: int, workers: str, way: str) -> float:

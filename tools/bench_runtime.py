@@ -1,15 +1,18 @@
-"""What secc's runtime costs beside the user's model: steps of a plan against those of plain PyTorch, DDP and PyTorch's pipelines.
+"""What secc's runtime costs beside the user's model: steps of a plan against those of plain PyTorch, DDP and
+PyTorch's pipelines.
 
-python -m tools.bench_runtime [MODEL.py] --global-batch 16 --steps 20
-python -m tools.bench_runtime --stages 2      the decoder in stages, against torch.distributed.pipelining with the same cut
+python -m tools.bench_runtime [MODEL.py] --global-batch 16 --steps 20 python -m tools.bench_runtime --stages 2
+the decoder in stages, against torch.distributed.pipelining with the same cut
 
-Both train in the same processes, one step of each in turn, so that whatever else the machine does hits both alike; ranks have one thread.
-A step is all of it: loading and collating its samples, forward, backward, gradients and their global norm, the optimizer, and the loss of
-the global batch, which every rank reads with the norm. The plan has one micro-batch for each rank, as the others have, and pipelines as
-many as each other. Medians of wall time and of CPU time, the latter over all ranks: on a busy machine it says more.
+Both train in the same processes, one step of each in turn, so that whatever else the machine does hits both
+alike; ranks have one thread. A step is all of it: loading and collating its samples, forward, backward,
+gradients and their global norm, the optimizer, and the loss of the global batch, which every rank reads with
+the norm. The plan has one micro-batch for each rank, as the others have, and pipelines as many as each other.
+Medians of wall time and of CPU time, the latter over all ranks: on a busy machine it says more.
 
-Beside that secc alone seeds each sample, collates it alone for its metadata, sends that to all ranks, and writes a line to metrics.jsonl
-and to times.jsonl. The others draw samples as they come. DDP's gradients are views of its buckets, which saves a copy.
+Beside that secc alone seeds each sample, collates it alone for its metadata, sends that to all ranks, and
+writes a line to metrics.jsonl and to times.jsonl. The others draw samples as they come. DDP's gradients are
+views of its buckets, which saves a copy.
 """
 
 from __future__ import annotations
@@ -35,14 +38,14 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
-from secc.compiler import Compiled, Options, compile_model
+from secc.driver.compile import Compiled, Options, compile_model
 from secc.report.page import page
-from secc.runtime.options import parse
-from secc.runtime.plan import Plan
-from secc.runtime.run import Run
-from secc.runtime.section import load_section
-from secc.runtime.trainer import Trainer
-from secc.runtime.user_model import UserModel, load, loss_of
+from secc.runtime.model.user_file import UserModel, load, loss_of
+from secc.runtime.plan.schema import Plan
+from secc.runtime.sections.base import load_section
+from secc.runtime.training.options import parse
+from secc.runtime.training.rank_context import Run
+from secc.runtime.training.trainer import Trainer
 from tools.ranks import free_port
 
 MODEL = Path(__file__).parent / "bench_decoder.py"
@@ -58,12 +61,15 @@ class Plain:
         torch.manual_seed(0)
         model = user.model()
         self.optimizer = user.optimizer([(n, p) for n, p in model.named_parameters() if p.requires_grad])
-        self.model: nn.Module = DistributedDataParallel(model, gradient_as_bucket_view=True) if world > 1 else model
+        self.model: nn.Module = (
+            DistributedDataParallel(model, gradient_as_bucket_view=True) if world > 1 else model
+        )
         self.user, self.share, self.samples = user, global_batch // world, user.dataset()
         self.first, self.stride, self.world = rank * self.share, global_batch, world
 
     def step(self) -> tuple[float, float]:
-        """One optimizer step. Returns the loss of the global batch and the gradients' norm, as a log wants them."""
+        """One optimizer step. Returns the loss of the global batch and the gradients' norm, as a log wants
+        them."""
         samples = [self.samples[i % len(self.samples)] for i in range(self.first, self.first + self.share)]
         self.first += self.stride
         self.optimizer.zero_grad()
@@ -83,7 +89,8 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
 
 
 class Stage(nn.Module):
-    """A stage of tools/bench_decoder.py: some of its blocks, behind the embedding or before the head where these are its ends."""
+    """A stage of tools/bench_decoder.py: some of its blocks, behind the embedding or before the head where
+    these are its ends."""
 
     def __init__(self, model: Any, blocks: range) -> None:
         super().__init__()
@@ -97,7 +104,8 @@ class Stage(nn.Module):
 
 
 class Pipelined:
-    """Training by hand with PyTorch's own 1F1B, in the stages of a plan: every rank loads the batch, the last one has the loss."""
+    """Training by hand with PyTorch's own 1F1B, in the stages of a plan: every rank loads the batch, the last
+    one has the loss."""
 
     def __init__(self, user: UserModel, plan: Plan) -> None:
         torch.manual_seed(0)
@@ -106,12 +114,21 @@ class Pipelined:
         stage = Stage(user.model(), range(ends[rank] - counts[rank], ends[rank]))
         micro_batches = plan.global_batch // plan.sections[0].micro_batch
         self.optimizer = user.optimizer(list(stage.named_parameters()))
-        self.schedule = Schedule1F1B(PipelineStage(stage, rank, len(counts), torch.device("cpu")), micro_batches, next_token_loss)
-        self.stage, self.user, self.batch, self.first, self.samples = stage, user, plan.global_batch, 0, user.dataset()
+        self.schedule = Schedule1F1B(
+            PipelineStage(stage, rank, len(counts), torch.device("cpu")), micro_batches, next_token_loss
+        )
+        self.stage, self.user, self.batch, self.first, self.samples = (
+            stage,
+            user,
+            plan.global_batch,
+            0,
+            user.dataset(),
+        )
         self.ends = rank == 0, rank == len(counts) - 1
 
     def step(self) -> tuple[float, float]:
-        """One optimizer step. Returns the loss of the global batch and the norm of all stages' gradients, as a log wants them."""
+        """One optimizer step. Returns the loss of the global batch and the norm of all stages' gradients, as
+        a log wants them."""
         samples = [self.samples[i % len(self.samples)] for i in range(self.first, self.first + self.batch)]
         self.first += self.batch
         ids, losses = self.user.collate(samples)["input_ids"], list[torch.Tensor]()
@@ -143,7 +160,13 @@ def timed(step: Callable[[], object]) -> tuple[float, float]:
 
 def rank_main(plan: Path, rank: int, world: int, port: int, steps: int, pipe: Any) -> None:
     """Times both on one rank and sends (secc's times, the others')."""
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+    place = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": world,
+        "MASTER_PORT": port,
+    }
     os.environ |= {k: str(v) for k, v in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
     sys.path.insert(0, str(plan))
     terms: Any = importlib.import_module("sections.terms")
@@ -153,7 +176,11 @@ def rank_main(plan: Path, rank: int, world: int, port: int, steps: int, pipe: An
         mine = [s for s in run.plan.sections if rank in s.mesh.ranks]
         trainer = Trainer(run, model, [load_section(plan, s, model) for s in mine])
         user, batches = load(run.user.path), trainer.batches()
-        plain = Pipelined(user, run.plan) if len(run.plan.sections) > len(mine) else Plain(user, run.plan.global_batch)
+        plain = (
+            Pipelined(user, run.plan)
+            if len(run.plan.sections) > len(mine)
+            else Plain(user, run.plan.global_batch)
+        )
         found: tuple[Times, Times] = [], []
         for _ in range(WARM + steps):
             found[0].append(timed(lambda: trainer.step(next(batches))))
@@ -165,7 +192,10 @@ def run_ranks(plan: Path, world: int, steps: int) -> list[tuple[Times, Times]]:
     """`rank_main` on processes of this machine, each with one thread."""
     context, port = multiprocessing.get_context("spawn"), free_port()
     pipes = [context.Pipe(duplex=False) for _ in range(world)]
-    ranks = [context.Process(target=rank_main, args=(plan, r, world, port, steps, pipes[r][1])) for r in range(world)]
+    ranks = [
+        context.Process(target=rank_main, args=(plan, r, world, port, steps, pipes[r][1]))
+        for r in range(world)
+    ]
     for process in ranks:
         process.start()
     try:
@@ -179,11 +209,18 @@ def run_ranks(plan: Path, world: int, steps: int) -> list[tuple[Times, Times]]:
 
 
 def compiled(path: Path, world: int, global_batch: int) -> Compiled:
-    """A plan on all ranks with one micro-batch each: several sections side by side on one rank, pure data parallelism on more."""
-    options = {"cluster": f"local:{world}", "global_batch": global_batch, "strategy": "uniform" if world > 1 else "colocate"}
+    """A plan on all ranks with one micro-batch each: several sections side by side on one rank, pure data
+    parallelism on more."""
+    options = {
+        "cluster": f"local:{world}",
+        "global_batch": global_batch,
+        "strategy": "uniform" if world > 1 else "colocate",
+    }
     names = compile_model(path, Options(**options)).plan.pipelines  # pyright: ignore[reportArgumentType]
     choices = tuple(f"{name}.micro_batch={global_batch // world}" for name in names)
-    choices += tuple(f"{name}.dp={world}" for name in names) + tuple(f"{name}.sharding=none" for name in names)
+    choices += tuple(f"{name}.dp={world}" for name in names) + tuple(
+        f"{name}.sharding=none" for name in names
+    )
     return compile_model(path, Options(**options, set=choices))  # pyright: ignore[reportArgumentType]
 
 
@@ -223,7 +260,9 @@ def compared(made: Compiled, world: int, steps: int, other: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table, in Markdown."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", nargs="?", type=Path, default=MODEL)
     parser.add_argument("--global-batch", type=int, default=16)
     parser.add_argument("--steps", type=int, default=20)
@@ -231,7 +270,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--stages", type=int, help="instead: the decoder in so many stages")
     parser.add_argument("--micro-batch", type=int, default=2, help="of stages, in samples")
     asked = parser.parse_args(arguments)
-    print("| model | ranks | sections | against | secc, ms | other, ms | ratio | secc, CPU ms | other, CPU ms | ratio |")
+    print(
+        "| model | ranks | sections | against | secc, ms | other, ms | ratio | secc, CPU ms | other, CPU ms | ratio |"
+    )
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     if asked.stages:
         made = staged(MODEL, asked.stages, asked.global_batch, asked.micro_batch)

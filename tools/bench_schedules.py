@@ -1,12 +1,14 @@
-"""Measures the wavefront order: time over the certified bound, time over the proven optimum of small batches, and what ordering costs.
+"""Measures the wavefront order: time over the certified bound, time over the proven optimum of small batches,
+and what ordering costs.
 
 python -m tools.bench_schedules quality            mixes and loads, mean and worst of ten seeds, as a table
-python -m tools.bench_schedules pipelines          the same of language models in stages, by samples, stages, room and kind of backward
-python -m tools.bench_schedules loads              the same of 32 samples a replica, by mixes, loads, stages and room
-python -m tools.bench_schedules widths             the same of encoders and language models on the same ranks, in replicas of other widths
-python -m tools.bench_schedules small --count 300  against optima proven by CP-SAT (minutes)
-python -m tools.bench_schedules rooms --count 20    the same of pipelines alone, by stages and room
-python -m tools.bench_schedules cost               milliseconds of one core over four decades of batch sizes
+python -m tools.bench_schedules pipelines          the same of language models in stages, by samples, stages,
+room and kind of backward python -m tools.bench_schedules loads              the same of 32 samples a replica,
+by mixes, loads, stages and room python -m tools.bench_schedules widths             the same of encoders and
+language models on the same ranks, in replicas of other widths python -m tools.bench_schedules small --count
+300  against optima proven by CP-SAT (minutes) python -m tools.bench_schedules rooms --count 20    the same of
+pipelines alone, by stages and room python -m tools.bench_schedules cost               milliseconds of one
+core over four decades of batch sizes
 
 Costs are linear and transfers take no time; `tools/mixes.py` has the mixes. Prints Markdown.
 """
@@ -25,20 +27,25 @@ from statistics import mean
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from secc.alloc.exact_schedule import solve
-from secc.runtime.check import check
-from secc.runtime.plan import Plan
-from secc.runtime.program import SampleMeta, active, computations
-from secc.runtime.wavefront import timed_schedule
-from secc.schedule.bounds import schedule_bound
-from secc.schedule.work import Work
+from secc.alloc.exact.optimal_schedule import solve
+from secc.bounds.bounds import schedule_bound
+from secc.bounds.work import Work
+from secc.runtime.plan.schema import Plan
+from secc.runtime.plan.step_program import SampleMeta, active, computations
+from secc.runtime.schedule.scheduler import timed_schedule
+from secc.runtime.validation.full_check import check
 from tools import mixes
 
 Case = Callable[[int], tuple[Plan, list[SampleMeta]]]  # of a seed
-IMAGES, LOADS = (0.10, 0.33, 0.75), (0.6, 0.8, 1.0)  # shares of samples with images; work of a rank upstream over one of the consumer
+IMAGES, LOADS = (
+    (0.10, 0.33, 0.75),
+    (0.6, 0.8, 1.0),
+)  # shares of samples with images; work of a rank upstream over one of the consumer
 
 
-def case(kind: str, images: float, load: float, count: int, encoders: int, replicas: int, seed: int) -> tuple[Plan, list[SampleMeta]]:
+def case(
+    kind: str, images: float, load: float, count: int, encoders: int, replicas: int, seed: int
+) -> tuple[Plan, list[SampleMeta]]:
     """A plan of one kind and a batch for it."""
     if kind == "teacher → student":
         samples = mixes.distillation(count, seed)
@@ -53,17 +60,23 @@ def case(kind: str, images: float, load: float, count: int, encoders: int, repli
     return makers[kind](samples, encoders, replicas, load), samples
 
 
-# -- time over the bound ----------------------------------------------------------------------------------------------------------
+# -- time over the bound
+# ----------------------------------------------------------------------------------------------------------
 
 
 def quality(seeds: int) -> None:
     """Rows of kinds, mixes, loads and numbers of encoders: mean/worst of both orders over the bound."""
-    print("| sections | N | replicas | P(image) | load upstream | wavefront | dataset order |\n| --- | --- | --- | --- | --- | --- | --- |")
+    print(
+        "| sections | N | replicas | P(image) | load upstream | wavefront | dataset order |\n| --- | --- | --- | --- | --- | --- | --- |"
+    )
     for kind, images, load, count, encoders, replicas in settings():
         found = [_ratios(*case(kind, images, load, count, encoders, replicas, seed)) for seed in range(seeds)]
         cells = [f"{mean(column):.3f}/{max(column):.3f}" for column in zip(*found, strict=True)]
         share = "" if kind == "teacher → student" else f"{images:.2f}"
-        print(f"| {kind} | {count} | {encoders}+{replicas} | {share} | {load:.0%} | {' | '.join(cells)} |", flush=True)
+        print(
+            f"| {kind} | {count} | {encoders}+{replicas} | {share} | {load:.0%} | {' | '.join(cells)} |",
+            flush=True,
+        )
 
 
 def settings() -> Iterator[tuple[str, float, float, int, int, int]]:
@@ -85,7 +98,9 @@ def settings() -> Iterator[tuple[str, float, float, int, int, int]]:
 
 def _ratios(plan: Plan, samples: list[SampleMeta]) -> tuple[float, float]:
     bound = schedule_bound(plan, samples).ns
-    wavefront, dataset = (timed_schedule(plan, samples, order=order)[1] / bound for order in ("wavefront", "dataset"))
+    wavefront, dataset = (
+        timed_schedule(plan, samples, order=order)[1] / bound for order in ("wavefront", "dataset")
+    )
     return wavefront, dataset
 
 
@@ -93,23 +108,33 @@ PLANNED_SAMPLES, PLANNED_STAGES, PLANNED_ROOMS = (16, 32, 64, 128), (2, 4, 8), (
 
 
 def pipelines(seeds: int, counts: Sequence[int]) -> None:
-    """Rows of samples a replica and stages, columns of backwards and room, at P(image) 0.33 and 80% load: mean/worst over the bound."""
+    """Rows of samples a replica and stages, columns of backwards and room, at P(image) 0.33 and 80% load:
+    mean/worst over the bound."""
     kinds = [(split, room) for split in (False, True) for room in PLANNED_ROOMS]
     heads = [f"{'split' if split else 'whole'}, {room if room > 1 else ''}P" for split, room in kinds]
     print(f"| samples a replica | stages | {' | '.join(heads)} |\n| --- | --- |{' --- |' * len(kinds)}")
     for count in counts:
         for stages in PLANNED_STAGES:
-            cells = [_staged(count, 0.33, 0.8, mixes.Pipeline(stages, room * stages, split), seeds) for split, room in kinds]
+            cells = [
+                _staged(count, 0.33, 0.8, mixes.Pipeline(stages, room * stages, split), seeds)
+                for split, room in kinds
+            ]
             print(f"| {count} | {stages} | {' | '.join(cells)} |", flush=True)
 
 
 def loads(seeds: int, mixed: Sequence[float]) -> None:
-    """Rows of mixes, loads and stages, columns of backwards and room, with 32 samples a replica: mean/worst over the bound."""
+    """Rows of mixes, loads and stages, columns of backwards and room, with 32 samples a replica: mean/worst
+    over the bound."""
     kinds = [(split, room) for split in (False, True) for room in PLANNED_ROOMS]
     heads = [f"{'split' if split else 'whole'}, {room if room > 1 else ''}P" for split, room in kinds]
-    print(f"| P(image) | load upstream | stages | {' | '.join(heads)} |\n| --- | --- | --- |{' --- |' * len(kinds)}")
+    print(
+        f"| P(image) | load upstream | stages | {' | '.join(heads)} |\n| --- | --- | --- |{' --- |' * len(kinds)}"
+    )
     for images, load, stages in product(mixed, LOADS, PLANNED_STAGES):
-        cells = [_staged(32, images, load, mixes.Pipeline(stages, room * stages, split), seeds) for split, room in kinds]
+        cells = [
+            _staged(32, images, load, mixes.Pipeline(stages, room * stages, split), seeds)
+            for split, room in kinds
+        ]
         print(f"| {images:.2f} | {load:.0%} | {stages} | {' | '.join(cells)} |", flush=True)
 
 
@@ -117,23 +142,29 @@ WIDTHS = ((1, 2), (1, 4), (2, 4), (2, 1), (4, 1))
 
 
 def widths(seeds: int) -> None:
-    """Rows of the ranks in an encoder's and a language model's replicas, all on 16 ranks, at P(image) 0.33 with 32 samples for each replica
-    of the language model; columns of loads and of images in a micro-batch: mean/worst over the bound."""
+    """Rows of the ranks in an encoder's and a language model's replicas, all on 16 ranks, at P(image) 0.33
+    with 32 samples for each replica of the language model; columns of loads and of images in a micro-batch:
+    mean/worst over the bound."""
     kinds = list(product((0.2, 0.6), (1, 4)))
     heads = [f"{load:.0%}, {size} a micro-batch" for load, size in kinds]
-    print(f"| tp of encoder | tp of language model | {' | '.join(heads)} |\n| --- | --- |{' --- |' * len(kinds)}")
+    print(
+        f"| tp of encoder | tp of language model | {' | '.join(heads)} |\n| --- | --- |{' --- |' * len(kinds)}"
+    )
     for encoder, language in WIDTHS:
         cells: list[str] = []
         for load, size in kinds:
             batches = [mixes.multimodal(32 * 16 // language, 0.33, seed) for seed in range(seeds)]
             plans = [mixes.shared(samples, 16, (encoder, language), load, size) for samples in batches]
-            found = [timed_schedule(p, b)[1] / schedule_bound(p, b).ns for p, b in zip(plans, batches, strict=True)]
+            found = [
+                timed_schedule(p, b)[1] / schedule_bound(p, b).ns for p, b in zip(plans, batches, strict=True)
+            ]
             cells.append(f"{mean(found):.3f}/{max(found):.3f}")
         print(f"| {encoder} | {language} | {' | '.join(cells)} |", flush=True)
 
 
 def _staged(count: int, images: float, load: float, pipeline: mixes.Pipeline, seeds: int) -> str:
-    """Mean/worst time over the bound of a language model in stages on 8 replicas, `count` samples each, with 4 encoders."""
+    """Mean/worst time over the bound of a language model in stages on 8 replicas, `count` samples each, with
+    4 encoders."""
     found: list[float] = []
     for seed in range(seeds):
         samples = mixes.multimodal(8 * count, images, seed)
@@ -142,13 +173,24 @@ def _staged(count: int, images: float, load: float, pipeline: mixes.Pipeline, se
     return f"{mean(found):.3f}/{max(found):.3f}"
 
 
-# -- time over the optimum --------------------------------------------------------------------------------------------------------
+# -- time over the optimum
+# --------------------------------------------------------------------------------------------------------
 
 
 def small_case(seed: int) -> tuple[Plan, list[SampleMeta]]:
-    """A random plan of any kind with 5 to 10 samples; some are pipelines of 2 to 4 stages, with split backwards or not."""
+    """A random plan of any kind with 5 to 10 samples; some are pipelines of 2 to 4 stages, with split
+    backwards or not."""
     r = random.Random(f"small {seed}")
-    kind = r.choice(["encoder → LM", "frozen encoder → LM", "two encoders", "two consumers", "teacher → student", *["pipeline"] * 3])
+    kind = r.choice(
+        [
+            "encoder → LM",
+            "frozen encoder → LM",
+            "two encoders",
+            "two consumers",
+            "teacher → student",
+            *["pipeline"] * 3,
+        ]
+    )
     images, load, count, upstream, replicas = (
         r.choice([0.33, 0.5, 0.75]), r.choice([0.5, 0.8, 1.0]), r.randint(5, 10), r.randint(1, 2), r.randint(1, 3),
     )  # fmt: skip
@@ -160,7 +202,8 @@ def small_case(seed: int) -> tuple[Plan, list[SampleMeta]]:
 
 
 def small(count: int, limit: float) -> None:
-    """The order against optima that CP-SAT proves within `limit`; the others are counted against its best and its bound.
+    """The order against optima that CP-SAT proves within `limit`; the others are counted against its best and
+    its bound.
 
     `proven` has the plans without and with pipelines.
     """
@@ -175,12 +218,21 @@ def small(count: int, limit: float) -> None:
             bounds.append(exact.ns / bound)
         else:  # None: nothing as short as the order was found
             open_cases.append((order / exact.ns, order / exact.bound_ns) if exact else (1.0, order / bound))
-    print(f"{len(bounds)} of {count} optima proven.\n\n| | instances | median | 90% | 95% | worst |\n| --- | --- | --- | --- | --- | --- |")
-    rows = {"order over optimum": [*proven[0], *proven[1]], "... without pipelines": proven[0], "... with pipelines": proven[1]}
+    print(
+        f"{len(bounds)} of {count} optima proven.\n\n| | instances | median | 90% | 95% | worst |\n| --- | --- | --- | --- | --- | --- |"
+    )
+    rows = {
+        "order over optimum": [*proven[0], *proven[1]],
+        "... without pipelines": proven[0],
+        "... with pipelines": proven[1],
+    }
     rows["optimum over bound"] = bounds
     if open_cases:
         best, bound = zip(*open_cases, strict=True)
-        rows |= {"not proven: order over the best found": list(best), "not proven: order over the bound": list(bound)}
+        rows |= {
+            "not proven: order over the best found": list(best),
+            "not proven: order over the bound": list(bound),
+        }
     for name, values in rows.items():
         print(f"| {name} | {len(values)} | {_spread(values) if values else ' | | | '} |")
 
@@ -189,11 +241,15 @@ ROOM_SAMPLES, ROOM_STAGES = 5, (2, 4)  # more samples are seldom proven
 
 
 def rooms(count: int, limit: float, depths: Sequence[int]) -> None:
-    """Pipelines with little room, so many batches each: what the optimum is over the bound and the order over the optimum, mean/worst.
+    """Pipelines with little room, so many batches each: what the optimum is over the bound and the order over
+    the optimum, mean/worst.
 
-    One replica with 5 samples and an encoder of its own at 80% load. Optima that CP-SAT does not prove within `limit` are left out.
+    One replica with 5 samples and an encoder of its own at 80% load. Optima that CP-SAT does not prove within
+    `limit` are left out.
     """
-    print("| stages | backward | room | proven | optimum over bound | order over optimum | order over bound |")
+    print(
+        "| stages | backward | room | proven | optimum over bound | order over optimum | order over bound |"
+    )
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for stages, split, room in product(depths, (False, True), (1, 2)):
         found = list[tuple[float, float, float]]()
@@ -211,29 +267,50 @@ def rooms(count: int, limit: float, depths: Sequence[int]) -> None:
 
 def _spread(values: list[float]) -> str:
     values = sorted(values)
-    return " | ".join(f"{values[min(len(values) - 1, int(len(values) * q))]:.3f}" for q in (0.5, 0.9, 0.95, 1.0))
+    return " | ".join(
+        f"{values[min(len(values) - 1, int(len(values) * q))]:.3f}" for q in (0.5, 0.9, 0.95, 1.0)
+    )
 
 
-# -- what ordering costs ----------------------------------------------------------------------------------------------------------
+# -- what ordering costs
+# ----------------------------------------------------------------------------------------------------------
 
 
 MANY_JOBS = 200_000  # from so many on one run is enough
 
 
 def cost(repeats: int, most: int) -> None:
-    """Milliseconds of one core for the order and for the check before the step, the least of some runs; fewer runs of large ones."""
-    print("| samples | replicas | stages | order, ms | us a job | check, ms |\n| --- | --- | --- | --- | --- | --- |")
+    """Milliseconds of one core for the order and for the check before the step, the least of some runs; fewer
+    runs of large ones."""
+    print(
+        "| samples | replicas | stages | order, ms | us a job | check, ms |\n| --- | --- | --- | --- | --- | --- |"
+    )
     for stages in (1, 2, 4, 8):
-        pipeline, largest = mixes.Pipeline(stages, 2 * stages, stages > 1), min(most, 131072 if stages <= 2 else 16384)
-        for count, encoders, replicas in ((16, 1, 2), (128, 4, 8), (1024, 16, 64), (4096, 32, 128), (16384, 64, 256), (131072, 512, 2048)):
+        pipeline, largest = (
+            mixes.Pipeline(stages, 2 * stages, stages > 1),
+            min(most, 131072 if stages <= 2 else 16384),
+        )
+        for count, encoders, replicas in (
+            (16, 1, 2),
+            (128, 4, 8),
+            (1024, 16, 64),
+            (4096, 32, 128),
+            (16384, 64, 256),
+            (131072, 512, 2048),
+        ):
             if count > largest:
                 continue
             samples = mixes.multimodal(count, 0.33, 0)
             plan = mixes.vlm(samples, encoders, replicas, 0.8, pipeline=pipeline)
-            jobs = sum(len(computations(s)) * sum(active(s.when, x.pattern) for x in samples) for s in plan.sections)
+            jobs = sum(
+                len(computations(s)) * sum(active(s.when, x.pattern) for x in samples) for s in plan.sections
+            )
             times = [_timed(plan, samples) for _ in range(1 if jobs > MANY_JOBS else repeats)]
             order, checked = (min(column) * 1e3 for column in zip(*times, strict=True))
-            print(f"| {count} | {encoders}+{replicas} | {stages} | {order:.1f} | {1e3 * order / jobs:.1f} | {checked:.1f} |", flush=True)
+            print(
+                f"| {count} | {encoders}+{replicas} | {stages} | {order:.1f} | {1e3 * order / jobs:.1f} | {checked:.1f} |",
+                flush=True,
+            )
 
 
 def _timed(plan: Plan, samples: list[SampleMeta]) -> tuple[float, float]:
@@ -245,14 +322,27 @@ def _timed(plan: Plan, samples: list[SampleMeta]) -> tuple[float, float]:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["quality", "pipelines", "loads", "widths", "small", "rooms", "cost"])
     parser.add_argument("--seeds", type=int, default=10, help="batches for each row of quality")
-    parser.add_argument("--samples", type=int, nargs="+", default=PLANNED_SAMPLES, help="samples a replica, rows of pipelines")
-    parser.add_argument("--images", type=float, nargs="+", default=IMAGES, help="shares of samples with images, rows of loads")
+    parser.add_argument(
+        "--samples", type=int, nargs="+", default=PLANNED_SAMPLES, help="samples a replica, rows of pipelines"
+    )
+    parser.add_argument(
+        "--images", type=float, nargs="+", default=IMAGES, help="shares of samples with images, rows of loads"
+    )
     parser.add_argument("--stages", type=int, nargs="+", default=ROOM_STAGES, help="stages, rows of rooms")
-    parser.add_argument("--count", type=int, default=300, help="instances of small, batches of each row of rooms")
-    parser.add_argument("--limit", type=float, default=5.0, help="CP-SAT's deterministic time for each instance, about seconds")
+    parser.add_argument(
+        "--count", type=int, default=300, help="instances of small, batches of each row of rooms"
+    )
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=5.0,
+        help="CP-SAT's deterministic time for each instance, about seconds",
+    )
     parser.add_argument("--repeats", type=int, default=7, help="runs of cost")
     parser.add_argument("--most", type=int, default=131072, help="samples of the largest batch of cost")
     options = parser.parse_args(arguments)

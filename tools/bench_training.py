@@ -1,16 +1,19 @@
-"""Training on this machine beside what the simulator says of it, and in the wavefront's order beside the dataset's.
+"""Training on this machine beside what the simulator says of it, and in the wavefront's order beside the
+dataset's.
 
-python -m tools.bench_training predicted                      both examples: real steps over simulated ones, with costs measured here
-python -m tools.bench_training order --shares 0.33 0.5        the same plan in both orders, run in turn: tools/models/mixed_captions.py
+python -m tools.bench_training predicted                      both examples: real steps over simulated ones,
+with costs measured here python -m tools.bench_training order --shares 0.33 0.5        the same plan in both
+orders, run in turn: tools/models/mixed_captions.py
 
-Ranks have one thread. `predicted` profiles the model's blocks and the machine's links first, compiles with both, and compares each
-step with the simulation of the same samples: median and quartiles over the steps of a run behind the first ones, and all these steps over
-all simulated ones, as they are and at the processor's speed at which blocks were timed. That speed is the gauge's (`secc.profile.speed`),
-taken between steps, in the mean over the run; ranks count as they compute. `order` runs the two orders in turn, and gives the ratio of the
-medians of the runs' median step times, that of their mean ones at equal speed, and the simulated one.
+Ranks have one thread. `predicted` profiles the model's blocks and the machine's links first, compiles with
+both, and compares each step with the simulation of the same samples: median and quartiles over the steps of a
+run behind the first ones, and all these steps over all simulated ones, as they are and at the processor's
+speed at which blocks were timed. That speed is the gauge's (`secc.profile.speed`), taken between steps, in
+the mean over the run; ranks count as they compute. `order` runs the two orders in turn, and gives the ratio
+of the medians of the runs' median step times, that of their mean ones at equal speed, and the simulated one.
 
-With `--keep DIR` costs, plan and runs stay there, by model and share. A further call adds runs to those that are there; `--runs 0` makes
-the plan alone, or shows the runs again.
+With `--keep DIR` costs, plan and runs stay there, by model and share. A further call adds runs to those that
+are there; `--runs 0` makes the plan alone, or shows the runs again.
 """
 
 from __future__ import annotations
@@ -28,14 +31,14 @@ from statistics import fmean, median, quantiles
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from secc.check import checked
-from secc.compiler import Options, compile_model
-from secc.cost.table import read
+from secc.cost.model.measured_costs import read
+from secc.driver.compile import Options, compile_model
+from secc.driver.exactness_check import checked
 from secc.profile.links import probe, to_yaml
 from secc.profile.model import profile_model
 from secc.profile.train import train, trained
 from secc.report.page import page
-from secc.runtime.plan import Plan, load
+from secc.runtime.plan.schema import Plan, load
 from secc.simulate.batches import global_batches
 from secc.simulate.events import Simulated
 from secc.simulate.machine import simulate
@@ -49,17 +52,26 @@ _WARM = 4  # steps
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("predicted", "order"))
     parser.add_argument("models", nargs="*", type=Path)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=36)
     parser.add_argument("--global-batch", type=int, default=32)
     parser.add_argument("--runs", type=int, default=5, help="of each order")
-    parser.add_argument("--shares", nargs="*", default=["0.33", "0.5"], help="of samples with images, for order")
+    parser.add_argument(
+        "--shares", nargs="*", default=["0.33", "0.5"], help="of samples with images, for order"
+    )
     parser.add_argument("--set", nargs="*", default=[], help="pinned choices, as in secc compile")
     parser.add_argument("--strategy", default="apart")
-    parser.add_argument("--keep", type=Path, help="a folder for costs, plans and runs, which further calls go on with", metavar="DIR")
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        help="a folder for costs, plans and runs, which further calls go on with",
+        metavar="DIR",
+    )
     options = parser.parse_args()
     if options.what == "predicted":
         for model in options.models or EXAMPLES:
@@ -85,7 +97,8 @@ def _folder(keep: Path | None, name: str) -> Iterator[Path]:
 
 
 def compiled(model: Path, folder: Path, options: argparse.Namespace) -> Path:
-    """A plan with costs measured here, for a cluster that is this machine; plan and costs that are there stay."""
+    """A plan with costs measured here, for a cluster that is this machine; plan and costs that are there
+    stay."""
     costs, cluster = folder / "costs.json", folder / "here.yaml"
     if (folder / "plan").exists():
         return folder / "plan"
@@ -93,7 +106,11 @@ def compiled(model: Path, folder: Path, options: argparse.Namespace) -> Path:
         costs.write_text(profile_model(model, False, 18, 5, _quiet, options.ranks).table.to_json())
         cluster.write_text(to_yaml(replace(probe(_quiet), devices=options.ranks)))
     wanted = Options(
-        cluster=str(cluster), global_batch=options.global_batch, strategy=options.strategy, set=tuple(options.set), costs=str(costs)
+        cluster=str(cluster),
+        global_batch=options.global_batch,
+        strategy=options.strategy,
+        set=tuple(options.set),
+        costs=str(costs),
     )
     made = checked(compile_model(model, wanted))
     made.write(folder / "plan", page)
@@ -172,9 +189,15 @@ def ordered(model: Path, folder: Path, options: argparse.Namespace) -> str:
     if not all(runs.values()):
         return f"{described(plan)}: no runs yet"
     steps = {order: list(simulated(directory, plan, options.steps, order))[_WARM:] for order in ORDERS}
-    slower = {order: [run.gauge_ns(_WARM, busy_ns(steps[order])) / gauge_ns for run in found] for order, found in runs.items()}
+    slower = {
+        order: [run.gauge_ns(_WARM, busy_ns(steps[order])) / gauge_ns for run in found]
+        for order, found in runs.items()
+    }
     medians = {order: [median(run.seconds[_WARM:]) for run in found] for order, found in runs.items()}
-    evened = {order: [fmean(run.seconds[_WARM:]) / s for run, s in zip(runs[order], slower[order], strict=True)] for order in ORDERS}
+    evened = {
+        order: [fmean(run.seconds[_WARM:]) / s for run, s in zip(runs[order], slower[order], strict=True)]
+        for order in ORDERS
+    }
     expected = {order: [median(step.end / 1e9 for step in some)] for order, some in steps.items()}
     ratios = f"{_over(medians):.3f}, at equal speed {_over(evened):.3f} (simulated {_over(expected):.3f})"
     each = "; ".join(f"{o} {_listed(medians[o])}, at equal speed {_listed(evened[o])}" for o in ORDERS)

@@ -1,7 +1,8 @@
-"""Compiles the reference workloads for their clusters, one at a time: `python -m tools.bench_workloads [ID ...]` prints a table.
+"""Compiles the reference workloads for their clusters, one at a time: `python -m tools.bench_workloads [ID
+...]` prints a table.
 
-Each compilation is a process of its own, so that its peak memory is its own. `cpu` is what it took of one core, `wall` the time
-that passed, which on a machine with other work is longer.
+Each compilation is a process of its own, so that its peak memory is its own. `cpu` is what it took of one
+core, `wall` the time that passed, which on a machine with other work is longer.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ COMPILE = "import sys; from secc.cli import main; main()"
 
 
 def print_rows(columns: Sequence[str], row: Callable[[str, Path], Sequence[str]]) -> None:
-    """For a tool that is called with a folder of plans and workloads (default: all): a table with a row of each."""
+    """For a tool that is called with a folder of plans and workloads (default: all): a table with a row of
+    each."""
     plans, *names = sys.argv[1:]
     print_table(columns, (row(name, Path(plans)) for name in names or WORKLOADS))
 
@@ -52,7 +54,19 @@ def compiled(name: str, directory: Path) -> tuple[float, float, float, dict[str,
     cluster, batch = WORKLOADS[name]
     model = Path(__file__).parent / "workloads" / f"{name}.py"
     plan = directory / name
-    command = [sys.executable, "-c", COMPILE, "compile", str(model), "-o", str(plan), "--cluster", cluster, "--global-batch", str(batch)]
+    command = [
+        sys.executable,
+        "-c",
+        COMPILE,
+        "compile",
+        str(model),
+        "-o",
+        str(plan),
+        "--cluster",
+        cluster,
+        "--global-batch",
+        str(batch),
+    ]
     start = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None

@@ -2,9 +2,9 @@
 
     python tools/check_imports.py
 
-`import secc` is what editors, completion and `secc --help` wait for, so it brings neither torch nor the solver. A rank imports
-`secc.runtime` alone, where only torch may be installed. `passes` and `runtime` are folders of the checkout; importing them as
-top-level packages would make second copies of their classes.
+`import secc` is what editors, completion and `secc --help` wait for, so it brings neither torch nor the
+solver. A rank imports `secc.runtime` alone, where only torch may be installed. `passes` and `runtime` are
+folders of the checkout; importing them as top-level packages would make second copies of their classes.
 """
 
 from __future__ import annotations
@@ -38,11 +38,17 @@ def heavy(module: str, forbidden: tuple[str, ...]) -> str:
 
 def importable(name: str) -> str:
     """A complaint if the folder `name` can be imported as a package of its own, else ""."""
-    return f"import {name} works, but must say that it is secc.{name}" if python(f"import {name}").returncode == 0 else ""
+    return (
+        f"import {name} works, but must say that it is secc.{name}"
+        if python(f"import {name}").returncode == 0
+        else ""
+    )
 
 
 def main() -> int:
-    complaints = [heavy(module, forbidden) for module, forbidden in LIGHT.items()] + [importable(name) for name in REFUSED]
+    complaints = [heavy(module, forbidden) for module, forbidden in LIGHT.items()] + [
+        importable(name) for name in REFUSED
+    ]
     complaints = [c for c in complaints if c]
     print("\n".join(complaints) or "imports are light, and folders have one name")
     return 1 if complaints else 0

@@ -2,9 +2,9 @@
 
     python -m tools.check_memory [MODEL ...]
 
-Each model is compiled for one rank under each way to run, and the plan's prediction is compared with the peak of
-`torch.distributed._tools.mem_tracker.MemTracker` over two steps of plain PyTorch with the user's optimizer on the same samples, in as
-many micro-batches and with the same layers run again (`torch.utils.checkpoint`).
+Each model is compiled for one rank under each way to run, and the plan's prediction is compared with the peak
+of `torch.distributed._tools.mem_tracker.MemTracker` over two steps of plain PyTorch with the user's optimizer
+on the same samples, in as many micro-batches and with the same layers run again (`torch.utils.checkpoint`).
 """
 
 from __future__ import annotations
@@ -21,13 +21,19 @@ from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers.utils.generic import ModelOutput
 
-from secc.compiler import Options, compile_model
-from secc.runtime import recompute
-from secc.runtime.plan import Section
-from secc.runtime.user_model import UserModel, load
+from secc.driver.compile import Options, compile_model
+from secc.runtime.model.user_file import UserModel, load
+from secc.runtime.plan.schema import Section
+from secc.runtime.sections import recompute
 
 SAMPLES = 4
-WAYS = ((SAMPLES, "none"), (SAMPLES, "selective"), (SAMPLES, "full"), (1, "none"), (1, "full"))  # micro-batch, recomputation
+WAYS = (
+    (SAMPLES, "none"),
+    (SAMPLES, "selective"),
+    (SAMPLES, "full"),
+    (1, "none"),
+    (1, "full"),
+)  # micro-batch, recomputation
 FILE = """
 import torch
 from tools.check_memory import CASES, sample
@@ -61,18 +67,24 @@ def _language_model(config: type, layers: int, hidden: int, vocabulary: int, **m
 
 
 class Taught(nn.Module):
-    """A small language model that learns from a frozen larger one, whose forward has much in memory that no backward wants."""
+    """A small language model that learns from a frozen larger one, whose forward has much in memory that no
+    backward wants."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.teacher = _language_model(T.LlamaConfig, 6, 768, 2000, num_key_value_heads=8).requires_grad_(False)
+        self.teacher = _language_model(T.LlamaConfig, 6, 768, 2000, num_key_value_heads=8).requires_grad_(
+            False
+        )
         self.student = _language_model(T.LlamaConfig, 2, 128, 2000, num_key_value_heads=8)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> ModelOutput:
         with torch.no_grad():
             wanted = self.teacher(input_ids=input_ids).logits
         found = self.student(input_ids=input_ids, labels=labels)
-        apart = nn.functional.kl_div(found.logits.log_softmax(-1), wanted.softmax(-1), reduction="sum") / wanted.shape[:-1].numel()
+        apart = (
+            nn.functional.kl_div(found.logits.log_softmax(-1), wanted.softmax(-1), reduction="sum")
+            / wanted.shape[:-1].numel()
+        )
         return ModelOutput(loss=found.loss + apart)
 
 
@@ -129,12 +141,19 @@ def sample(name: str, g: torch.Generator) -> dict[str, torch.Tensor]:
     """A random sample for the model of a case."""
     words = torch.randint(10, 1000, (384,), generator=g)
     if name == "vit":
-        return {"pixel_values": torch.randn(3, 224, 224, generator=g), "labels": torch.randint(10, (), generator=g)}
+        return {
+            "pixel_values": torch.randn(3, 224, 224, generator=g),
+            "labels": torch.randint(10, (), generator=g),
+        }
     if name == "whisper":
         return {"input_features": torch.randn(80, 600, generator=g), "labels": words[:128]}
     if name == "vlm":
         words[:PATCHES] = IMAGE
-        return {"input_ids": words, "pixel_values": torch.randn(3, 224, 224, generator=g), "labels": words.clone()}
+        return {
+            "input_ids": words,
+            "pixel_values": torch.randn(3, 224, 224, generator=g),
+            "labels": words.clone(),
+        }
     return {"input_ids": words, "labels": words.clone()}
 
 
@@ -193,7 +212,10 @@ def main() -> None:
     print(f"| model | {' | '.join(titles)} |\n|{' --- |' * (1 + len(WAYS))}")
     for name in sys.argv[1:] or CASES:
         found = [compare(name, *way) for way in WAYS]
-        cells = (f"{expected / 2**20:.0f} / {seen / 2**20:.0f} {expected / seen - 1:+.1%}" for expected, seen in found)
+        cells = (
+            f"{expected / 2**20:.0f} / {seen / 2**20:.0f} {expected / seen - 1:+.1%}"
+            for expected, seen in found
+        )
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 

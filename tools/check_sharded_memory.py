@@ -1,11 +1,13 @@
-"""Predicted memory of ranks that share what they keep, against what the operating system says that their processes use.
+"""Predicted memory of ranks that share what they keep, against what the operating system says that their
+processes use.
 
     python -m tools.check_sharded_memory [WAY ...]
 
-A language model of eight layers trains on two gloo ranks in each way to distribute it. Measured is the most that a process has resident
-during the second and third step, less what it had before it built the model and less the pages of libraries, which training reads in
-under each way. A rank keeps what it frees, for the next step; here its C library is told to map tensors one by one, parameters too, so
-that freed ones go back and what is resident is in use.
+A language model of eight layers trains on two gloo ranks in each way to distribute it. Measured is the most
+that a process has resident during the second and third step, less what it had before it built the model and
+less the pages of libraries, which training reads in under each way. A rank keeps what it frees, for the next
+step; here its C library is told to map tensors one by one, parameters too, so that freed ones go back and
+what is resident is in use.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from secc.compiler import Options, compile_model
+from secc.driver.compile import Options, compile_model
 from secc.report.page import page
 from tools.ranks import run
 
@@ -102,7 +104,10 @@ def main() -> None:
     for way in sys.argv[1:] or WAYS:
         with tempfile.TemporaryDirectory() as name:
             expected, seen = compare(way, Path(name))
-        print(f"| {way} | {expected / 2**20:.0f} | {seen / 2**20:.0f} | {expected / seen - 1:+.1%} |", flush=True)
+        print(
+            f"| {way} | {expected / 2**20:.0f} | {seen / 2**20:.0f} | {expected / seen - 1:+.1%} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

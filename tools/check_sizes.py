@@ -18,7 +18,9 @@ FILE_LINES, FUNCTION_LINES = 500, 60
 def sources(root: Path) -> Iterator[Path]:
     """Every Python file of the repository once: links to folders are not followed."""
     for folder in FOLDERS:
-        yield from sorted(p for p in (root / folder).rglob("*.py") if not any(q.is_symlink() for q in p.parents))
+        yield from sorted(
+            p for p in (root / folder).rglob("*.py") if not any(q.is_symlink() for q in p.parents)
+        )
 
 
 def too_long(path: Path) -> Iterator[str]:

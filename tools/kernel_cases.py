@@ -1,7 +1,9 @@
-"""What tools/bench_kernels.py compares: for each fused operator its inputs at a model's sizes, and the ways to compute it.
+"""What tools/bench_kernels.py compares: for each fused operator its inputs at a model's sizes, and the ways
+to compute it.
 
-A way is a function of the inputs that returns tensors; the ways are secc's operator, plain PyTorch, and Liger-Kernel where it is installed
-(0.8 or newer). FLOPs and bytes are what any implementation must spend: products forward and backward, and each tensor moved once.
+A way is a function of the inputs that returns tensors; the ways are secc's operator, plain PyTorch, and
+Liger-Kernel where it is installed (0.8 or newer). FLOPs and bytes are what any implementation must spend:
+products forward and backward, and each tensor moved once.
 """
 
 from __future__ import annotations
@@ -47,14 +49,17 @@ TINY = Sizes("tiny", 64, 1000, 96, 4, 2, 32, 48)
 
 @dataclass(frozen=True)
 class Case:
-    """One operator: random inputs (those that get gradients first), how many of them do, the ways, and the least work."""
+    """One operator: random inputs (those that get gradients first), how many of them do, the ways, and the
+    least work."""
 
     name: str
     inputs: Callable[[Sizes, torch.dtype, torch.device], list[torch.Tensor]]
     differentiable: int
     ways: Mapping[str, Way]
     flops: Callable[[Sizes], float] = lambda s: 0.0
-    entries: Callable[[Sizes], float] = lambda s: 0.0  # read or written once forward and backward, of the inputs' dtype
+    entries: Callable[[Sizes], float] = lambda s: (
+        0.0
+    )  # read or written once forward and backward, of the inputs' dtype
     liger: str = field(default="", repr=False)
 
 
@@ -75,7 +80,11 @@ def _heads(s: Sizes, dtype: torch.dtype, device: torch.device) -> list[torch.Ten
 
 
 def _plain_kl(
-    hidden: torch.Tensor, weight: torch.Tensor, teacher: torch.Tensor, teacher_weight: torch.Tensor, *_: torch.Tensor
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    teacher: torch.Tensor,
+    teacher_weight: torch.Tensor,
+    *_: torch.Tensor,
 ) -> torch.Tensor:
     with torch.no_grad():
         wanted = F.log_softmax(teacher @ teacher_weight.T, -1)
@@ -92,7 +101,11 @@ def _plain_ce(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) 
 
 
 def _plain_kl_ce(
-    hidden: torch.Tensor, weight: torch.Tensor, teacher: torch.Tensor, teacher_weight: torch.Tensor, target: torch.Tensor
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    teacher: torch.Tensor,
+    teacher_weight: torch.Tensor,
+    target: torch.Tensor,
 ) -> torch.Tensor:
     with torch.no_grad():
         wanted = F.log_softmax(teacher @ teacher_weight.T, -1)
@@ -142,8 +155,13 @@ def _gate_inputs(s: Sizes, dtype: torch.dtype, device: torch.device) -> list[tor
 
 
 def _rope_inputs(s: Sizes, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-    q, k = (t.transpose(1, 2) for t in _random(dtype, device, (1, s.rows, s.heads, s.head), (1, s.rows, s.key_heads, s.head)))
-    angles = torch.arange(s.rows, device=device).unsqueeze(1) * 10_000.0 ** -torch.linspace(0, 1, s.head // 2, device=device)
+    q, k = (
+        t.transpose(1, 2)
+        for t in _random(dtype, device, (1, s.rows, s.heads, s.head), (1, s.rows, s.key_heads, s.head))
+    )
+    angles = torch.arange(s.rows, device=device).unsqueeze(1) * 10_000.0 ** -torch.linspace(
+        0, 1, s.head // 2, device=device
+    )
     angles = torch.cat([angles, angles], 1).unsqueeze(0)
     return [q, k, angles.cos().to(dtype), angles.sin().to(dtype)]
 
@@ -168,7 +186,8 @@ def _plain_rms(x: torch.Tensor, weight: torch.Tensor, _: torch.Tensor) -> torch.
 
 
 def entries() -> list[Case]:
-    """The operators that memory bounds. Forward and backward: norms move 5 tensors of [rows, hidden], gates 8 of [rows, intermediate]."""
+    """The operators that memory bounds. Forward and backward: norms move 5 tensors of [rows, hidden], gates 8
+    of [rows, intermediate]."""
 
     def norm(s: Sizes) -> float:
         return 5.0 * s.rows * s.hidden
@@ -213,7 +232,9 @@ def _liger_ways() -> dict[str, Way]:
     return {
         "fused_linear_cross_entropy": liger.liger_fused_linear_cross_entropy,
         "fused_linear_jsd": lambda h, w, g, v, _: liger.liger_fused_linear_jsd(h, w, g, v, jsd_beta=0.0),
-        "rms_norm": lambda x, w, _: liger.liger_rms_norm(x, w, 1e-6, in_place=False),  # the upstream gradient is used again
+        "rms_norm": lambda x, w, _: liger.liger_rms_norm(
+            x, w, 1e-6, in_place=False
+        ),  # the upstream gradient is used again
         "layer_norm": lambda x, w, b: liger.liger_layer_norm(x, w, b, 1e-5),
         "swiglu": liger.liger_swiglu,
         "geglu": liger.liger_geglu,
@@ -222,7 +243,8 @@ def _liger_ways() -> dict[str, Way]:
 
 
 def ways_of(case: Case, compiled: bool) -> dict[str, Way]:
-    """The ways to time: secc, eager, torch.compile of eager, and Liger's where it is installed and has one."""
+    """The ways to time: secc, eager, torch.compile of eager, and Liger's where it is installed and has
+    one."""
     ways = dict(case.ways)
     if compiled:
         ways["compile"] = torch.compile(case.ways["eager"], dynamic=False)

@@ -1,5 +1,5 @@
-"""Global batches and plans for benchmarks of schedules: the reference workloads' sample mixes (`tools/workloads/parts/mix.py`) with fixed
-seeds, and sections with linear costs.
+"""Global batches and plans for benchmarks of schedules: the reference workloads' sample mixes
+(`tools/workloads/parts/mix.py`) with fixed seeds, and sections with linear costs.
 """
 
 from __future__ import annotations
@@ -8,19 +8,25 @@ import random
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from secc.runtime.plan import VERSION, Cost, Edge, Mesh, ModelRef, Plan, Section, Symbol
-from secc.runtime.program import SampleMeta
+from secc.runtime.plan.schema import VERSION, Cost, Edge, Mesh, ModelRef, Plan, Section, Symbol
+from secc.runtime.plan.step_program import SampleMeta
 from tools.workloads.parts import mix
 
 IMAGES, AUDIO = frozenset(["images"]), frozenset(["audio"])
-SYMBOLS = (Symbol("B", "rows", "ids", 0), Symbol("T", "rows", "ids", 1), Symbol("I", "rows", "images", 0), Symbol("A", "rows", "audio", 0))
+SYMBOLS = (
+    Symbol("B", "rows", "ids", 0),
+    Symbol("T", "rows", "ids", 1),
+    Symbol("I", "rows", "images", 0),
+    Symbol("A", "rows", "audio", 0),
+)
 TOKEN_NS = 30_000  # of the language model's forward on one replica, so that 32 samples take seconds
 
 Samples = list[SampleMeta]
 
 
 def multimodal(count: int, images: float, seed: int, audio: float = 0.0) -> Samples:
-    """Samples with text, and with images and audio in these shares. T: tokens, I: patches, A: audio frames."""
+    """Samples with text, and with images and audio in these shares. T: tokens, I: patches, A: audio
+    frames."""
     r = random.Random(f"multimodal {count} {images} {audio} {seed}")
     return [_multimodal(i, r, r.random() < images, r.random() < audio) for i in range(count)]
 
@@ -29,7 +35,9 @@ def _multimodal(i: int, r: random.Random, image: bool, audio: bool) -> SampleMet
     held = mix.multimodal(r, image, audio)
     tokens = sum(held.images)
     pattern = (IMAGES if image else frozenset()) | (AUDIO if audio else frozenset())
-    return SampleMeta(i, pattern, {"B": 1, "T": held.text + tokens + held.frames // 2, "I": 4 * tokens, "A": held.frames})
+    return SampleMeta(
+        i, pattern, {"B": 1, "T": held.text + tokens + held.frames // 2, "I": 4 * tokens, "A": held.frames}
+    )
 
 
 def text(i: int, tokens: int) -> SampleMeta:
@@ -43,8 +51,11 @@ def distillation(count: int, seed: int) -> Samples:
     return [text(i, mix.distillation(r).text) for i in range(count)]
 
 
-def section(name: str, ranks: range, symbol: str, ns: int, mode: str = "train", when: frozenset[str] = frozenset()) -> Section:
-    """A section that takes `ns` for each entry of a symbol forward, and twice that backward; one sample to a micro-batch."""
+def section(
+    name: str, ranks: range, symbol: str, ns: int, mode: str = "train", when: frozenset[str] = frozenset()
+) -> Section:
+    """A section that takes `ns` for each entry of a symbol forward, and twice that backward; one sample to a
+    micro-batch."""
     cost = Cost(f"{ns}*{symbol}", f"{2 * ns}*{symbol}" if mode == "train" else "0")
     return Section(name, "", mode, tuple(when), (), (), Mesh(tuple(ranks), len(ranks)), 1, cost=cost)
 
@@ -52,16 +63,22 @@ def section(name: str, ranks: range, symbol: str, ns: int, mode: str = "train", 
 def plan(sections: list[Section], edges: list[tuple[str, str]]) -> Plan:
     """The plan of these sections, all edges with gradients where both ends owe a backward."""
     modes = {s.name: s.mode for s in sections}
-    made = tuple(Edge(f"{a}_{b}", a, b, "float32", ("B",), 0, "1", "forward" not in (modes[a], modes[b])) for a, b in edges)
+    made = tuple(
+        Edge(f"{a}_{b}", a, b, "float32", ("B",), 0, "1", "forward" not in (modes[a], modes[b]))
+        for a, b in edges
+    )
     world = 1 + max(r for s in sections for r in s.mesh.ranks)
-    return Plan(VERSION, "", ModelRef("", ""), world, 0, "own", SYMBOLS, (), tuple(sections), made, (), (), {}, {}, {})
+    return Plan(
+        VERSION, "", ModelRef("", ""), world, 0, "own", SYMBOLS, (), tuple(sections), made, (), (), {}, {}, {}
+    )
 
 
 @dataclass(frozen=True)
 class Pipeline:
     """How a section runs in stages, each of which takes as long as the section takes in one.
 
-    A stage holds at most `room` micro-batches between forward and backward; `split`: half of a backward is for weights and comes later.
+    A stage holds at most `room` micro-batches between forward and backward; `split`: half of a backward is
+    for weights and comes later.
     """
 
     stages: int = 1
@@ -73,10 +90,21 @@ class Pipeline:
         if self.stages == 1:
             return [replace(whole, weight_permille=500 if self.split else 0)]
         first, dp = whole.mesh.ranks[0], whole.mesh.dp
-        meshes = [Mesh(tuple(range(first + i, first + i + dp * self.stages, self.stages)), dp) for i in range(self.stages)]
+        meshes = [
+            Mesh(tuple(range(first + i, first + i + dp * self.stages, self.stages)), dp)
+            for i in range(self.stages)
+        ]
         weight = 500 if self.split else 0
         return [
-            replace(whole, name=f"{whole.name}_{i}", pipeline=whole.name, stage=i, mesh=m, in_flight=self.room, weight_permille=weight)
+            replace(
+                whole,
+                name=f"{whole.name}_{i}",
+                pipeline=whole.name,
+                stage=i,
+                mesh=m,
+                in_flight=self.room,
+                weight_permille=weight,
+            )
             for i, m in enumerate(meshes)
         ]
 
@@ -89,7 +117,8 @@ def vlm(
     mode: str = "train",
     pipeline: Pipeline = Pipeline(),
 ) -> Plan:
-    """An encoder on its own ranks and a language model; `load` is the encoder's work on each rank over the language model's."""
+    """An encoder on its own ranks and a language model; `load` is the encoder's work on each rank over the
+    language model's."""
     passes = 3 if mode == "train" else 1
     ns = entry_ns(samples, "I", encoders, replicas, load, passes)
     vision = section("vision", range(encoders), "I", ns, mode, IMAGES)
@@ -98,10 +127,13 @@ def vlm(
 
 
 def shared(samples: Samples, ranks: int, widths: tuple[int, int], load: float, micro_batch: int = 1) -> Plan:
-    """An encoder and a language model on the same ranks, in replicas of `widths` ranks each; `load` as above."""
+    """An encoder and a language model on the same ranks, in replicas of `widths` ranks each; `load` as
+    above."""
     narrow, wide = (Mesh(tuple(range(ranks)), ranks // tp, 1, tp) for tp in widths)
     ns = entry_ns(samples, "I", narrow.dp, wide.dp, load, 3)
-    vision = replace(section("vision", range(ranks), "I", ns, when=IMAGES), mesh=narrow, micro_batch=micro_batch)
+    vision = replace(
+        section("vision", range(ranks), "I", ns, when=IMAGES), mesh=narrow, micro_batch=micro_batch
+    )
     lm = replace(section("lm", range(ranks), "T", TOKEN_NS), mesh=wide)
     return plan([vision, lm], [("vision", "lm")])
 
@@ -116,21 +148,33 @@ def omni(samples: Samples, encoders: int, replicas: int, load: float) -> Plan:
         )
     ]
     first = made[-1].mesh.ranks[-1] + 1
-    return plan([*made, section("lm", range(first, first + replicas), "T", TOKEN_NS)], [("vision", "lm"), ("audio", "lm")])
+    return plan(
+        [*made, section("lm", range(first, first + replicas), "T", TOKEN_NS)],
+        [("vision", "lm"), ("audio", "lm")],
+    )
 
 
-def teacher_student(samples: Samples, teachers: int, students: int, load: float, pipeline: Pipeline = Pipeline()) -> Plan:
+def teacher_student(
+    samples: Samples, teachers: int, students: int, load: float, pipeline: Pipeline = Pipeline()
+) -> Plan:
     """A frozen teacher on its own ranks and a student, whose last stage takes what the teacher says."""
     ns = entry_ns(samples, "T", teachers, students, load, 1)
     student = pipeline.of(section("student", range(teachers, teachers + students), "T", TOKEN_NS))
     names = [s.name for s in student]
-    return plan([section("teacher", range(teachers), "T", ns, "forward"), *student], [("teacher", names[-1]), *pairwise(names)])
+    return plan(
+        [section("teacher", range(teachers), "T", ns, "forward"), *student],
+        [("teacher", names[-1]), *pairwise(names)],
+    )
 
 
 def shared_encoder(samples: Samples, encoders: int, replicas: int, load: float) -> Plan:
-    """One encoder with two consumers on ranks of their own: a language model and, half as large, a head for images alone."""
+    """One encoder with two consumers on ranks of their own: a language model and, half as large, a head for
+    images alone."""
     ns = entry_ns(samples, "I", encoders, replicas, load, 3)
-    lm, head = range(encoders, encoders + replicas), range(encoders + replicas, encoders + replicas + max(1, replicas // 4))
+    lm, head = (
+        range(encoders, encoders + replicas),
+        range(encoders + replicas, encoders + replicas + max(1, replicas // 4)),
+    )
     sections = [
         section("vision", range(encoders), "I", ns, when=IMAGES),
         section("lm", lm, "T", TOKEN_NS),
@@ -140,6 +184,7 @@ def shared_encoder(samples: Samples, encoders: int, replicas: int, load: float) 
 
 
 def entry_ns(samples: Samples, symbol: str, ranks: int, replicas: int, load: float, passes: int) -> int:
-    """The forward time of an entry of `symbol` that loads `ranks` ranks with `load` of what loads the language model's replicas."""
+    """The forward time of an entry of `symbol` that loads `ranks` ranks with `load` of what loads the
+    language model's replicas."""
     tokens, entries = (sum(s.sizes[name] for s in samples) for name in ("T", symbol))
     return max(1, round(load * 3 * TOKEN_NS * tokens * ranks / (replicas * passes * max(1, entries))))

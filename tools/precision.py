@@ -1,13 +1,15 @@
-"""How precise fused operators and models with them are: errors against float64, beside those of unfused PyTorch in the same dtype.
+"""How precise fused operators and models with them are: errors against float64, beside those of unfused
+PyTorch in the same dtype.
 
-    python tools/precision.py                        every operator at toy sizes, then the models of tests/models and examples
-    python tools/precision.py MODEL.py …             these models only
-    python tools/precision.py --dtype float16
+    python tools/precision.py                        every operator at toy sizes, then the models of
+    tests/models and examples python tools/precision.py MODEL.py …             these models only python
+    tools/precision.py --dtype float16
 
-A model's weights and inputs are rounded to the dtype first: what differs is arithmetic alone. The plan's sections run in this process, as
-`secc check` runs them, on one batch of the dataset's samples; the error of all gradients is that of one long vector. On a CPU the operators
-are their references, with `TRITON_INTERPRET=1` the Triton kernels through the interpreter. Exit code 1 if a model errs more than
-`SLACK` times as much as without fusion.
+A model's weights and inputs are rounded to the dtype first: what differs is arithmetic alone. The plan's
+sections run in this process, as `secc check` runs them, on one batch of the dataset's samples; the error of
+all gradients is that of one long vector. On a CPU the operators are their references, with
+`TRITON_INTERPRET=1` the Triton kernels through the interpreter. Exit code 1 if a model errs more than `SLACK`
+times as much as without fusion.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from secc.check import OneRank
-from secc.compiler import Compiled, Options, compile_model
+from secc.driver.compile import Compiled, Options, compile_model
+from secc.driver.exactness_check import OneRank
 from secc.errors import UserError
-from secc.frontend.reference import Result, eager
+from secc.frontend.dataset.eager_reference import Result, eager
 from secc.runtime.kernels import backend
 from tools.bench_kernels import SLACK, check
 from tools.kernel_cases import TINY, entries, losses
@@ -88,7 +90,10 @@ class Row:
 
     @property
     def fine(self) -> bool:
-        return self.fused.gradient <= SLACK * self.unfused.gradient and self.fused.loss <= SLACK * self.unfused.loss + 1e-3
+        return (
+            self.fused.gradient <= SLACK * self.unfused.gradient
+            and self.fused.loss <= SLACK * self.unfused.loss + 1e-3
+        )
 
 
 def measured(path: Path, dtype: torch.dtype, folder: Path) -> Row:
@@ -103,23 +108,35 @@ def measured(path: Path, dtype: torch.dtype, folder: Path) -> Row:
     batch = compiled.user.collate(samples)
     exact = eager(copy.deepcopy(model).double(), _wide(batch))
     rules = tuple(dict.fromkeys(f.rule for f in compiled.plan.fusions if not f.why))
-    return Row(path.stem, rules, Errors.of(_planned(compiled, model, samples, folder), exact), Errors.of(eager(model, batch), exact))
+    return Row(
+        path.stem,
+        rules,
+        Errors.of(_planned(compiled, model, samples, folder), exact),
+        Errors.of(eager(model, batch), exact),
+    )
 
 
-def _planned(compiled: Compiled, model: nn.Module, samples: Sequence[Mapping[str, Any]], folder: Path) -> Result:
+def _planned(
+    compiled: Compiled, model: nn.Module, samples: Sequence[Mapping[str, Any]], folder: Path
+) -> Result:
     directory = folder / f"{compiled.user.path.stem}_plan"
     compiled.write_sections(directory)
     return OneRank(compiled.plan, directory, compiled.user, model).step(samples, most=len(samples))
 
 
 def _wide(batch: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in batch.items()}
+    return {
+        k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
+        for k, v in batch.items()
+    }
 
 
 def report(paths: Sequence[Path], dtype: torch.dtype) -> bool:
     """Print a table of the models; whether all are fine."""
     name = str(dtype).removeprefix("torch.")
-    print(f"\n| model in {name} | rules | loss, fused (unfused) | gradients, fused (unfused) |\n| --- | --- | --- | --- |")
+    print(
+        f"\n| model in {name} | rules | loss, fused (unfused) | gradients, fused (unfused) |\n| --- | --- | --- | --- |"
+    )
     right = True
     with tempfile.TemporaryDirectory() as folder:
         for path in paths:
@@ -139,8 +156,12 @@ def report(paths: Sequence[Path], dtype: torch.dtype) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", type=Path, help="model files (default: those of tests/models and examples)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "models", nargs="*", type=Path, help="model files (default: those of tests/models and examples)"
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     arguments = parser.parse_args()
     dtype = getattr(torch, arguments.dtype)

@@ -1,7 +1,9 @@
-"""Trains a plan on gloo ranks of this machine, and its model file in plain PyTorch, and says whether the two agree.
+"""Trains a plan on gloo ranks of this machine, and its model file in plain PyTorch, and says whether the two
+agree.
 
-Ranks are forked from a server that has imported torch and transformers once, so that a run of four ranks starts in a fraction of a
-second instead of importing four times. Every wait has a limit. The end-to-end tests and the zoo compare through here.
+Ranks are forked from a server that has imported torch and transformers once, so that a run of four ranks
+starts in a fraction of a second instead of importing four times. Every wait has a limit. The end-to-end tests
+and the zoo compare through here.
 """
 
 from __future__ import annotations
@@ -19,20 +21,23 @@ from pathlib import Path
 
 import torch
 
-from secc.frontend.reference import GRADIENT_FLOOR, GRADIENT_TOLERANCE, LOSS_TOLERANCE
-from secc.runtime.plan import Plan
-from secc.runtime.plan import load as load_plan
+from secc.frontend.dataset.eager_reference import GRADIENT_FLOOR, GRADIENT_TOLERANCE, LOSS_TOLERANCE
+from secc.runtime.model.user_file import load
+from secc.runtime.plan.schema import Plan
+from secc.runtime.plan.schema import load as load_plan
 from secc.runtime.tensor_parallel.shards import Cut
-from secc.runtime.user_model import load
 from tools.train_plain import train
 
-PRELOADED = ["secc.runtime.trainer", "torch.distributed.checkpoint", "torch._dynamo"] + [
-    f"transformers.models.{m}.modeling_{m}" for m in ("clip", "internvl", "llama", "llava", "qwen2", "qwen3", "whisper")
+PRELOADED = ["secc.runtime.training.trainer", "torch.distributed.checkpoint", "torch._dynamo"] + [
+    f"transformers.models.{m}.modeling_{m}"
+    for m in ("clip", "internvl", "llama", "llava", "qwen2", "qwen3", "whisper")
 ]
 RUN_SECONDS = 150
 LEARNING_RATE = 1e-3
 LATER_LOSSES = 1e-4  # relative: losses after the first step
-NOISE = 1e-6  # an entry below this share of all gradients (a key's bias) is rounding noise, which AdamW turns into steps of any sign
+# an entry below this share of all gradients (a key's bias) is rounding noise, which AdamW turns into steps of
+# any sign
+NOISE = 1e-6
 RECORDING_MODEL = '''
 """{name} with an optimizer that keeps the first step's gradients."""
 
@@ -61,7 +66,8 @@ def optimizer(params):
 
 @dataclass
 class Trained:
-    """Losses of all steps, the first step's gradients, the parameters at the end; tied parameters under one of their names."""
+    """Losses of all steps, the first step's gradients, the parameters at the end; tied parameters under one
+    of their names."""
 
     losses: list[float]
     gradients: dict[str, torch.Tensor | None]
@@ -71,7 +77,10 @@ class Trained:
 def recording_model(name: str, directory: Path, source: Path) -> Path:
     """A copy of model file `source/name.py` that records gradients."""
     path = directory / f"recording_{name}.py"
-    path.write_text(f"import sys\nsys.path.insert(0, {str(source)!r})\n" + RECORDING_MODEL.format(name=name, rate=LEARNING_RATE))
+    path.write_text(
+        f"import sys\nsys.path.insert(0, {str(source)!r})\n"
+        + RECORDING_MODEL.format(name=name, rate=LEARNING_RATE)
+    )
     return path
 
 
@@ -80,16 +89,28 @@ def plain(path: Path, global_batch: int, steps: int, gradients: Path, seed: int 
     gradients.mkdir(exist_ok=True)
     os.environ["GRADIENTS"] = str(gradients)
     model, losses = train(load(path), steps, global_batch, seed)
-    return Trained(losses, torch.load(gradients / "rank.pt"), {n: p.detach() for n, p in model.named_parameters()})
+    return Trained(
+        losses, torch.load(gradients / "rank.pt"), {n: p.detach() for n, p in model.named_parameters()}
+    )
 
 
 def distributed(plan: Path, world_size: int, steps: int, work: Path, *options: str) -> Trained:
     """Train a plan on gloo ranks, from step 1 to `steps`."""
-    from secc.runtime.checkpoint import load_full
+    from secc.runtime.parameters.checkpoint import load_full
 
     gradients = work / "gradients"
     gradients.mkdir(parents=True, exist_ok=True)
-    arguments = ["--steps", str(steps), "--log-dir", str(work), "--save", str(work / "saved"), "--workers", "0", *options]
+    arguments = [
+        "--steps",
+        str(steps),
+        "--log-dir",
+        str(work),
+        "--save",
+        str(work / "saved"),
+        "--workers",
+        "0",
+        *options,
+    ]
     run(plan, world_size, arguments, {"GRADIENTS": str(gradients)})
     parameters = load_full(work / "saved")
     parts: dict[str, dict[int, torch.Tensor | None]] = {}
@@ -101,13 +122,19 @@ def distributed(plan: Path, world_size: int, steps: int, work: Path, *options: s
     return Trained([m["loss"] for m in metrics(work)], found, parameters)
 
 
-def _whole(plan: Plan, name: str, held: Mapping[int, torch.Tensor | None], shape: torch.Size) -> torch.Tensor | None:
-    """A parameter's gradient from what each rank has of it: parts of ranks that cut it, or all of it on each of them."""
+def _whole(
+    plan: Plan, name: str, held: Mapping[int, torch.Tensor | None], shape: torch.Size
+) -> torch.Tensor | None:
+    """A parameter's gradient from what each rank has of it: parts of ranks that cut it, or all of it on each
+    of them."""
     section = next((s for s in plan.sections if s.mesh.tp > 1 and name in s.params), None)
     if section is None or name in section.partial:
         return _joined(list(held.values()), shape)
     shard = next((s for s in section.shards if s.name == name), None)
-    places = [[held[r] for r in section.mesh.ranks[place :: section.mesh.tp] if r in held] for place in range(section.mesh.tp)]
+    places = [
+        [held[r] for r in section.mesh.ranks[place :: section.mesh.tp] if r in held]
+        for place in range(section.mesh.tp)
+    ]
     if shard is None:
         return _joined(places[0], shape)
     cuts = [Cut(shape, shard.dim, shard.parts, place, section.mesh.tp) for place in range(section.mesh.tp)]
@@ -124,7 +151,8 @@ def _whole(plan: Plan, name: str, held: Mapping[int, torch.Tensor | None], shape
 
 
 def _joined(held: Sequence[torch.Tensor | None], shape: torch.Size) -> torch.Tensor | None:
-    """A gradient from what each rank has of it: all of it, or, where the optimizer is sharded, one slice after the other."""
+    """A gradient from what each rank has of it: all of it, or, where the optimizer is sharded, one slice
+    after the other."""
     known = [g for g in held if g is not None]
     if not known:
         return None
@@ -158,7 +186,9 @@ def _gradients(found: Trained, reference: Trained) -> Iterator[str]:
         if expected is None or got is None:
             if got is not expected:
                 yield f"gradient of {name}: {'none' if got is None else 'one'}, unlike in plain PyTorch"
-        elif (error := float((got - expected).norm())) > GRADIENT_TOLERANCE * float(expected.norm()) + GRADIENT_FLOOR * total:
+        elif (error := float((got - expected).norm())) > GRADIENT_TOLERANCE * float(
+            expected.norm()
+        ) + GRADIENT_FLOOR * total:
             yield f"gradient of {name}: off by {error:.3g} of {float(expected.norm()):.3g}"
 
 
@@ -167,7 +197,11 @@ def _parameters(found: Trained, reference: Trained) -> Iterator[str]:
     for name, expected in reference.parameters.items():
         difference = (found.parameters[name] - expected).abs()
         gradient = reference.gradients.get(name)
-        noise = torch.ones_like(difference, dtype=torch.bool) if gradient is None else gradient.abs() < NOISE * total
+        noise = (
+            torch.ones_like(difference, dtype=torch.bool)
+            if gradient is None
+            else gradient.abs() < NOISE * total
+        )
         if not (difference <= torch.where(noise, largest, LATER_LOSSES)).all():
             yield f"parameter {name} after {len(reference.losses)} steps: off by {float(difference.max()):.3g}"
 
@@ -176,8 +210,11 @@ def _global_norm(reference: Trained) -> float:
     return float(torch.stack([g.norm() for g in reference.gradients.values() if g is not None]).norm())
 
 
-def run(plan: Path, world_size: int, arguments: Sequence[str], environment: dict[str, str] | None = None) -> None:
-    """Run a plan's run.py on `world_size` processes of this machine. Raises AssertionError where one fails or time is up."""
+def run(
+    plan: Path, world_size: int, arguments: Sequence[str], environment: dict[str, str] | None = None
+) -> None:
+    """Run a plan's run.py on `world_size` processes of this machine. Raises AssertionError where one fails or
+    time is up."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     place = {
@@ -189,7 +226,9 @@ def run(plan: Path, world_size: int, arguments: Sequence[str], environment: dict
     with tempfile.TemporaryDirectory() as errors:
         files = [Path(errors) / str(rank) for rank in range(world_size)]
         ranks = [
-            context.Process(target=_rank, args=(plan, rank, file, list(arguments), (environment or {}) | place))
+            context.Process(
+                target=_rank, args=(plan, rank, file, list(arguments), (environment or {}) | place)
+            )
             for rank, file in enumerate(files)
         ]
         try:
@@ -209,7 +248,8 @@ def _first_error(files: Sequence[Path]) -> str:
     """A rank's message, else the last line of a traceback."""
     lines = [line for file in files if file.exists() for line in file.read_text().splitlines()]
     return next(
-        (line for line in lines if line.startswith("error: ")), next((line for line in reversed(lines) if "Error" in line), "no message")
+        (line for line in lines if line.startswith("error: ")),
+        next((line for line in reversed(lines) if "Error" in line), "no message"),
     )
 
 

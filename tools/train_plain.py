@@ -1,4 +1,5 @@
-"""Trains a model file as plain PyTorch would: one process, the whole global batch at once. What a plan's losses are compared with.
+"""Trains a model file as plain PyTorch would: one process, the whole global batch at once. What a plan's
+losses are compared with.
 
 python tools/train_plain.py examples/vlm_digits.py --steps 400 --global-batch 32 -o plain.safetensors
 """
@@ -13,12 +14,15 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_model
 
-from secc.runtime.nesting import nested
-from secc.runtime.user_model import UserModel, load, loss_of
+from secc.runtime.model.nested_batch import nested
+from secc.runtime.model.user_file import UserModel, load, loss_of
 
 
-def train(user: UserModel, steps: int, global_batch: int, seed: int = 0, clip: float = 0.0) -> tuple[torch.nn.Module, list[float]]:
-    """The trained model and each step's loss; batch k is samples kN … (k+1)N-1 of the dataset, wrapping by epoch."""
+def train(
+    user: UserModel, steps: int, global_batch: int, seed: int = 0, clip: float = 0.0
+) -> tuple[torch.nn.Module, list[float]]:
+    """The trained model and each step's loss; batch k is samples kN … (k+1)N-1 of the dataset, wrapping by
+    epoch."""
     torch.manual_seed(seed)
     model = user.model()
     params = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -27,7 +31,9 @@ def train(user: UserModel, steps: int, global_batch: int, seed: int = 0, clip: f
     length, losses, start = len(user.dataset()), list[float](), time.time()
     for step in range(steps):
         numbers = range(step * global_batch, (step + 1) * global_batch)
-        loss = loss_of(model(**nested(user.collate([user.sample(i % length, seed, epoch=i // length) for i in numbers]))))
+        loss = loss_of(
+            model(**nested(user.collate([user.sample(i % length, seed, epoch=i // length) for i in numbers])))
+        )
         optimizer.zero_grad()
         loss.backward()
         if clip:
@@ -42,7 +48,9 @@ def train(user: UserModel, steps: int, global_batch: int, seed: int = 0, clip: f
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--global-batch", type=int, default=32)
@@ -51,7 +59,9 @@ def main() -> None:
     parser.add_argument("--losses", type=Path, help="write every step's loss to this JSON file")
     parser.add_argument("-o", "--output", type=Path, help="write the weights to this safetensors file")
     arguments = parser.parse_args()
-    model, losses = train(load(arguments.model), arguments.steps, arguments.global_batch, arguments.seed, arguments.clip)
+    model, losses = train(
+        load(arguments.model), arguments.steps, arguments.global_batch, arguments.seed, arguments.clip
+    )
     if arguments.losses:
         arguments.losses.write_text(json.dumps(losses))
     if arguments.output:

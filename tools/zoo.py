@@ -1,12 +1,14 @@
-"""Checks small random models of many public architectures: does secc take them, is their plan exact, does a run on gloo ranks agree?
+"""Checks small random models of many public architectures: does secc take them, is their plan exact, does a
+run on gloo ranks agree?
 
 python -m tools.zoo                          every architecture, checked and run on three ranks
 python -m tools.zoo llava whisper            some of them
 python -m tools.zoo --family audio --no-run  one family, compiled and checked only
 python -m tools.zoo --fuse                   with fused operators
 
-For each architecture: whether its glue is generic, re-recorded or hidden in a block, its sections, and `exact` or the first line of the
-error. Failures are then listed by cause. Every model goes the way of a user's model file.
+For each architecture: whether its glue is generic, re-recorded or hidden in a block, its sections, and
+`exact` or the first line of the error. Failures are then listed by cause. Every model goes the way of a
+user's model file.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from secc.check import checked
-from secc.compiler import Compiled, Options, compile_model
+from secc.driver.compile import Compiled, Options, compile_model
+from secc.driver.exactness_check import checked
 from secc.errors import UserError
 from secc.report.page import page
 from tools.ranks import Trained, differences, distributed, plain, recording_model
@@ -56,7 +58,8 @@ CAUSES = (  # (what the first line of the error says, the cause that the table n
 
 @dataclass
 class Row:
-    """One line of the table. `check` and `run` are "exact", "-" if not tried, or the first line of the error."""
+    """One line of the table. `check` and `run` are "exact", "-" if not tried, or the first line of the
+    error."""
 
     name: str
     family: str
@@ -76,7 +79,11 @@ class Row:
     @property
     def cause(self) -> str:
         """The bucket of the error."""
-        return next((cause for sign, cause in CAUSES if re.search(sign, self.error)), "other") if self.error else ""
+        return (
+            next((cause for sign, cause in CAUSES if re.search(sign, self.error)), "other")
+            if self.error
+            else ""
+        )
 
 
 def look(entry: Entry, ranks: int = RANKS, run: bool = True, fuse: bool | None = None) -> Row:
@@ -87,16 +94,30 @@ def look(entry: Entry, ranks: int = RANKS, run: bool = True, fuse: bool | None =
         (folder / f"{entry.name}.py").write_text(entry.source())
         model = recording_model(entry.name, folder, folder)
         try:
-            compiled = compile_model(model, Options(cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, fuse=fuse))
+            compiled = compile_model(
+                model, Options(cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, fuse=fuse)
+            )
             row.glue, row.sections = glue(compiled), {s.name: s.mode for s in compiled.plan.sections}
-            row.fused = tuple(dict.fromkeys(f.rule if not f.why else f"{f.rule}: {f.why}" for f in compiled.plan.fusions)) if fuse else ()
+            row.fused = (
+                tuple(
+                    dict.fromkeys(
+                        f.rule if not f.why else f"{f.rule}: {f.why}" for f in compiled.plan.fusions
+                    )
+                )
+                if fuse
+                else ()
+            )
             row.notes = tuple(compiled.plan.checks.get("notes", ()))
             compiled = checked(compiled, required=True)
             row.check = EXACT
             if run:
                 row.run = _run(compiled, model, folder)
         except UserError as error:
-            row.check = f"{error.where}: {error.message}".splitlines()[0] if error.where else error.message.splitlines()[0]
+            row.check = (
+                f"{error.where}: {error.message}".splitlines()[0]
+                if error.where
+                else error.message.splitlines()[0]
+            )
         except Exception as error:
             row.check = f"{type(error).__name__}: {error}".splitlines()[0]
     row.seconds = round(time.perf_counter() - start, 1)
@@ -104,15 +125,21 @@ def look(entry: Entry, ranks: int = RANKS, run: bool = True, fuse: bool | None =
 
 
 def glue(compiled: Compiled) -> str:
-    """How the glue is known: `generic` code for all sizes, recorded anew for each micro-batch, or hidden in a block made larger for it."""
+    """How the glue is known: `generic` code for all sizes, recorded anew for each micro-batch, or hidden in a
+    block made larger for it."""
     if not all(case.spare for case in compiled.plan.recorded):
         return "recorded anew"
-    hidden = [note.partition(": ")[0] for note in compiled.plan.checks.get("notes", ()) if ": one block, because " in note]
+    hidden = [
+        note.partition(": ")[0]
+        for note in compiled.plan.checks.get("notes", ())
+        if ": one block, because " in note
+    ]
     return f"in block {hidden[-1]}" if hidden else "generic"
 
 
 def _run(compiled: Compiled, model: Path, folder: Path) -> str:
-    """`exact`, or the first thing in which the run differs. A plan may leave ranks without work, which do not start."""
+    """`exact`, or the first thing in which the run differs. A plan may leave ranks without work, which do not
+    start."""
     compiled.write(folder / "plan", page)
     try:
         reference = _reference(compiled, model, folder)
@@ -123,26 +150,36 @@ def _run(compiled: Compiled, model: Path, folder: Path) -> str:
 
 
 def _reference(compiled: Compiled, model: Path, folder: Path) -> Trained:
-    """Plain PyTorch; for a model that draws random numbers the plan for one rank, which was compared with the eager model."""
+    """Plain PyTorch; for a model that draws random numbers the plan for one rank, which was compared with the
+    eager model."""
     if not compiled.plan.draws:
         return plain(model, GLOBAL_BATCH, STEPS, folder / "plain")
-    alone = checked(compile_model(model, Options(cluster="local:1", global_batch=GLOBAL_BATCH)), required=True)
+    alone = checked(
+        compile_model(model, Options(cluster="local:1", global_batch=GLOBAL_BATCH)), required=True
+    )
     alone.write(folder / "plan_of_one", page)
     return distributed(folder / "plan_of_one", 1, STEPS, folder / "run_of_one")
 
 
 def table(rows: Sequence[Row]) -> str:
     """The rows as a Markdown table, then the failures by cause."""
-    lines = ["| architecture | family | glue | sections | check | run |", "| --- | --- | --- | --- | --- | --- |"]
+    lines = [
+        "| architecture | family | glue | sections | check | run |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
     for r in rows:
-        lines.append(f"| {r.name} | {r.family} | {r.glue} | {_sections(r)} | {_cell(r.check)} | {_cell(r.run)} |")
+        lines.append(
+            f"| {r.name} | {r.family} | {r.glue} | {_sections(r)} | {_cell(r.check)} | {_cell(r.run)} |"
+        )
     exact = sum(not r.error for r in rows)
     lines += ["", f"{exact} of {len(rows)} without an error."]
     causes: dict[str, list[str]] = defaultdict(list)
     for r in rows:
         if r.error:
             causes[r.cause].append(r.name)
-    lines += [f"- {cause}: {', '.join(names)}" for cause, names in sorted(causes.items(), key=lambda c: -len(c[1]))]
+    lines += [
+        f"- {cause}: {', '.join(names)}" for cause, names in sorted(causes.items(), key=lambda c: -len(c[1]))
+    ]
     fused: dict[str, list[str]] = defaultdict(list)
     for r in rows:
         for rule in r.fused:
@@ -154,7 +191,10 @@ def table(rows: Sequence[Row]) -> str:
 
 def _sections(row: Row) -> str:
     """The sections' names, with the mode of those that are not trained."""
-    return ", ".join(name if mode == "train" else f"{name} ({mode})" for name, mode in row.sections.items()) or SKIPPED
+    return (
+        ", ".join(name if mode == "train" else f"{name} ({mode})" for name, mode in row.sections.items())
+        or SKIPPED
+    )
 
 
 def _cell(text: str) -> str:
@@ -163,12 +203,16 @@ def _cell(text: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", help="architectures (default: all)")
     parser.add_argument("--family", help="only architectures of this family")
     parser.add_argument("--ranks", type=int, default=RANKS, help="gloo ranks of a run")
     parser.add_argument("--no-run", action="store_true", help="compile and check only")
-    parser.add_argument("--fuse", action="store_true", default=None, help="with fused operators, and which rules matched")
+    parser.add_argument(
+        "--fuse", action="store_true", default=None, help="with fused operators, and which rules matched"
+    )
     parser.add_argument("--list", action="store_true", help="print the names and end")
     parser.add_argument("--json", type=Path, help="write the rows to this file too")
     options = parser.parse_args()
@@ -182,10 +226,16 @@ def main() -> int:
     rows = list[Row]()
     for entry in chosen:
         rows.append(look(entry, options.ranks, not options.no_run, options.fuse))
-        print(f"{rows[-1].seconds:6.1f} s  {entry.name:24} {rows[-1].error or EXACT}", file=sys.stderr, flush=True)
+        print(
+            f"{rows[-1].seconds:6.1f} s  {entry.name:24} {rows[-1].error or EXACT}",
+            file=sys.stderr,
+            flush=True,
+        )
     print(table(rows))
     if options.json:
-        options.json.write_text(json.dumps([dataclasses.asdict(r) | {"cause": r.cause} for r in rows], indent=1) + "\n")
+        options.json.write_text(
+            json.dumps([dataclasses.asdict(r) | {"cause": r.cause} for r in rows], indent=1) + "\n"
+        )
     return 1 if any(r.error for r in rows) else 0
 
 

@@ -1,8 +1,10 @@
-"""What a value of the glue means in terms of a head's logits: a sum of products of probabilities, log-probabilities and picked entries.
+"""What a value of the glue means in terms of a head's logits: a sum of products of probabilities,
+log-probabilities and picked entries.
 
-A formula has one of three kinds: `entries` (one number for each row and token), `rows` (one for each row) and `total` (one number, the sum
-over rows). All spellings of a loss that compute the same come to the same formula, which is what rules match. Rows are counted through
-`View`s: what the user does to the rows of the logits is done to hidden states, labels and masks in their place.
+A formula has one of three kinds: `entries` (one number for each row and token), `rows` (one for each row) and
+`total` (one number, the sum over rows). All spellings of a loss that compute the same come to the same
+formula, which is what rules match. Rows are counted through `View`s: what the user does to the rows of the
+logits is done to hidden states, labels and masks in their place.
 """
 
 from __future__ import annotations
@@ -13,19 +15,22 @@ from typing import Any
 
 from xdsl.ir import SSAValue
 
-from secc.ir.dialect import GlueOp
-from secc.ir.expr import Expr
-from secc.ir.types import tensor
+from secc.ir.dialect.ops import GlueOp
+from secc.ir.dialect.size_expr import Expr
+from secc.ir.dialect.tensor_type import tensor
 
 ENTRIES, ROWS, TOTAL = "entries", "rows", "total"
-SHAPES = frozenset({"view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "_reshape_alias"})
+SHAPES = frozenset(
+    {"view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "_reshape_alias"}
+)
 SAME = frozenset({"clone", "contiguous", "alias", "lift_fresh", "positive", "detach_copy", "lift_fresh_copy"})
 SAME_ROWS = SHAPES | SAME
 
 
 @dataclass(frozen=True)
 class View:
-    """An op that rearranges or picks rows, `lead` being their dims then. Dims are counted without that of tokens or hidden states."""
+    """An op that rearranges or picks rows, `lead` being their dims then. Dims are counted without that of
+    tokens or hidden states."""
 
     op: str  # reshape, expand, permute, slice, select, index
     lead: tuple[Expr, ...]
@@ -34,7 +39,8 @@ class View:
 
 
 def followed(rows: tuple[Expr, ...], views: tuple[View, ...], view: View) -> tuple[View, ...]:
-    """Views with one more, of what has the dims `rows` before them all. Of reshapes in a row the last one counts, if any."""
+    """Views with one more, of what has the dims `rows` before them all. Of reshapes in a row the last one
+    counts, if any."""
     if view.op != "reshape":
         return (*views, view)
     while views and views[-1].op == "reshape":
@@ -64,7 +70,8 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Head:
-    """What makes logits: `hidden` [..., H] times the transpose of `weight` [V, H] ([H, V] if `transposed`), plus `bias` [V]."""
+    """What makes logits: `hidden` [..., H] times the transpose of `weight` [V, H] ([H, V] if `transposed`),
+    plus `bias` [V]."""
 
     logits: SSAValue
     hidden: SSAValue
@@ -77,7 +84,8 @@ class Head:
 
 @dataclass(frozen=True)
 class Logits:
-    """Rows of a head's logits: `scale * logits[..., :tokens]`, capped to softcap * tanh(./softcap) where `softcap` is not 0.
+    """Rows of a head's logits: `scale * logits[..., :tokens]`, capped to softcap * tanh(./softcap) where
+    `softcap` is not 0.
 
     `fixed`: no gradient flows into them.
     """
@@ -192,11 +200,16 @@ class Formula:
         return found
 
     def masked(self, mask: Source) -> Formula:
-        return replace(self, terms={(masks | {mask}, factors): n for (masks, factors), n in self.terms.items()})
+        return replace(
+            self, terms={(masks | {mask}, factors): n for (masks, factors), n in self.terms.items()}
+        )
 
     def mapped(self, change: Callable[[Any], Any], axis: int | None = None) -> Formula:
         """The formula with `change` made to all logits and all sources of rows in it."""
-        terms = {(frozenset(change(m) for m in ms), tuple(_mapped(f, change) for f in fs)): n for (ms, fs), n in self.terms.items()}
+        terms = {
+            (frozenset(change(m) for m in ms), tuple(_mapped(f, change) for f in fs)): n
+            for (ms, fs), n in self.terms.items()
+        }
         return replace(self, terms=terms, axis=self.axis if axis is None else axis)
 
     def reduced(self, kind: str, change: Callable[[tuple[Entry, ...]], Factor]) -> Formula:
@@ -235,7 +248,8 @@ def unshaped(value: Any) -> Any:
 
 
 def ordered(factors: tuple[Factor, ...]) -> tuple[Factor, ...]:
-    """Factors in an order that does not depend on how they were written; none is alone among its kind in a loss that rules know."""
+    """Factors in an order that does not depend on how they were written; none is alone among its kind in a
+    loss that rules know."""
     return tuple(sorted(factors, key=lambda f: type(f).__name__))
 
 

@@ -1,7 +1,8 @@
-"""Which terms of a loss are one loss to the rules: a term alone, or several with one coefficient up to a number.
+"""Which terms of a loss are one loss to the rules: a term alone, or several with one coefficient up to a
+number.
 
-Label smoothing and the Jensen-Shannon divergence reach `normalize-loss` as two sums each, with a coefficient each; the rules see them
-as one formula.
+Label smoothing and the Jensen-Shannon divergence reach `normalize-loss` as two sums each, with a coefficient
+each; the rules see them as one formula.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from dataclasses import dataclass
 
 from xdsl.ir import SSAValue
 
-from secc.ir.dialect import CaseOp, GlueOp, LeafOp, TermOp
-from secc.ir.types import tensor
+from secc.ir.dialect.ops import CaseOp, GlueOp, LeafOp, TermOp
+from secc.ir.dialect.tensor_type import tensor
 from secc.passes.fusion.formula import TOTAL, Formula, Logits, Parameter, source, unshaped
 from secc.passes.fusion.reading import Reader
 from secc.passes.fusion.rules import Piece, pieces
@@ -38,13 +39,19 @@ class Group:
 
 def _behind(logits: Logits) -> Iterator[SSAValue]:
     yield logits.head.hidden
-    yield from (p for p in (logits.head.weight, logits.head.bias) if p is not None and not isinstance(p, Parameter))
+    yield from (
+        p for p in (logits.head.weight, logits.head.bias) if p is not None and not isinstance(p, Parameter)
+    )
     yield from (o for view in logits.views for o in view.operands)
 
 
 def of(case: CaseOp, reader: Reader) -> list[Group]:
     """The terms of a case that rules match, in groups."""
-    formulas = {op: f for op in case.ops if isinstance(op, TermOp) and (f := reader.formula(op.numerator)) is not None and f.kind == TOTAL}
+    formulas = {
+        op: f
+        for op in case.ops
+        if isinstance(op, TermOp) and (f := reader.formula(op.numerator)) is not None and f.kind == TOTAL
+    }
     alone = {op: found for op, f in formulas.items() if (found := pieces(f.terms)) is not None}
     joined: list[Group] = []
     for terms in _alike(list(formulas)):
@@ -74,7 +81,8 @@ def _alike(terms: Sequence[TermOp]) -> list[list[tuple[TermOp, float]]]:
 
 
 def _identity(structure: Structure, value: SSAValue) -> object:
-    """Equal for coefficients that are computed alike; the shape of labels does not matter to how many of them count."""
+    """Equal for coefficients that are computed alike; the shape of labels does not matter to how many of them
+    count."""
     op = value.owner
     if isinstance(op, LeafOp):
         return _identity(structure, op.value)

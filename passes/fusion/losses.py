@@ -1,4 +1,5 @@
-"""Reads what makes rows and totals of entries: sums, means, picked labels, masks, torch's own losses; and softcaps."""
+"""Reads what makes rows and totals of entries: sums, means, picked labels, masks, torch's own losses; and
+softcaps."""
 
 from __future__ import annotations
 
@@ -8,11 +9,25 @@ from typing import TYPE_CHECKING, Any
 
 from xdsl.ir import SSAValue
 
-from secc.ir.dialect import Computation, GlueOp
-from secc.ir.template import Ref
-from secc.ir.types import TensorType, tensor
+from secc.ir.dialect.argument_template import Ref
+from secc.ir.dialect.ops import Computation, GlueOp
+from secc.ir.dialect.tensor_type import TensorType, tensor
 from secc.passes.fusion import views
-from secc.passes.fusion.formula import ENTRIES, ROWS, TOTAL, Entry, Formula, LogProb, LogSum, Picked, Plain, Source, Summed, View, source
+from secc.passes.fusion.formula import (
+    ENTRIES,
+    ROWS,
+    TOTAL,
+    Entry,
+    Formula,
+    LogProb,
+    LogSum,
+    Picked,
+    Plain,
+    Source,
+    Summed,
+    View,
+    source,
+)
 from secc.passes.fusion.unread import Unread
 from secc.passes.loss.reductions import NONE, SUM, reduced_dims
 from secc.passes.loss.workshop import argument
@@ -44,7 +59,9 @@ def uncapped(formula: Formula, number: float) -> Formula | None:
     plain = formula.single()
     if not isinstance(plain, Plain) or plain.of.softcap != TANH or number <= 0:
         return None
-    return formula.mapped(lambda s: s if isinstance(s, Source) else replace(s, scale=s.scale * number, softcap=number))
+    return formula.mapped(
+        lambda s: s if isinstance(s, Source) else replace(s, scale=s.scale * number, softcap=number)
+    )
 
 
 TANH = -1.0  # the softcap of logits whose tanh was taken and that are not yet multiplied
@@ -63,7 +80,9 @@ def _reduce(r: Reader, op: Computation) -> Formula:
     formula, kind = r.of(op), tensor(op.operands[0])
     if formula.kind == TOTAL:
         return formula
-    dims = sorted(reduced_dims(None if op.callee.endswith(".default") else argument(op, 1, "dim"), len(kind.dims)))
+    dims = sorted(
+        reduced_dims(None if op.callee.endswith(".default") else argument(op, 1, "dim"), len(kind.dims))
+    )
     if formula.kind == ENTRIES and formula.axis in dims:
         dims.remove(formula.axis)
         formula = _over_tokens(op, formula, kind)
@@ -85,7 +104,11 @@ def _over_tokens(op: Computation, formula: Formula, kind: TensorType) -> Formula
 
 def _kept(op: Computation, formula: Formula) -> Formula:
     """Rows in the shape of the result, which may keep the tokens' dim with one entry."""
-    return formula.mapped(lambda s: s.seen(View("reshape", tensor(op.results[0]).shape))) if _keeps(op) else formula
+    return (
+        formula.mapped(lambda s: s.seen(View("reshape", tensor(op.results[0]).shape)))
+        if _keeps(op)
+        else formula
+    )
 
 
 def _keeps(op: Computation) -> bool:
@@ -95,7 +118,12 @@ def _keeps(op: Computation) -> bool:
 def _logsumexp(r: Reader, op: Computation) -> Formula:
     formula = r.of(op)
     plain, dims = formula.single(), reduced_dims(argument(op, 1, "dim"), len(tensor(op.operands[0]).dims))
-    if formula.kind != ENTRIES or not isinstance(plain, Plain) or plain.of.softcap == TANH or dims != [formula.axis]:
+    if (
+        formula.kind != ENTRIES
+        or not isinstance(plain, Plain)
+        or plain.of.softcap == TANH
+        or dims != [formula.axis]
+    ):
         raise Unread("logsumexp is not taken of plain logits over the tokens")
     r.compared[plain.of.head] = None
     return _kept(op, Formula.of(ROWS, LogSum(plain.of)))
@@ -106,7 +134,9 @@ def _gather(r: Reader, op: Computation) -> Formula:
     formula, labels = r.of(op), op.operands[-1]
     shape = tensor(labels).shape
     at_tokens = formula.kind == ENTRIES and int(argument(op, 1, "dim")) % len(shape) == formula.axis
-    if not at_tokens or views.rows_of(shape, formula.axis) != views.rows_of(tensor(op.operands[0]).shape, formula.axis):
+    if not at_tokens or views.rows_of(shape, formula.axis) != views.rows_of(
+        tensor(op.operands[0]).shape, formula.axis
+    ):
         raise Unread("gather picks other entries than one label's for each row")
     if shape[formula.axis] != 1:
         raise Unread("gather picks several tokens for each row")
@@ -132,7 +162,10 @@ def _nll(r: Reader, op: Computation) -> Formula:
     if reduction not in {NONE, SUM}:
         raise Unread("a mean over labels is taken in the micro-batch")
     labels = op.operands[1]
-    if formula.kind != ENTRIES or views.rows_of(tensor(op.operands[0]).shape, formula.axis) != tensor(labels).shape:
+    if (
+        formula.kind != ENTRIES
+        or views.rows_of(tensor(op.operands[0]).shape, formula.axis) != tensor(labels).shape
+    ):
         raise Unread("there is not one label for each row")
     found = _picked(formula, source(labels), int(argument(op, 4, "ignore_index", -100))).scaled(-1.0)
     return found if reduction == NONE else found.summed()
@@ -162,7 +195,8 @@ def _masked(r: Reader, op: Computation, formula: Formula, mask: SSAValue, negate
 def _zero(r: Reader, op: Computation, value: Any) -> bool:
     owner = op.operands[value.index].owner if isinstance(value, Ref) else None
     made = isinstance(owner, GlueOp) and (
-        owner.base in {"zeros", "zeros_like", "new_zeros"} or (owner.base in {"full", "scalar_tensor"} and owner.arguments.args[-1] == 0)
+        owner.base in {"zeros", "zeros_like", "new_zeros"}
+        or (owner.base in {"full", "scalar_tensor"} and owner.arguments.args[-1] == 0)
     )
     return made or r.number(op, value) == 0
 
@@ -170,5 +204,11 @@ def _zero(r: Reader, op: Computation, value: Any) -> bool:
 RULES: dict[str, Callable[[Reader, Computation], Formula]] = (
     dict.fromkeys(["sum", "mean"], _reduce)
     | dict.fromkeys(["nll_loss_forward", "nll_loss2d_forward", "nll_loss", "nll_loss2d", "nll_loss_nd"], _nll)
-    | {"logsumexp": _logsumexp, "gather": _gather, "tanh": _tanh, "where": _where, "masked_fill": _masked_fill}
+    | {
+        "logsumexp": _logsumexp,
+        "gather": _gather,
+        "tanh": _tanh,
+        "where": _where,
+        "masked_fill": _masked_fill,
+    }
 )

@@ -1,6 +1,8 @@
-"""Reads the glue of a case forward: which values are formulas over a head's logits, and why a value that comes from logits is none.
+"""Reads the glue of a case forward: which values are formulas over a head's logits, and why a value that
+comes from logits is none.
 
-A table says which function reads an op, by the op's base name. A spelling of a loss that is not understood is a new entry.
+A table says which function reads an op, by the op's base name. A spelling of a loss that is not understood is
+a new entry.
 """
 
 from __future__ import annotations
@@ -12,10 +14,10 @@ from typing import Any, cast
 from xdsl.dialects.builtin import StringAttr
 from xdsl.ir import Operation, SSAValue
 
-from secc.ir.dialect import CallOp, CaseOp, Computation, ConstOp, GlueOp, GraphOp
-from secc.ir.expr import Expr
-from secc.ir.template import Ref
-from secc.ir.types import TensorType, tensor
+from secc.ir.dialect.argument_template import Ref
+from secc.ir.dialect.ops import CallOp, CaseOp, Computation, ConstOp, GlueOp, GraphOp
+from secc.ir.dialect.size_expr import Expr
+from secc.ir.dialect.tensor_type import TensorType, tensor
 from secc.passes.fusion import heads, losses, views
 from secc.passes.fusion.formula import (
     ENTRIES,
@@ -39,13 +41,16 @@ FLOATS = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8}
 
 
 class Reader:
-    """The formulas of one case's values. `unread` says for ops on formulas that are none themselves why not."""
+    """The formulas of one case's values. `unread` says for ops on formulas that are none themselves why
+    not."""
 
     def __init__(self, graph: GraphOp, case: CaseOp) -> None:
         self.graph, self.case = graph, case
         self.formulas: dict[SSAValue, Formula] = {}
         self.unread: dict[Operation, str] = {}
-        self.compared: dict[Head, None] = {}  # heads whose logits are normalised over the tokens: losses, not layers
+        self.compared: dict[
+            Head, None
+        ] = {}  # heads whose logits are normalised over the tokens: losses, not layers
         for op in case.ops:
             if isinstance(op, Computation):
                 self._read(op)
@@ -54,7 +59,9 @@ class Reader:
         head = heads.head(self.graph, op)
         if head is not None:
             fixed = not tensor(head.logits).requires_grad
-            self.formulas[head.logits] = Formula.of(ENTRIES, Plain(heads.logits(head, fixed)), 1.0, len(tensor(head.logits).dims) - 1)
+            self.formulas[head.logits] = Formula.of(
+                ENTRIES, Plain(heads.logits(head, fixed)), 1.0, len(tensor(head.logits).dims) - 1
+            )
         if head is not None or isinstance(op, CallOp) or not any(o in self.formulas for o in op.operands):
             return
         rule = RULES.get(op.base)
@@ -92,7 +99,9 @@ class Reader:
             raise Unread("rows are weighted by something that is trained")
         found = boolean(value)
         if found is None:
-            raise Unread("rows are weighted by numbers that need not be 0 or 1; a comparison (mask != 0) would show that they are")
+            raise Unread(
+                "rows are weighted by numbers that need not be 0 or 1; a comparison (mask != 0) would show that they are"
+            )
         wanted = views.rows_of(like.shape, axis)
         shape = (*(like.shape[0] * 0 + 1 for _ in range(len(like.shape) - len(kind.dims))), *kind.shape)
         if axis is not None and shape[axis] != 1:
@@ -132,8 +141,17 @@ def _tokens(op: Computation, formula: Formula) -> Formula | None:
     """`logits[..., :n]`: the first tokens of plain logits."""
     plain = formula.single()
     rank = len(tensor(op.operands[0]).dims)
-    at_tokens = op.base == "slice" and formula.kind == ENTRIES and int(argument(op, 1, "dim", 0)) % rank == formula.axis
-    if not at_tokens or not isinstance(plain, Plain) or argument(op, 2, "start") not in {0, None} or argument(op, 4, "step", 1) != 1:
+    at_tokens = (
+        op.base == "slice"
+        and formula.kind == ENTRIES
+        and int(argument(op, 1, "dim", 0)) % rank == formula.axis
+    )
+    if (
+        not at_tokens
+        or not isinstance(plain, Plain)
+        or argument(op, 2, "start") not in {0, None}
+        or argument(op, 4, "step", 1) != 1
+    ):
         return None
     tokens = int(tensor(op.results[0]).shape[formula.axis])
     return formula.mapped(lambda s: s if isinstance(s, Source) else replace(s, tokens=tokens))
@@ -209,7 +227,11 @@ def _add(r: Reader, op: Computation) -> Formula:
     formulas = [r.formula(o) for o in op.operands]
     losses.alike(op, [f for f in formulas if f is not None], [tensor(o) for o in op.operands])
     for value, sign in zip(args[:2], signs, strict=True):
-        part = losses.addend(r.formula(op.operands[value.index]) if isinstance(value, Ref) else None, r.number(op, value), formulas)
+        part = losses.addend(
+            r.formula(op.operands[value.index]) if isinstance(value, Ref) else None,
+            r.number(op, value),
+            formulas,
+        )
         total = part.scaled(sign) if total is None else total.plus(part.scaled(sign))
     assert total is not None
     return total
@@ -244,8 +266,16 @@ def _log(r: Reader, op: Computation) -> Formula:
     single = formula.single()
     if isinstance(single, Prob):
         return Formula.of(ENTRIES, LogProb(single.of), 1.0, formula.axis)
-    parts = [(factors[0], number) for (masks, factors), number in formula.terms.items() if len(factors) == 1 and not masks]
-    if len(formula.terms) == len(parts) == 2 and all(isinstance(f, Prob) for f, _ in parts) and abs(sum(n for _, n in parts) - 1) < 1e-12:
+    parts = [
+        (factors[0], number)
+        for (masks, factors), number in formula.terms.items()
+        if len(factors) == 1 and not masks
+    ]
+    if (
+        len(formula.terms) == len(parts) == 2
+        and all(isinstance(f, Prob) for f, _ in parts)
+        and abs(sum(n for _, n in parts) - 1) < 1e-12
+    ):
         (one, share), (other, _) = parts
         return Formula.of(ENTRIES, LogMix(share, one.of, other.of), 1.0, formula.axis)  # pyright: ignore[reportAttributeAccessIssue]
     raise Unread("log is not taken of probabilities or a mixture of two")
@@ -269,6 +299,14 @@ RULES: dict[str, Callable[[Reader, Computation], Formula]] = (
     | dict.fromkeys(["_to_copy", "to"], _cast)
     | dict.fromkeys(["_softmax", "_log_softmax", "softmax", "log_softmax"], _softmax)
     | dict.fromkeys(["add", "sub", "rsub"], _add)
-    | {"detach": _detach, "mul": _multiply, "div": _divide, "neg": _negate, "exp": _exp, "log": _log, "xlogy": _xlogy}
+    | {
+        "detach": _detach,
+        "mul": _multiply,
+        "div": _divide,
+        "neg": _negate,
+        "exp": _exp,
+        "log": _log,
+        "xlogy": _xlogy,
+    }
     | cast("dict[str, Callable[[Reader, Computation], Formula]]", losses.RULES)
 )

@@ -1,8 +1,10 @@
-"""The rules of `fuse-linear-loss`: which formula each operator computes, and what of a loss is left when it is taken out.
+"""The rules of `fuse-linear-loss`: which formula each operator computes, and what of a loss is left when it
+is taken out.
 
-A divergence is a table of products, each with its number, over a student `s` and a teacher `t`; a loss that has all of them, times
-one number, holds the divergence, however it was written. Cross entropy has one product for the label and, where labels are smoothed,
-one for the mean over the tokens. What no rule takes out of a loss makes the whole loss stay as it is.
+A divergence is a table of products, each with its number, over a student `s` and a teacher `t`; a loss that
+has all of them, times one number, holds the divergence, however it was written. Cross entropy has one product
+for the label and, where labels are smoothed, one for the mean over the tokens. What no rule takes out of a
+loss makes the whole loss stay as it is.
 """
 
 from __future__ import annotations
@@ -11,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import permutations
 
-from secc.ir import template
-from secc.ir.dialect import GlueOp
+from secc.ir.dialect import argument_template
+from secc.ir.dialect.ops import GlueOp
 from secc.passes.fusion.formula import (
     Factor,
     Key,
@@ -34,7 +36,8 @@ CROSS_ENTROPY, KL, KL_CE = "linear-cross-entropy", "linear-kl", "linear-kl-ce"
 Products = Mapping[tuple[Factor, ...], float]
 _NEAR = 1e-9
 
-# The products of each divergence of a student from a teacher, of which `m` is the mixture share * teacher + (1 - share) * student.
+# The products of each divergence of a student from a teacher, of which `m` is the mixture share * teacher +
+# (1 - share) * student.
 DIVERGENCES: dict[str, Callable[[Logits, Logits, LogMix], Products]] = {
     "forward": lambda s, t, m: {_over_tokens(Prob(t), LogProb(t)): 1, _over_tokens(Prob(t), LogProb(s)): -1},
     "reverse": lambda s, t, m: {_over_tokens(Prob(s), LogProb(s)): 1, _over_tokens(Prob(s), LogProb(t)): -1},
@@ -98,8 +101,12 @@ def _candidates(terms: Mapping[Key, float]) -> Iterator[tuple[Piece, Mapping[Key
 
 
 def _divergences(terms: Mapping[Key, float]) -> Iterator[tuple[Piece, Mapping[Key, float]]]:
-    logits = dict.fromkeys(each for _, fs in terms for f in fs if isinstance(f, Summed) for e in f.entries for each in _of(e))
-    mixes = dict.fromkeys(e for _, fs in terms for f in fs if isinstance(f, Summed) for e in f.entries if isinstance(e, LogMix))
+    logits = dict.fromkeys(
+        each for _, fs in terms for f in fs if isinstance(f, Summed) for e in f.entries for each in _of(e)
+    )
+    mixes = dict.fromkeys(
+        e for _, fs in terms for f in fs if isinstance(f, Summed) for e in f.entries if isinstance(e, LogMix)
+    )
     for masks in dict.fromkeys(masks for masks, _ in terms):
         for student, teacher in permutations(logits, 2):
             if teacher.fixed and not student.fixed:
@@ -122,7 +129,8 @@ def _of(entry: Prob | LogProb | LogMix | Plain) -> list[Logits]:
 
 
 def _cross_entropies(terms: Mapping[Key, float]) -> Iterator[tuple[Piece, Mapping[Key, float]]]:
-    """-log p of a label, also as logsumexp minus a logit; smoothed, a share of it is the mean over the tokens."""
+    """-log p of a label, also as logsumexp minus a logit; smoothed, a share of it is the mean over the
+    tokens."""
     for (masks, factors), number in terms.items():
         picked = factors[0] if len(factors) == 1 else None
         if not isinstance(picked, Picked):
@@ -139,19 +147,34 @@ def _cross_entropies(terms: Mapping[Key, float]) -> Iterator[tuple[Piece, Mappin
 
 
 def _smoothed(
-    terms: Mapping[Key, float], picked: Picked, kept: frozenset[Source], taken: dict[Key, float], number: float
+    terms: Mapping[Key, float],
+    picked: Picked,
+    kept: frozenset[Source],
+    taken: dict[Key, float],
+    number: float,
 ) -> Iterator[tuple[Piece, Mapping[Key, float]]]:
     logits = _of(picked.entry)[0]
     for (masks, factors), other in terms.items():
-        same = frozenset(m for m in masks if not redundant(m, picked)) == kept and (picked.ignore is None or masks != kept)
+        same = frozenset(m for m in masks if not redundant(m, picked)) == kept and (
+            picked.ignore is None or masks != kept
+        )
         if same and factors == (Summed((LogProb(logits),)),) and other * number > 0:
             whole = number + other * logits.tokens
-            piece = Piece(CROSS_ENTROPY, -whole, logits, kept, picked.label, picked.ignore, other * logits.tokens / whole)
+            piece = Piece(
+                CROSS_ENTROPY,
+                -whole,
+                logits,
+                kept,
+                picked.label,
+                picked.ignore,
+                other * logits.tokens / whole,
+            )
             yield piece, taken | {(masks, factors): other}
 
 
 def redundant(mask: Source, picked: Picked) -> bool:
-    """Whether a mask keeps just the rows whose label is not the ignored one, which a picked entry leaves out anyway."""
+    """Whether a mask keeps just the rows whose label is not the ignored one, which a picked entry leaves out
+    anyway."""
     owner = mask.value.owner
     if not isinstance(owner, GlueOp) or owner.base not in {"ne", "eq"} or picked.ignore is None:
         return False
@@ -159,7 +182,7 @@ def redundant(mask: Source, picked: Picked) -> bool:
     labels = source(owner.operands[0])
     for view in mask.views:
         labels = labels.seen(view)
-    same = compared == [template.Ref(0), picked.ignore] and unshaped(labels) == picked.label
+    same = compared == [argument_template.Ref(0), picked.ignore] and unshaped(labels) == picked.label
     return same and mask.negated == (owner.base == "eq")
 
 
@@ -167,7 +190,12 @@ def joint(cross_entropy: Piece, divergence: Piece) -> bool:
     """Whether one pass over a student's logits can give both."""
     a, b = cross_entropy.student, divergence.student
     plain = not a.softcap and a.head.bias is None and a.tokens == b.tokens
-    return plain and a.head == b.head and a.views == b.views and (cross_entropy.rule, divergence.rule) == (CROSS_ENTROPY, KL)
+    return (
+        plain
+        and a.head == b.head
+        and a.views == b.views
+        and (cross_entropy.rule, divergence.rule) == (CROSS_ENTROPY, KL)
+    )
 
 
 def objection(piece: Piece) -> str:

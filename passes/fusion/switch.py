@@ -9,7 +9,8 @@ WHEN = ("auto", "always", "never")
 
 
 def reason_against(when: str, cluster: str) -> str:
-    """Why nothing is fused on a cluster (as `secc.cluster.parse` reads it), "" if rules may. Raises UserError for another `when`."""
+    """Why nothing is fused on a cluster (as `secc.cluster.parse` reads it), "" if rules may. Raises UserError
+    for another `when`."""
     if when not in WHEN:
         raise UserError(f"fusing passes have no {when!r}", remedy=f"choose one of {', '.join(WHEN)}")
     if when == "auto" and parse(cluster).device.backend != "cuda":

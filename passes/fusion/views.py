@@ -1,6 +1,7 @@
 """Ops that move rows of logits, read as `View`s, which apply to hidden states, labels and masks alike.
 
-A tensor of entries has its tokens at dim `axis`; what is left are its rows' dims. An op that mixes tokens and rows has no view.
+A tensor of entries has its tokens at dim `axis`; what is left are its rows' dims. An op that mixes tokens and
+rows has no view.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from typing import Any
 
 import sympy
 
-from secc.ir.dialect import Computation
-from secc.ir.expr import Expr
-from secc.ir.template import Ref
-from secc.ir.types import tensor
+from secc.ir.dialect.argument_template import Ref
+from secc.ir.dialect.ops import Computation
+from secc.ir.dialect.size_expr import Expr
+from secc.ir.dialect.tensor_type import tensor
 from secc.passes.fusion.formula import SHAPES, View
 from secc.passes.loss.workshop import argument
 
@@ -28,7 +29,8 @@ def rows_of(shape: Shape, axis: int | None) -> Shape:
 
 
 def moved(op: Computation, axis: int | None) -> Moved | None:
-    """What an op does to the rows of its operand 0, whose tokens are at `axis` (None: it has rows only); None if it mixes both."""
+    """What an op does to the rows of its operand 0, whose tokens are at `axis` (None: it has rows only); None
+    if it mixes both."""
     before, after = tensor(op.operands[0]).shape, tensor(op.results[0]).shape
     if op.base in SHAPES:
         return _reshaped(before, after, axis)
@@ -46,7 +48,9 @@ def moved(op: Computation, axis: int | None) -> Moved | None:
         return View("slice", rows_of(after, axis), args), -1 if axis is None else axis
     if op.base == "select":
         new = -1 if axis is None else axis - (dim < axis)
-        return View("select", rows_of(after, None if axis is None else new), (place, argument(op, 2, "index"))), new
+        return View(
+            "select", rows_of(after, None if axis is None else new), (place, argument(op, 2, "index"))
+        ), new
     return None
 
 
@@ -96,4 +100,6 @@ def _indexed(op: Computation, after: Shape, axis: int | None) -> Moved | None:
     if axis is not None and (axis < taken or axis != len(tensor(op.operands[0]).dims) - 1):
         return None
     last = None if axis is None else len(after) - 1
-    return View("index", rows_of(after, last), (), tuple(op.operands[i.index] for i in indices)), -1 if last is None else last
+    return View(
+        "index", rows_of(after, last), (), tuple(op.operands[i.index] for i in indices)
+    ), -1 if last is None else last

@@ -1,1 +1,2 @@
-"""How `normalize-loss` proves a loss separable by sample: states of values, rules for ops, coefficients over the whole global batch."""
+"""How `normalize-loss` proves a loss separable by sample: states of values, rules for ops, coefficients over
+the whole global batch."""

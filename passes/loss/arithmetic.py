@@ -6,9 +6,9 @@ from typing import Any
 
 from xdsl.ir import SSAValue
 
-from secc.ir import template
-from secc.ir.dialect import Computation
-from secc.ir.types import TensorType, tensor
+from secc.ir.dialect import argument_template
+from secc.ir.dialect.ops import Computation
+from secc.ir.dialect.tensor_type import TensorType, tensor
 from secc.passes.loss.accept import balance
 from secc.passes.loss.coefficient import ONE, Coefficient, of_number
 from secc.passes.loss.context import Context, one_entry
@@ -20,17 +20,22 @@ Term = SSAValue | Coefficient
 
 def operand(op: Computation, value: Any) -> Term | None:
     """An argument as one of the op's operands, or as a coefficient where it is a number."""
-    return op.operands[value.index] if isinstance(value, template.Ref) else of_number(value)
+    return op.operands[value.index] if isinstance(value, argument_template.Ref) else of_number(value)
 
 
 def still_local(ctx: Context, terms: list[Term]) -> bool:
     """Whether a linear op on these is exact in any micro-batch."""
-    return all(not ctx.moves(t) if isinstance(t, Coefficient) else isinstance(ctx.state(t), Local) for t in terms)
+    return all(
+        not ctx.moves(t) if isinstance(t, Coefficient) else isinstance(ctx.state(t), Local) for t in terms
+    )
 
 
 def plain(ctx: Context, terms: list[Term]) -> bool:
     """Whether nothing about these needs to be followed: rows as they are, and numbers without sizes."""
-    return all(not t.size.free_symbols and not t.factors if isinstance(t, Coefficient) else ctx.state(t) == Local() for t in terms)
+    return all(
+        not t.size.free_symbols and not t.factors if isinstance(t, Coefficient) else ctx.state(t) == Local()
+        for t in terms
+    )
 
 
 def result(ctx: Context, terms: list[Term], parts: list[Part]) -> State:
@@ -64,7 +69,7 @@ def ones(ctx: Context, op: Computation, type: TensorType) -> SSAValue:
 
 def shape_text(type: TensorType) -> str:
     """A shape in an argument list."""
-    return template.format(template.Arguments([list(type.shape)]))
+    return argument_template.format(argument_template.Arguments([list(type.shape)]))
 
 
 def add(ctx: Context, op: Computation) -> State | None:
@@ -102,7 +107,12 @@ def _merged(parts: list[Part]) -> list[Part]:
             same = (other.atom, other.summed, other.coefficient.size, other.coefficient.factors)
             if same == (part.atom, part.summed, part.coefficient.size, part.coefficient.factors):
                 number = other.coefficient.number + part.coefficient.number
-                found[i] = Part(Coefficient(number, part.coefficient.size, part.coefficient.factors), part.atom, part.summed, part.origin)
+                found[i] = Part(
+                    Coefficient(number, part.coefficient.size, part.coefficient.factors),
+                    part.atom,
+                    part.summed,
+                    part.origin,
+                )
                 break
         else:
             found.append(part)
@@ -124,7 +134,9 @@ def multiply(ctx: Context, op: Computation) -> State | None:
         for b in rights:
             product = _product(ctx, op, a, b)
             if product is None:
-                return balance(ctx, op, "multiplies two sums over samples, or a sum over samples with each sample")
+                return balance(
+                    ctx, op, "multiplies two sums over samples, or a sum over samples with each sample"
+                )
             parts.append(product)
     return result(ctx, terms, parts)
 
@@ -204,16 +216,24 @@ def divide(ctx: Context, op: Computation) -> State | None:
     parts = parts_of(ctx, above)
     if parts is None:
         stack = ctx.state(above) if isinstance(above, SSAValue) else None
-        return Stack(tuple(scaled(i, ONE / divisor) for i in stack.items)) if isinstance(stack, Stack) and divisor is not None else None
+        return (
+            Stack(tuple(scaled(i, ONE / divisor) for i in stack.items))
+            if isinstance(stack, Stack) and divisor is not None
+            else None
+        )
     if divisor is not None:
-        found = [spread(ctx, op, frozen(ctx, op, p.scaled(ONE / divisor)), tensor(op.results[0])) for p in parts]
+        found = [
+            spread(ctx, op, frozen(ctx, op, p.scaled(ONE / divisor)), tensor(op.results[0])) for p in parts
+        ]
         known = [p for p in found if p is not None]
         return result(ctx, [above, divisor], known) if len(known) == len(found) else None
     assert isinstance(below, SSAValue)
     return _divide_entries(ctx, op, parts, above, below)
 
 
-def _divide_entries(ctx: Context, op: Computation, parts: tuple[Part, ...], above: Term, below: SSAValue) -> State | None:
+def _divide_entries(
+    ctx: Context, op: Computation, parts: tuple[Part, ...], above: Term, below: SSAValue
+) -> State | None:
     type = tensor(op.results[0])
     found: list[Part] = []
     for part in parts:

@@ -1,11 +1,13 @@
-"""Tables of ATen ops: which mix along a dim, which reduce, which are linear. Rules read them; a new op is a new entry.
+"""Tables of ATen ops: which mix along a dim, which reduce, which are linear. Rules read them; a new op is a
+new entry.
 
 Ops are known by their base name, without overload: `sum` for `aten.sum.dim_IntList`.
 """
 
 from __future__ import annotations
 
-# Every entry of the result depends on a whole line along the dim: (position of the argument, its name, default).
+# Every entry of the result depends on a whole line along the dim: (position of the argument, its name,
+# default).
 ALONG_DIM: dict[str, tuple[int, str, int | None]] = {
     "_softmax": (1, "dim", None),
     "_log_softmax": (1, "dim", None),
@@ -29,7 +31,8 @@ ALONG_DIM: dict[str, tuple[int, str, int | None]] = {
     "unfold": (1, "dimension", None),
 }
 
-# The result lacks the dims that are reduced: (position of the argument, its name). Without the argument all dims are reduced.
+# The result lacks the dims that are reduced: (position of the argument, its name). Without the argument all
+# dims are reduced.
 REDUCTIONS: dict[str, tuple[int, str]] = {
     name: (1, "dim")
     for name in (
@@ -60,7 +63,8 @@ RESHAPES = frozenset({
 
 PRODUCTS = frozenset({"mm", "bmm", "dot", "vdot", "mv", "matmul", "inner", "linalg_vecdot"})
 
-# Normalisation by statistics of the batch: the position of the argument that says whether they come from the batch (None: always).
+# Normalisation by statistics of the batch: the position of the argument that says whether they come from the
+# batch (None: always).
 BATCH_NORMS: dict[str, int | None] = {
     "native_batch_norm": 5, "batch_norm": 5, "cudnn_batch_norm": 5, "miopen_batch_norm": 5, "_native_batch_norm_legit": 5,
     "_batch_norm_with_update": None, "_native_batch_norm_legit_functional": 5, "_batch_norm_with_update_functional": None,
@@ -68,10 +72,22 @@ BATCH_NORMS: dict[str, int | None] = {
 
 # The values of their operands do not matter, only shapes.
 FACTORIES = frozenset(
-    {"new_zeros", "new_ones", "new_full", "new_empty", "zeros_like", "ones_like", "full_like", "empty_like", "fill", "zero"}
+    {
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_empty",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "empty_like",
+        "fill",
+        "zero",
+    }
 )
 
-# Losses of torch with a `reduction` argument (0 none, 1 mean, 2 sum) over entries: the position of that argument.
+# Losses of torch with a `reduction` argument (0 none, 1 mean, 2 sum) over entries: the position of that
+# argument.
 ENTRY_LOSSES = {
     "mse_loss": 2, "binary_cross_entropy": 3, "binary_cross_entropy_with_logits": 4, "smooth_l1_loss": 2, "huber_loss": 2,
     "soft_margin_loss": 2,

@@ -1,15 +1,17 @@
-"""Buffers that coefficients are made of, such as the weights of classes: their values when the plan is made are constants of the plan.
+"""Buffers that coefficients are made of, such as the weights of classes: their values when the plan is made
+are constants of the plan.
 
-Coefficients are computed where no model is. A run compares its model's buffers with the plan's before it starts (`secc.runtime.run`).
+Coefficients are computed where no model is. A run compares its model's buffers with the plan's before it
+starts (`secc.runtime.training.rank_context`).
 """
 
 from __future__ import annotations
 
 from xdsl.ir import Operation, SSAValue
 
-from secc.ir.dialect import ConstOp, ParamOp
-from secc.ir.naming import BUFFER, KNOWN_BUFFER
-from secc.ir.types import tensor
+from secc.ir.dialect.ops import ConstOp, ParamOp
+from secc.ir.dialect.readable_names import BUFFER, KNOWN_BUFFER
+from secc.ir.dialect.tensor_type import tensor
 from secc.passes.loss.workshop import Workshop
 
 
@@ -19,7 +21,8 @@ def is_known(op: Operation) -> bool:
 
 
 def with_constants(shop: Workshop, value: SSAValue) -> SSAValue:
-    """An input-only value computed anew with constants in the place of buffers; the value itself if it depends on none."""
+    """An input-only value computed anew with constants in the place of buffers; the value itself if it
+    depends on none."""
     copies: dict[SSAValue, SSAValue] = {}
 
     def copied(value: SSAValue) -> SSAValue:

@@ -1,9 +1,11 @@
-"""Coefficients of loss terms: scalars that are known before any forward, because they depend on inputs and sizes alone.
+"""Coefficients of loss terms: scalars that are known before any forward, because they depend on inputs and
+sizes alone.
 
-A coefficient is a product: a number, a ratio of sizes of the whole global batch, and powers of *factors*. A factor is the sum of an
-input-only scalar over all samples (`Leaf`), a scalar made from no input (`Given`), an op of the user on coefficients (`Applied`), or
-a sum of coefficients (`Total`). They stay symbolic while the loss is walked, so that a chain of weights and divisors becomes one
-short computation when it is emitted as glue in float64.
+A coefficient is a product: a number, a ratio of sizes of the whole global batch, and powers of *factors*. A
+factor is the sum of an input-only scalar over all samples (`Leaf`), a scalar made from no input (`Given`), an
+op of the user on coefficients (`Applied`), or a sum of coefficients (`Total`). They stay symbolic while the
+loss is walked, so that a chain of weights and divisors becomes one short computation when it is emitted as
+glue in float64.
 """
 
 from __future__ import annotations
@@ -15,10 +17,10 @@ import sympy
 from xdsl.dialects.builtin import StringAttr
 from xdsl.ir import SSAValue
 
-from secc.ir import expr
-from secc.ir.dialect import GlueOp, SizeOp
-from secc.ir.expr import Expr
-from secc.ir.types import TensorType
+from secc.ir.dialect import size_expr
+from secc.ir.dialect.ops import GlueOp, SizeOp
+from secc.ir.dialect.size_expr import Expr
+from secc.ir.dialect.tensor_type import TensorType
 from secc.passes.loss.workshop import Workshop
 
 _ONE = sympy.Integer(1)
@@ -106,7 +108,8 @@ def of_factor(factor: Factor) -> Coefficient:
 
 
 def of_number(value: object) -> Coefficient | None:
-    """The coefficient of a number in an argument list: a Python number or an expression over sizes; None for anything else."""
+    """The coefficient of a number in an argument list: a Python number or an expression over sizes; None for
+    anything else."""
     match value:
         case bool():
             return None
@@ -137,7 +140,8 @@ def total(parts: list[Coefficient]) -> Coefficient:
 
 
 class Emitter:
-    """Emits coefficients as glue on float64 scalars; `leaf` gives the value that stands for the sum of a leaf."""
+    """Emits coefficients as glue on float64 scalars; `leaf` gives the value that stands for the sum of a
+    leaf."""
 
     def __init__(self, shop: Workshop, leaf: Callable[[SSAValue], SSAValue]) -> None:
         self.shop, self.leaf = shop, leaf
@@ -198,8 +202,10 @@ class Emitter:
                 return value
 
     def _size(self, size: Expr) -> SSAValue:
-        text = expr.text(size)
-        return self.shop.add(SizeOp.create(result_types=[SCALAR], properties={"value": StringAttr(text)})).results[0]
+        text = size_expr.text(size)
+        return self.shop.add(
+            SizeOp.create(result_types=[SCALAR], properties={"value": StringAttr(text)})
+        ).results[0]
 
     def _glue(self, target: str, operands: list[SSAValue], args: str) -> SSAValue:
         return self.shop.add(GlueOp.of(target, operands, args, [SCALAR])).results[0]

@@ -1,4 +1,5 @@
-"""What every rule may ask while one case's loss is walked: states, sample dims, whether a value depends on inputs alone, coefficients."""
+"""What every rule may ask while one case's loss is walked: states, sample dims, whether a value depends on
+inputs alone, coefficients."""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ from xdsl.dialects.builtin import StringAttr
 from xdsl.ir import Operation, SSAValue
 
 from secc.errors import UserError
-from secc.ir.analysis import is_random, producer
-from secc.ir.dialect import CallOp, CaseOp, Computation, ConstOp, GlueOp, GraphOp, InputOp, ParamOp
-from secc.ir.expr import Expr
-from secc.ir.types import TensorType, tensor
-from secc.ir.verify import where
+from secc.ir.analysis.dataflow import is_random, producer
+from secc.ir.dialect.ops import CallOp, CaseOp, Computation, ConstOp, GlueOp, GraphOp, InputOp, ParamOp
+from secc.ir.dialect.size_expr import Expr
+from secc.ir.dialect.tensor_type import TensorType, tensor
+from secc.ir.text_io.verifier import where
 from secc.passes.loss.buffers import is_known
 from secc.passes.loss.coefficient import ONE, Applied, Coefficient, Given, Leaf, of_factor, total
 from secc.passes.loss.states import Bad, Local, Part, Stack, State, Sum
@@ -31,7 +32,10 @@ class Context:
 
     def __init__(self, graph: GraphOp, case: CaseOp, accept: Collection[str] = ()) -> None:
         self.graph, self.case, self.shop = graph, case, Workshop()
-        self.accept, self.accepted = frozenset(accept), set[Operation]()  # approximations, and the ops that one was taken for
+        self.accept, self.accepted = (
+            frozenset(accept),
+            set[Operation](),
+        )  # approximations, and the ops that one was taken for
         self.states: dict[SSAValue, State] = {}
         kinds = {name: op.kind.data for name, op in graph.symbols.items()}
         self.sample_symbols = {name for name, kind in kinds.items() if kind != WIDTH}
@@ -43,8 +47,13 @@ class Context:
             self._classify(op)
 
     def _classify(self, op: Operation) -> None:
-        """Record whether results depend on inputs and constants alone, and whether they depend on no input at all."""
-        pure = isinstance(op, InputOp | ConstOp) or is_known(op) or (isinstance(op, GlueOp) and not is_random(op))
+        """Record whether results depend on inputs and constants alone, and whether they depend on no input at
+        all."""
+        pure = (
+            isinstance(op, InputOp | ConstOp)
+            or is_known(op)
+            or (isinstance(op, GlueOp) and not is_random(op))
+        )
         if pure and all(o in self.inputs_alone for o in op.operands):
             self.inputs_alone.update(op.results)
             if not isinstance(op, InputOp | ParamOp) and all(o in self.given for o in op.operands):
@@ -72,7 +81,9 @@ class Context:
 
     def samples(self, type: TensorType) -> list[int]:
         """The dims of a tensor that carry samples."""
-        return [i for i, dim in enumerate(type.shape) if {str(s) for s in dim.free_symbols} & self.sample_symbols]
+        return [
+            i for i, dim in enumerate(type.shape) if {str(s) for s in dim.free_symbols} & self.sample_symbols
+        ]
 
     def carries(self, value: SSAValue) -> bool:
         """Whether a value has a dim that carries samples."""
@@ -97,11 +108,13 @@ class Context:
         state = self.state(value)
         if isinstance(state, Local):
             return True
-        # Integers made from inputs are bookkeeping (positions, offsets); what they select stays with its sample.
+        # Integers made from inputs are bookkeeping (positions, offsets); what they select stays with its
+        # sample.
         return self.input_only(value) and self.carries(value) and not floating(tensor(value))
 
     def coefficient(self, value: SSAValue) -> Coefficient | None:
-        """A one-entry value as a coefficient, if it depends on inputs and sizes alone and adds up over samples or is made from no input."""
+        """A one-entry value as a coefficient, if it depends on inputs and sizes alone and adds up over
+        samples or is made from no input."""
         if not one_entry(tensor(value)):
             return None
         state = self.state(value)
@@ -123,13 +136,19 @@ class Context:
     def applied(self, op: Computation) -> Coefficient | None:
         """An op on coefficients as a coefficient."""
         operands = [self.coefficient(o) for o in op.operands]
-        if not isinstance(op, GlueOp) or len(op.results) != 1 or not one_entry(tensor(op.results[0])) or is_random(op):
+        if (
+            not isinstance(op, GlueOp)
+            or len(op.results) != 1
+            or not one_entry(tensor(op.results[0]))
+            or is_random(op)
+        ):
             return None
         known = tuple(o for o in operands if o is not None)
         return of_factor(Applied(op, known)) if len(known) == len(operands) else None
 
     def literal(self, value: Any) -> float | None:
-        """The number that an argument is or that a tensor made of Python data holds, in all of its entries."""
+        """The number that an argument is or that a tensor made of Python data holds, in all of its
+        entries."""
         owner = value.owner if isinstance(value, SSAValue) else None
         if isinstance(owner, ConstOp):
             text = owner.attributes.get("value")
@@ -158,14 +177,18 @@ class Context:
         return found
 
     def rows(self, symbol: str) -> SSAValue:
-        """The number of rows that a mask selects, as an input-only scalar. Raises UserError where inputs alone do not decide it."""
+        """The number of rows that a mask selects, as an input-only scalar. Raises UserError where inputs
+        alone do not decide it."""
         if symbol not in self._rows:
             self._rows[symbol] = count_rows(self, symbol)
         return self._rows[symbol]
 
     def moves(self, coefficient: Coefficient) -> bool:
-        """Whether a coefficient differs between a micro-batch and the whole batch because more samples are in it."""
-        return bool(coefficient.factors) or bool({str(s) for s in coefficient.size.free_symbols} & self.sample_symbols)
+        """Whether a coefficient differs between a micro-batch and the whole batch because more samples are in
+        it."""
+        return bool(coefficient.factors) or bool(
+            {str(s) for s in coefficient.size.free_symbols} & self.sample_symbols
+        )
 
     def bad(self, op: Operation, why: str, remedy: str = REMEDY) -> Bad:
         """The state of a value that `op` makes by mixing samples."""
@@ -185,19 +208,26 @@ def one_entry(type: TensorType) -> bool:
 
 
 def count_rows(ctx: Context, symbol: str) -> SSAValue:
-    """The number that a data symbol stands for: the sum of the mask that selects its rows, or the length of what inputs select."""
+    """The number that a data symbol stands for: the sum of the mask that selects its rows, or the length of
+    what inputs select."""
     for op in ctx.case.ops:
         if not isinstance(op, GlueOp):
             continue
         masks = [o for o in op.operands[1:] if tensor(o).dtype.data == "bool" and ctx.input_only(o)]
-        selected = op.base in {"index", "masked_select"} and any(str(d) == symbol for d in tensor(op.results[0]).shape)
+        selected = op.base in {"index", "masked_select"} and any(
+            str(d) == symbol for d in tensor(op.results[0]).shape
+        )
         if selected and len(masks) == 1 == len(op.operands) - 1:
             return ctx.shop.glue(op, "aten.sum.default", masks, "$0", COUNT)
         for result in op.results:
             if ctx.input_only(result) and symbol in map(str, tensor(result).shape):
                 return _length(ctx, op, result, symbol)
-    place = next((where(op) for op in ctx.case.ops if any(symbol in map(str, tensor(r).shape) for r in op.results)), "")
-    message = "the loss is not separable by sample: it divides by a number of rows that a block's result decides"
+    place = next(
+        (where(op) for op in ctx.case.ops if any(symbol in map(str, tensor(r).shape) for r in op.results)), ""
+    )
+    message = (
+        "the loss is not separable by sample: it divides by a number of rows that a block's result decides"
+    )
     raise UserError(message, place, "select rows by a mask made of inputs alone")
 
 
@@ -208,5 +238,7 @@ def _length(ctx: Context, op: GlueOp, value: SSAValue, symbol: str) -> SSAValue:
         dim = next(d for d, size in enumerate(type.shape) if str(size) != symbol)
         type = TensorType.of([s for d, s in enumerate(type.shape) if d != dim], type.dtype.data)
         value = ctx.shop.glue(op, "aten.select.int", [value], f"$0, {dim}, 0", type)
-    ones = ctx.shop.glue(op, "aten.ones_like.default", [value], "$0, dtype=torch.int64", TensorType.of(type.shape, "i64"))
+    ones = ctx.shop.glue(
+        op, "aten.ones_like.default", [value], "$0, dtype=torch.int64", TensorType.of(type.shape, "i64")
+    )
     return ctx.shop.glue(op, "aten.sum.default", [ones], "$0", COUNT)

@@ -1,4 +1,5 @@
-"""Names that all cases share: a term or a leaf that two captures have in common has one id, found from what computes it."""
+"""Names that all cases share: a term or a leaf that two captures have in common has one id, found from what
+computes it."""
 
 from __future__ import annotations
 
@@ -6,8 +7,8 @@ import hashlib
 
 from xdsl.ir import Operation, SSAValue
 
-from secc.ir.dialect import CallOp, Computation
-from secc.ir.verify import where
+from secc.ir.dialect.ops import CallOp, Computation
+from secc.ir.text_io.verifier import where
 from secc.passes.loss.aten import NAMES
 from secc.passes.loss.coefficient import Applied, Coefficient, Factor, Given, Leaf, Total
 from secc.passes.loss.states import Part
@@ -16,7 +17,8 @@ CONSTANT = "constant"
 
 
 class Structure:
-    """How values are computed, as digests: equal for values that the same ops compute from the same sources, in any case."""
+    """How values are computed, as digests: equal for values that the same ops compute from the same sources,
+    in any case."""
 
     def __init__(self) -> None:
         self.known: dict[SSAValue, str] = {}
@@ -86,7 +88,8 @@ class Names:
 
 
 def keys(parts: list[Part]) -> list[tuple[object, ...]]:
-    """An identity for each part of one case: where it is summed, by which op, what blocks feed it, and which of those it is."""
+    """An identity for each part of one case: where it is summed, by which op, what blocks feed it, and which
+    of those it is."""
     seen: dict[tuple[object, ...], int] = {}
     found: list[tuple[object, ...]] = []
     for part in parts:

@@ -1,4 +1,5 @@
-"""Rules for ops that are linear in one operand: views, selections, casts, masks, contractions. They apply to each part of a sum alone."""
+"""Rules for ops that are linear in one operand: views, selections, casts, masks, contractions. They apply to
+each part of a sum alone."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ from typing import cast
 
 from xdsl.ir import SSAValue
 
-from secc.ir.dialect import Computation
-from secc.ir.types import tensor
+from secc.ir.dialect.ops import Computation
+from secc.ir.dialect.tensor_type import tensor
 from secc.passes.loss.arithmetic import ones, operand, parts_of, plain, result
 from secc.passes.loss.aten import RESHAPES
 from secc.passes.loss.coefficient import ONE, of_number
@@ -19,7 +20,11 @@ from secc.passes.loss.workshop import argument
 
 def linear(ctx: Context, op: Computation) -> State | Sequence[State] | None:
     """An op that is linear in operand 0, the others being rows."""
-    if not op.operands or ctx.state(op.operands[0]) == Local() or not all(ctx.plain(o) for o in op.operands[1:]):
+    if (
+        not op.operands
+        or ctx.state(op.operands[0]) == Local()
+        or not all(ctx.plain(o) for o in op.operands[1:])
+    ):
         return None
     state = ctx.state(op.operands[0])
     if isinstance(state, Stack):
@@ -29,7 +34,12 @@ def linear(ctx: Context, op: Computation) -> State | Sequence[State] | None:
     found: list[list[Part]] = [[] for _ in op.results]
     for part in ctx.parts(op.operands[0]) or ():
         for i, moved in enumerate(_apply(ctx, op, part)):
-            if not moved.summed and moved.atom is not None and ctx.carries(op.operands[0]) and not ctx.carries(moved.atom):
+            if (
+                not moved.summed
+                and moved.atom is not None
+                and ctx.carries(op.operands[0])
+                and not ctx.carries(moved.atom)
+            ):
                 return ctx.bad(op, "picks some of the samples")
             found[i].append(moved)
     return [result(ctx, [op.operands[0]], parts) for parts in found]
@@ -71,7 +81,9 @@ def where(ctx: Context, op: Computation) -> State | None:
     if len(terms) != 2 or plain(ctx, terms):
         return None
     type, parts = tensor(op.results[0]), list[Part]()
-    for term, target, args in zip(terms, ("ScalarOther", "ScalarSelf"), ("$0, $1, 0", "$0, 0, $1"), strict=True):
+    for term, target, args in zip(
+        terms, ("ScalarOther", "ScalarSelf"), ("$0, $1, 0", "$0, 0, $1"), strict=True
+    ):
         for part in parts_of(ctx, term) or ():
             if part.summed and ctx.carries(mask):
                 return ctx.bad(op, "puts a sum over samples in the place of single samples")
@@ -83,7 +95,12 @@ def where(ctx: Context, op: Computation) -> State | None:
 def masked_fill(ctx: Context, op: Computation) -> State | None:
     """Filling with 0 is linear; another value is not followed."""
     value = argument(op, 2, "value")
-    if len(op.operands) != 2 or value != 0 or ctx.state(op.operands[0]) == Local() or not ctx.plain(op.operands[1]):
+    if (
+        len(op.operands) != 2
+        or value != 0
+        or ctx.state(op.operands[0]) == Local()
+        or not ctx.plain(op.operands[1])
+    ):
         return None
     found: list[Part] = []
     for part in ctx.parts(op.operands[0]) or ():
@@ -122,10 +139,13 @@ def contraction(ctx: Context, op: Computation) -> State | None:
 
 
 def filled(ctx: Context, op: Computation) -> State | None:
-    """A scalar that holds a number or a size, such as `x.new_zeros(())` or `torch.tensor(len(batch))`, is a coefficient."""
+    """A scalar that holds a number or a size, such as `x.new_zeros(())` or `torch.tensor(len(batch))`, is a
+    coefficient."""
     if not one_entry(tensor(op.results[0])) or not floating(tensor(op.results[0])):
         return None
     name = op.base.removeprefix("new_").removesuffix("_like")
     position = {"scalar_tensor": 0, "full": 1, "fill": 1}.get(name, -1) + (op.base == "new_full")
-    value = of_number({"zeros": 0, "ones": 1}.get(name) if position < 0 else argument(op, position, "fill_value"))
+    value = of_number(
+        {"zeros": 0, "ones": 1}.get(name) if position < 0 else argument(op, position, "fill_value")
+    )
     return None if value is None else result(ctx, [value], [Part(value)])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from xdsl.ir import Operation, SSAValue
 
-from secc.ir.analysis import texts_of
-from secc.ir.dialect import CallOp, Computation
-from secc.ir.naming import ALONE
-from secc.ir.types import tensor
+from secc.ir.analysis.dataflow import texts_of
+from secc.ir.dialect.ops import CallOp, Computation
+from secc.ir.dialect.readable_names import ALONE
+from secc.ir.dialect.tensor_type import tensor
 from secc.passes.loss.accept import balance
 from secc.passes.loss.aten import ALONG_DIM, BATCH_NORMS, FACTORIES
 from secc.passes.loss.context import Context, floating, one_entry
@@ -41,7 +41,11 @@ def mixing(ctx: Context, op: Computation) -> Bad | None:
     position, keyword, default = ALONG_DIM[name]
     dim = argument(op, position, keyword, default)
     dim = default if isinstance(dim, bool) else dim
-    return ctx.bad(op, "works along a dim that carries samples") if samples & set(reduced_dims(dim, rank)) else None
+    return (
+        ctx.bad(op, "works along a dim that carries samples")
+        if samples & set(reduced_dims(dim, rank))
+        else None
+    )
 
 
 def _batch_norm(ctx: Context, op: Computation, position: int | None) -> Bad | None:
@@ -54,12 +58,18 @@ def _batch_norm(ctx: Context, op: Computation, position: int | None) -> Bad | No
 
 
 def call(ctx: Context, op: CallOp) -> list[State]:
-    """A block's call: exact on rows; an output without samples, made of samples, is a reduction that nobody can look into."""
+    """A block's call: exact on rows; an output without samples, made of samples, is a reduction that nobody
+    can look into."""
     block = ctx.graph.blocks[op.target.data]
     if block.couples is not None:
         remedies = {"batch norm": NO_BATCH_STATISTICS, "gradients": NO_FREQUENCY, "a tensor": NO_STATE}
-        remedy = next((text for start, text in remedies.items() if block.couples.data.startswith(start)), NO_BATCH_STATISTICS)
-        return [ctx.bad(op, f"couples the samples of a batch: {block.couples.data}", remedy)] * len(op.results)
+        remedy = next(
+            (text for start, text in remedies.items() if block.couples.data.startswith(start)),
+            NO_BATCH_STATISTICS,
+        )
+        return [ctx.bad(op, f"couples the samples of a batch: {block.couples.data}", remedy)] * len(
+            op.results
+        )
     for value in op.operands:
         if not ctx.plain(value):
             return [ctx.bad(op, "takes a value that depends on all samples")] * len(op.results)
@@ -67,7 +77,9 @@ def call(ctx: Context, op: CallOp) -> list[State]:
     why = "reduces its samples to a value that is the whole batch's"
     remedy = "compute the loss outside the block, from outputs that have a row for each sample"
     alone, outs = texts_of(op, ALONE), [o.data for o in op.outs]
-    mixed = (some and out not in alone and not ctx.carries(r) for out, r in zip(outs, op.results, strict=True))
+    mixed = (
+        some and out not in alone and not ctx.carries(r) for out, r in zip(outs, op.results, strict=True)
+    )
     return [balance(ctx, op, why, remedy) if bad else LOCAL for bad in mixed]
 
 
@@ -88,7 +100,9 @@ def _not_plain(ctx: Context, op: Computation) -> list[State]:
         return [LOCAL] * len(op.results)
     name = origin(ctx, op)
     why = f"is applied to a sum over samples{f' (made at {name})' if name else ''}, and is not linear"
-    return [balance(ctx, op, why, "apply it to each sample before the sum or mean, or leave it out of the loss")] * len(op.results)
+    return [
+        balance(ctx, op, why, "apply it to each sample before the sum or mean, or leave it out of the loss")
+    ] * len(op.results)
 
 
 def origin(ctx: Context, op: Operation) -> str:
@@ -109,7 +123,8 @@ def _by_shape(ctx: Context, op: Computation, index: int) -> State:
 
 
 def pairing(ctx: Context, op: Computation, result: SSAValue) -> Bad | None:
-    """An op whose result has more dims that carry samples than its operands: in-batch negatives. Masks made of inputs may be so."""
+    """An op whose result has more dims that carry samples than its operands: in-batch negatives. Masks made
+    of inputs may be so."""
     most = max((len(ctx.samples(tensor(o))) for o in op.operands), default=0)
     if len(ctx.samples(tensor(result))) <= max(most, 1) or ctx.input_only(result):
         return None
@@ -117,6 +132,7 @@ def pairing(ctx: Context, op: Computation, result: SSAValue) -> Bad | None:
 
 
 def _empty(op: Computation, index: int) -> bool:
-    """Whether a result is a by-product without entries or of no interest to autograd, such as a random state."""
+    """Whether a result is a by-product without entries or of no interest to autograd, such as a random
+    state."""
     type = tensor(op.results[index])
     return index > 0 and not floating(type) and (one_entry(type) or any(d == 0 for d in type.shape))

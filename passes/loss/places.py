@@ -1,7 +1,9 @@
-"""Ops that tell samples by their places in the batch: pick some, weigh them by number, put them in another order, deal their entries out.
+"""Ops that tell samples by their places in the batch: pick some, weigh them by number, put them in another
+order, deal their entries out.
 
-A micro-batch has other samples in these places than the whole batch, so none of this separates, though the shapes say nothing of it. Only
-dims that are exactly the samples are looked at: rows of tokens may be cut and moved within their samples.
+A micro-batch has other samples in these places than the whole batch, so none of this separates, though the
+shapes say nothing of it. Only dims that are exactly the samples are looked at: rows of tokens may be cut and
+moved within their samples.
 """
 
 from __future__ import annotations
@@ -9,14 +11,14 @@ from __future__ import annotations
 import sympy
 from xdsl.ir import SSAValue
 
-from secc.ir import expr
-from secc.ir.dialect import Computation, GlueOp
-from secc.ir.types import TensorType, tensor
+from secc.ir.dialect import size_expr
+from secc.ir.dialect.ops import Computation, GlueOp
+from secc.ir.dialect.tensor_type import TensorType, tensor
 from secc.passes.loss.context import Context, floating
 from secc.passes.loss.states import Bad
 from secc.passes.loss.workshop import argument
 
-_SAMPLES = expr.symbol("B")
+_SAMPLES = size_expr.symbol("B")
 _COUNTING = frozenset({"arange", "linspace"})
 _ORDERING = frozenset({"flip", "roll", "argsort", "sort"})
 _PICKING = frozenset({"index", "index_select", "gather"})
@@ -38,13 +40,18 @@ def misplaced(ctx: Context, op: Computation) -> Bad | None:
         return None
     if name in _PICKING and any(_made_by(ctx, o, _ORDERING) for o in op.operands[1:]):
         return ctx.bad(op, "puts the samples in another order")
-    if name in _WEIGHING and floating(result) and any(_made_by(ctx, o, _COUNTING | _ORDERING) for o in op.operands):
+    if (
+        name in _WEIGHING
+        and floating(result)
+        and any(_made_by(ctx, o, _COUNTING | _ORDERING) for o in op.operands)
+    ):
         return ctx.bad(op, "reckons with the samples' places in the batch")
     return None
 
 
 def _dealt_out(before: TensorType, after: TensorType) -> bool:
-    """Whether the samples' dim has other entries in front of it than it had: they are no longer those of their samples."""
+    """Whether the samples' dim has other entries in front of it than it had: they are no longer those of
+    their samples."""
     if before.shape.count(_SAMPLES) != 1 or after.shape.count(_SAMPLES) != 1:
         return False
     front, back = (sympy.Mul(*t.shape[: t.shape.index(_SAMPLES)]) for t in (before, after))
@@ -52,7 +59,8 @@ def _dealt_out(before: TensorType, after: TensorType) -> bool:
 
 
 def _made_by(ctx: Context, value: SSAValue, ops: frozenset[str]) -> bool:
-    """Whether one of these ops along the samples made an input-only value, but for casts, views and numbers."""
+    """Whether one of these ops along the samples made an input-only value, but for casts, views and
+    numbers."""
     while ctx.input_only(value) and isinstance(value.owner, GlueOp):
         op = value.owner
         if op.base in ops:
@@ -67,4 +75,8 @@ def _along_samples(op: GlueOp) -> bool:
     """Whether an op that orders entries does so along the samples."""
     dims = argument(op, 2 if op.base == "roll" else 1, "dims" if op.base in {"flip", "roll"} else "dim", -1)
     shape = tensor(op.results[0]).shape
-    return any(shape[d] == _SAMPLES for d in (dims if isinstance(dims, list | tuple) else [dims]) if isinstance(d, int) and len(shape) > d)
+    return any(
+        shape[d] == _SAMPLES
+        for d in (dims if isinstance(dims, list | tuple) else [dims])
+        if isinstance(d, int) and len(shape) > d
+    )

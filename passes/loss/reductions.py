@@ -7,9 +7,9 @@ from typing import Any, cast
 
 from xdsl.ir import SSAValue
 
-from secc.ir import template
-from secc.ir.dialect import Computation, ParamOp
-from secc.ir.types import TensorType, tensor
+from secc.ir.dialect import argument_template
+from secc.ir.dialect.ops import Computation, ParamOp
+from secc.ir.dialect.tensor_type import TensorType, tensor
 from secc.passes.loss.arithmetic import scaled
 from secc.passes.loss.aten import ENTRY_LOSSES, REDUCTIONS, ROW_LOSSES
 from secc.passes.loss.coefficient import ONE, Coefficient, of_number
@@ -61,7 +61,7 @@ def _as_sum(ctx: Context, op: Computation, value: SSAValue) -> SSAValue:
     """The sum that a mean divides."""
     target = "aten.sum.default" if op.callee.endswith(".default") else "aten.sum.dim_IntList"
     operands = [value, *op.operands[1:]]
-    return ctx.shop.glue(op, target, operands, template.format(op.arguments), tensor(op.results[0]))
+    return ctx.shop.glue(op, target, operands, argument_template.format(op.arguments), tensor(op.results[0]))
 
 
 def _of_stack(stack: Stack, mean: bool) -> State:
@@ -82,8 +82,13 @@ def other_reduction(ctx: Context, op: Computation) -> State | None:
 
 
 def histogram(ctx: Context, op: Computation) -> State | None:
-    """Counts and sums by class over samples: `histc` between fixed bounds, `scatter_add` and `index_add` into zeros."""
-    if not all(ctx.plain(o) for o in op.operands) or ctx.carries(op.results[0]) or not any(ctx.carries(o) for o in op.operands):
+    """Counts and sums by class over samples: `histc` between fixed bounds, `scatter_add` and `index_add` into
+    zeros."""
+    if (
+        not all(ctx.plain(o) for o in op.operands)
+        or ctx.carries(op.results[0])
+        or not any(ctx.carries(o) for o in op.operands)
+    ):
         return None
     bounds = argument(op, 2, "min", 0), argument(op, 3, "max", 0)
     fixed = bounds[0] != bounds[1] if op.base == "histc" else ctx.literal(op.operands[0]) == 0
@@ -91,7 +96,8 @@ def histogram(ctx: Context, op: Computation) -> State | None:
 
 
 def loss(ctx: Context, op: Computation) -> State | None:
-    """A loss of torch with a `reduction` argument: its sum form is the numerator, the number of entries (or rows) the divisor."""
+    """A loss of torch with a `reduction` argument: its sum form is the numerator, the number of entries (or
+    rows) the divisor."""
     name = op.base
     rows = name in ROW_LOSSES
     position = ROW_LOSSES[name] if rows else ENTRY_LOSSES[name]
@@ -99,13 +105,16 @@ def loss(ctx: Context, op: Computation) -> State | None:
     type = _broadcast([tensor(o) for o in op.operands[:2]]) if not rows else tensor(op.operands[0])
     if reduction == NONE or not ctx.samples(type) or not all(ctx.plain(o) for o in op.operands):
         return None
-    atom = ctx.shop.rebuild(op, {}, None if reduction == SUM else with_argument(op, position, "reduction", SUM))[0]
+    atom = ctx.shop.rebuild(
+        op, {}, None if reduction == SUM else with_argument(op, position, "reduction", SUM)
+    )[0]
     divisor = ctx.entries(type, range(1 if rows else len(type.dims))) if reduction == MEAN else ONE
     return Sum((Part(ONE / divisor, atom, True, op),))
 
 
 def label_loss(ctx: Context, op: Computation) -> State | Sequence[State] | None:
-    """`nll_loss`: the negative log likelihood of labels, some ignored; the mean divides by the (weighted) number of the others."""
+    """`nll_loss`: the negative log likelihood of labels, some ignored; the mean divides by the (weighted)
+    number of the others."""
     type = tensor(op.operands[0])
     reduction = argument(op, 3, "reduction", MEAN)
     if not ctx.samples(type) or not all(ctx.plain(o) for o in op.operands):
@@ -124,11 +133,23 @@ def label_loss(ctx: Context, op: Computation) -> State | Sequence[State] | None:
 
 
 def _unknown_count(ctx: Context, op: Computation) -> Bad:
-    if len(op.operands) > 2 and isinstance(op.operands[2].owner, ParamOp) and not ctx.input_only(op.operands[2]):
+    if (
+        len(op.operands) > 2
+        and isinstance(op.operands[2].owner, ParamOp)
+        and not ctx.input_only(op.operands[2])
+    ):
         why = "divides by the sum of the labels' weights, which are a parameter of the model, or a buffer that a module may change"
-        return ctx.bad(op, why, "register the weights as a buffer of a module without parameters, or make them in forward")
-    remedy = "make the labels from inputs alone, or use reduction='sum' and divide by a number that inputs decide"
-    return ctx.bad(op, "divides by the number of labels that are not ignored, which depends on a block's result", remedy)
+        return ctx.bad(
+            op,
+            why,
+            "register the weights as a buffer of a module without parameters, or make them in forward",
+        )
+    remedy = (
+        "make the labels from inputs alone, or use reduction='sum' and divide by a number that inputs decide"
+    )
+    return ctx.bad(
+        op, "divides by the number of labels that are not ignored, which depends on a block's result", remedy
+    )
 
 
 def _broadcast(types: list[TensorType]) -> TensorType:

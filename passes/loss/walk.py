@@ -7,16 +7,16 @@ from collections.abc import Callable, Collection, Sequence
 from xdsl.ir import Operation, SSAValue
 
 from secc.errors import UserError
-from secc.ir import recorded
-from secc.ir.dialect import CallOp, CaseOp, Computation, ConstOp, GraphOp, ReturnOp
-from secc.ir.types import tensor
+from secc.ir.analysis import recorded_glue
+from secc.ir.dialect.ops import CallOp, CaseOp, Computation, ConstOp, GraphOp, ReturnOp
+from secc.ir.dialect.tensor_type import tensor
 from secc.passes.loss import arithmetic, linear, reductions
 from secc.passes.loss.aten import ENTRY_LOSSES, LABEL_LOSSES, LINEAR, PRODUCTS, REDUCTIONS, ROW_LOSSES
 from secc.passes.loss.coefficient import ONE, Coefficient
 from secc.passes.loss.context import Context, floating, one_entry
 from secc.passes.loss.mixing import call, mixing, other, pairing
 from secc.passes.loss.states import LOCAL, Bad, Local, Part, State, Sum
-from secc.runtime.plan import LOOP
+from secc.runtime.plan.schema import LOOP
 
 Rule = Callable[[Context, Computation], "State | Sequence[State] | None"]
 
@@ -31,9 +31,16 @@ RULES: dict[str, Rule] = (
     | dict.fromkeys(["sum", "mean"], reductions.sum_or_mean)
     | dict.fromkeys(["histc", "scatter_add", "index_add"], reductions.histogram)
     | dict.fromkeys(["stack", "cat"], linear.stack)
-    | dict.fromkeys(["full", "scalar_tensor", "fill", "zeros", "ones", "new_zeros", "new_ones", "new_full"], linear.filled)
+    | dict.fromkeys(
+        ["full", "scalar_tensor", "fill", "zeros", "ones", "new_zeros", "new_ones", "new_full"], linear.filled
+    )
     | dict.fromkeys(["zeros_like", "ones_like", "full_like"], linear.filled)
-    | {"mul": arithmetic.multiply, "div": arithmetic.divide, "where": linear.where, "masked_fill": linear.masked_fill}
+    | {
+        "mul": arithmetic.multiply,
+        "div": arithmetic.divide,
+        "where": linear.where,
+        "masked_fill": linear.masked_fill,
+    }
 )
 
 
@@ -48,7 +55,8 @@ def walk(graph: GraphOp, case: CaseOp, accept: Collection[str] = ()) -> tuple[Co
 
 
 def walk_logged(context: Context, value: SSAValue) -> State:
-    """The state of a scalar that is logged. What the loss does not need is walked here: nothing of it refuses a model."""
+    """The state of a scalar that is logged. What the loss does not need is walked here: nothing of it refuses
+    a model."""
     try:
         _walk(context, slice_of(value))
     except UserError as error:
@@ -63,7 +71,11 @@ def _walk(context: Context, needed: set[Operation]) -> None:
             continue
         if op in needed and isinstance(op, Computation):
             context.states.update(zip(op.results, _states(context, op), strict=True))
-        elif isinstance(op, ConstOp) and (number := context.literal(op.result)) is not None and scalar(op.result):
+        elif (
+            isinstance(op, ConstOp)
+            and (number := context.literal(op.result)) is not None
+            and scalar(op.result)
+        ):
             context.states[op.result] = Local((Part(Coefficient(number=number)),))
 
 
@@ -90,7 +102,7 @@ def _states(ctx: Context, op: Computation) -> list[State]:
             return _spoilt(ctx, op, bad)
     if isinstance(op, CallOp):
         return call(ctx, op)
-    if (label := recorded.label(op)) is not None:
+    if (label := recorded_glue.label(op)) is not None:
         if label.startswith(LOOP) and not tensor(op.results[0]).dims:
             return [Sum((Part(ONE, op.results[0], True, op),))]
         return [LOCAL] * len(op.results)  # the numeric check decides whether it keeps samples apart

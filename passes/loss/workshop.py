@@ -1,6 +1,8 @@
-"""A place for ops that a rewrite may need: made detached, and put before the end of the case only if something uses them.
+"""A place for ops that a rewrite may need: made detached, and put before the end of the case only if
+something uses them.
 
-Walking the loss makes an op for every way the loss could have been followed; only those that a term needs become part of the case.
+Walking the loss makes an op for every way the loss could have been followed; only those that a term needs
+become part of the case.
 """
 
 from __future__ import annotations
@@ -11,9 +13,9 @@ from typing import Any, TypeVar
 from xdsl.dialects.builtin import StringAttr
 from xdsl.ir import Operation, SSAValue
 
-from secc.ir import template
-from secc.ir.dialect import CaseOp, Computation, GlueOp
-from secc.ir.types import TensorType, tensor
+from secc.ir.dialect import argument_template
+from secc.ir.dialect.ops import CaseOp, Computation, GlueOp
+from secc.ir.dialect.tensor_type import TensorType, tensor
 
 AnyOp = TypeVar("AnyOp", bound=Operation)
 
@@ -29,14 +31,23 @@ class Workshop:
         self.made.append(op)
         return op
 
-    def glue(self, like: Computation, target: str, operands: list[SSAValue], args: str, type: TensorType) -> SSAValue:
+    def glue(
+        self, like: Computation, target: str, operands: list[SSAValue], args: str, type: TensorType
+    ) -> SSAValue:
         """A new op in the place (file:line, grad mode, autocast) of `like`."""
-        inherited = {k: v for k, v in like.properties.items() if k in {"no_grad", "autocast", "where", "section"}}
-        op = GlueOp.of(target, operands, args, [carry_grad(type, operands, "no_grad" in inherited)], **inherited)
+        inherited = {
+            k: v for k, v in like.properties.items() if k in {"no_grad", "autocast", "where", "section"}
+        }
+        op = GlueOp.of(
+            target, operands, args, [carry_grad(type, operands, "no_grad" in inherited)], **inherited
+        )
         return self.add(op).results[0]
 
-    def rebuild(self, op: Computation, replaced: Mapping[int, SSAValue], args: str | None = None) -> list[SSAValue]:
-        """The results of `op` with other operands (by position) or arguments; those of `op` itself where nothing differs."""
+    def rebuild(
+        self, op: Computation, replaced: Mapping[int, SSAValue], args: str | None = None
+    ) -> list[SSAValue]:
+        """The results of `op` with other operands (by position) or arguments; those of `op` itself where
+        nothing differs."""
         operands = [replaced.get(i, operand) for i, operand in enumerate(op.operands)]
         if args is None and all(a is b for a, b in zip(operands, op.operands, strict=True)):
             return list(op.results)
@@ -46,8 +57,13 @@ class Workshop:
         carried = any(tensor(o).requires_grad for o in op.operands)
         # A result without a gradient although one flows in (a count, an index) stays so.
         fixed = [carried and not tensor(r).requires_grad for r in op.results]
-        types = [carry_grad(tensor(r), operands, "no_grad" in properties or f) for r, f in zip(op.results, fixed, strict=True)]
-        new = type(op).create(operands=operands, result_types=types, properties=properties, attributes=dict(op.attributes))
+        types = [
+            carry_grad(tensor(r), operands, "no_grad" in properties or f)
+            for r, f in zip(op.results, fixed, strict=True)
+        ]
+        new = type(op).create(
+            operands=operands, result_types=types, properties=properties, attributes=dict(op.attributes)
+        )
         return list(self.add(new).results)
 
     def commit(self, case: CaseOp, needed: Iterable[Operation]) -> None:
@@ -86,4 +102,4 @@ def with_argument(op: Computation, position: int, name: str, value: Any) -> str:
         arguments.args[position] = value
     else:
         arguments.kwargs[name] = value
-    return template.format(arguments)
+    return argument_template.format(arguments)

@@ -1,8 +1,10 @@
-"""Puts the functions of a plan's `sections/fused.py` in the place of methods, or of functions that methods call by a global name.
+"""Puts the functions of a plan's `sections/fused.py` in the place of methods, or of functions that methods
+call by a global name.
 
-A function keeps the user's file and lines: tracebacks point there, and random ops inside it keep the names that they were captured with.
-It is only for plain tensors given as the trace had them; for anything else (a DTensor, a tensor that is marked as a part of a whole, an
-argument that was left at its default) the user's own code runs.
+A function keeps the user's file and lines: tracebacks point there, and random ops inside it keep the names
+that they were captured with. It is only for plain tensors given as the trace had them; for anything else (a
+DTensor, a tensor that is marked as a part of a whole, an argument that was left at its default) the user's
+own code runs.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ from torch import nn
 
 from secc.runtime.errors import UserError
 from secc.runtime.fusion import operators
-from secc.runtime.plan import Rewrite
+from secc.runtime.plan.schema import Rewrite
 from secc.runtime.recorder.fakes import is_fake
-from secc.runtime.tensor_parallel.marks import mark
+from secc.runtime.tensor_parallel.rules.mark import mark
 
 FILE = "sections/fused.py"
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -61,7 +63,9 @@ def read(directory: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def _replacements(model: nn.Module, rewrites: tuple[Rewrite, ...], source: str) -> list[tuple[nn.Module, str, Own]]:
+def _replacements(
+    model: nn.Module, rewrites: tuple[Rewrite, ...], source: str
+) -> list[tuple[nn.Module, str, Own]]:
     """(module, method, what takes its place)."""
     trees = {n.name: n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)}
     found: dict[tuple[str, str], tuple[nn.Module, dict[str, Own]]] = {}
@@ -71,14 +75,19 @@ def _replacements(model: nn.Module, rewrites: tuple[Rewrite, ...], source: str) 
             module = _module(model, path, rewrite)
             own = getattr(module, rewrite.method)
             if rewrite.method in vars(module):
-                raise UserError(f"{path} has a {rewrite.method} of its own, the plan was made without", remedy="compile the model again")
+                raise UserError(
+                    f"{path} has a {rewrite.method} of its own, the plan was made without",
+                    remedy="compile the model again",
+                )
             if rewrite.function:
                 called = inspect.unwrap(own.__func__).__globals__.get(rewrite.function)
                 if called is None:
                     message = f"{rewrite.cls}.{rewrite.method} calls no {rewrite.function}, as it did when the plan was made"
                     raise UserError(message, remedy="compile the model again")
                 names = found.setdefault((path, rewrite.method), (module, {}))[1]
-                names[rewrite.function] = _for_plain(called, _compiled(trees[rewrite.name], rewrite, called), None)
+                names[rewrite.function] = _for_plain(
+                    called, _compiled(trees[rewrite.name], rewrite, called), None
+                )
             else:
                 fused = MethodType(_compiled(trees[rewrite.name], rewrite, own), module)
                 whole.append((module, rewrite.method, _for_plain(own, fused, module)))
@@ -130,7 +139,8 @@ def _for_plain(own: Own, fused: Own, module: nn.Module | None) -> Own:
 
 
 def rebound(function: FunctionType, names: dict[str, Own]) -> FunctionType:
-    """A copy of a function that finds `names` where it looked up globals, also inside its decorators' closures.
+    """A copy of a function that finds `names` where it looked up globals, also inside its decorators'
+    closures.
 
     Raises ValueError for a decorator that hides what it wraps.
     """
@@ -141,7 +151,9 @@ def rebound(function: FunctionType, names: dict[str, Own]) -> FunctionType:
     if not isinstance(inner, FunctionType) or not any(_content(c) is inner for c in cells):
         raise ValueError(f"{function.__qualname__} is wrapped in a way that hides its code")
     again = rebound(inner, names)
-    made = _copy(function, function.__globals__, tuple(CellType(again) if _content(c) is inner else c for c in cells))
+    made = _copy(
+        function, function.__globals__, tuple(CellType(again) if _content(c) is inner else c for c in cells)
+    )
     made.__wrapped__ = again  # pyright: ignore[reportFunctionMemberAccess]
     return made
 
@@ -153,8 +165,14 @@ def _content(cell: CellType) -> Any:
         return None
 
 
-def _copy(function: FunctionType, scope: dict[str, Any], closure: tuple[CellType, ...] | None) -> FunctionType:
+def _copy(
+    function: FunctionType, scope: dict[str, Any], closure: tuple[CellType, ...] | None
+) -> FunctionType:
     made = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, closure)
-    made.__kwdefaults__, made.__qualname__, made.__doc__ = function.__kwdefaults__, function.__qualname__, function.__doc__
+    made.__kwdefaults__, made.__qualname__, made.__doc__ = (
+        function.__kwdefaults__,
+        function.__qualname__,
+        function.__doc__,
+    )
     made.__dict__.update(function.__dict__)
     return made

@@ -1,7 +1,9 @@
-"""What rewritten code calls: the kernels by the names and shapes of users' code, and that code's own way where a kernel does not fit.
+"""What rewritten code calls: the kernels by the names and shapes of users' code, and that code's own way
+where a kernel does not fit.
 
-Under tensor parallelism tensors may be parts (`secc.runtime.tensor_parallel.marks`). A kernel runs on a part where that is its part of the
-result, and gives the result the part's mark; elsewhere plain ops run, which have rules.
+Under tensor parallelism tensors may be parts (`secc.runtime.tensor_parallel.rules.mark`). A kernel runs on a part
+where that is its part of the result, and gives the result the part's mark; elsewhere plain ops run, which
+have rules.
 """
 
 from __future__ import annotations
@@ -14,16 +16,26 @@ import torch
 from torch.nn import functional as F
 
 from secc.runtime import kernels
-from secc.runtime.tensor_parallel.marks import Mark, mark, set_mark
+from secc.runtime.tensor_parallel.rules.mark import Mark, mark, set_mark
 
-__all__ = ["geglu", "layer_norm", "rms_norm", "rotate", "rotate_parts", "swiglu", "torch_layer_norm", "torch_rms_norm", "twice"]
+__all__ = [
+    "geglu",
+    "layer_norm",
+    "rms_norm",
+    "rotate",
+    "rotate_parts",
+    "swiglu",
+    "torch_layer_norm",
+    "torch_rms_norm",
+    "twice",
+]
 
 Operator = Callable[..., torch.Tensor]
 
 
 def _or(plain: Operator, elementwise: bool = False) -> Callable[[Operator], Operator]:
-    """For parts: the operator if the others are whole and the first is not cut along its last dim, or, `elementwise`, if all are cut
-    alike; else `plain`."""
+    """For parts: the operator if the others are whole and the first is not cut along its last dim, or,
+    `elementwise`, if all are cut alike; else `plain`."""
 
     def decorate(operator: Operator) -> Operator:
         @functools.wraps(operator)
@@ -31,7 +43,9 @@ def _or(plain: Operator, elementwise: bool = False) -> Callable[[Operator], Oper
             found, rest = mark(x), [mark(t) for t in others if isinstance(t, torch.Tensor)]
             if found is None and not any(rest):
                 return operator(x, *others)
-            if found is None or not (_alike(found, rest) if elementwise else not any(rest) and found.dim != x.dim() - 1):
+            if found is None or not (
+                _alike(found, rest) if elementwise else not any(rest) and found.dim != x.dim() - 1
+            ):
                 return plain(x, *others)
             with torch._C.DisableTorchFunction():  # sizes are those of the part
                 return set_mark(operator(x, *others), found)
@@ -62,7 +76,9 @@ def _plain_rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) ->
     return y.to(x.dtype) if weight is None else weight * y.to(x.dtype)
 
 
-def _plain_layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+def _plain_layer_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> torch.Tensor:
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
@@ -75,7 +91,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
 
 
 @_or(_plain_layer_norm)
-def layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> torch.Tensor:
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dim."""
     y = kernels.layer_norm(x, weight, bias, eps)
     assert isinstance(y, torch.Tensor)
@@ -83,7 +101,9 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor 
 
 
 @_or(_plain_layer_norm)
-def torch_layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+def torch_layer_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> torch.Tensor:
     """`F.layer_norm` over the last dim; under autocast torch's own, which decides the result's dtype."""
     if _autocasts(x):
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
@@ -110,7 +130,8 @@ def _plain_rotation(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> to
 
 @_or(_plain_rotation)
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x * cos + rotate_half(x) * sin, for tables that broadcast over heads: [B, heads, S, D], [B, S, heads, D] or, packed, [S, heads, D].
+    """x * cos + rotate_half(x) * sin, for tables that broadcast over heads: [B, heads, S, D], [B, S, heads,
+    D] or, packed, [S, heads, D].
 
     Tables of another shape, and tables that get a gradient, take plain ops.
     """
@@ -127,9 +148,19 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 def _heads(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> int | None:
     """The dim of heads, over which the tables broadcast; None where the kernel does not fit."""
-    if cos.shape != sin.shape or cos.dim() != x.dim() or x.dim() not in (3, 4) or cos.requires_grad or sin.requires_grad:
+    if (
+        cos.shape != sin.shape
+        or cos.dim() != x.dim()
+        or x.dim() not in (3, 4)
+        or cos.requires_grad
+        or sin.requires_grad
+    ):
         return None
-    if x.shape[-1] != cos.shape[-1] or x.shape[-1] % 2 or (x.dim() == 4 and cos.shape[0] not in (1, x.shape[0])):
+    if (
+        x.shape[-1] != cos.shape[-1]
+        or x.shape[-1] % 2
+        or (x.dim() == 4 and cos.shape[0] not in (1, x.shape[0]))
+    ):
         return None
     for dim, positions in ((x.dim() - 3, x.dim() - 2), (x.dim() - 2, x.dim() - 3)):
         if cos.shape[dim] == 1 and cos.shape[positions] == x.shape[positions]:

@@ -1,4 +1,5 @@
-"""Scalar functions that several kernels share, in Triton and so that the interpreter runs them too (it has no libdevice)."""
+"""Scalar functions that several kernels share, in Triton and so that the interpreter runs them too (it has no
+libdevice)."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from secc.runtime.kernels.backend import jit, tl
 
 @jit
 def tanh(x):
-    """tanh without cancellation near zero: a series for small |x|, exponentials of negative numbers elsewhere."""
+    """tanh without cancellation near zero: a series for small |x|, exponentials of negative numbers
+    elsewhere."""
     e = tl.exp(-2.0 * tl.abs(x))
     large = (1.0 - e) / (1.0 + e)
     squared = x * x

@@ -1,8 +1,9 @@
 """Which way an operator computes, and the few things every kernel file needs.
 
-Each operator has two ways: Triton kernels and a PyTorch reference. CUDA tensors take the kernels, CPU tensors the reference; with
-`TRITON_INTERPRET=1` set before the first import, CPU tensors take the kernels through Triton's interpreter. Where Triton is not installed,
-the kernels are plain functions that nobody calls. float64 always takes the reference: it is there to check the others.
+Each operator has two ways: Triton kernels and a PyTorch reference. CUDA tensors take the kernels, CPU tensors
+the reference; with `TRITON_INTERPRET=1` set before the first import, CPU tensors take the kernels through
+Triton's interpreter. Where Triton is not installed, the kernels are plain functions that nobody calls.
+float64 always takes the reference: it is there to check the others.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """`triton.jit` where Triton is installed; its kernels read their module's globals, so helpers are decorated too."""
+    """`triton.jit` where Triton is installed; its kernels read their module's globals, so helpers are
+    decorated too."""
     return function if triton is None else triton.jit(function)
 
 
@@ -61,7 +63,8 @@ def next_power_of_2(n: int) -> int:
 
 @cache
 def programs(device: torch.device) -> int:
-    """How many programs share a reduction over rows: a few for each multiprocessor; their partial sums are added in a fixed order."""
+    """How many programs share a reduction over rows: a few for each multiprocessor; their partial sums are
+    added in a fixed order."""
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
@@ -87,4 +90,6 @@ def require_alike(name: str, *tensors: torch.Tensor | None) -> None:
     kinds = {(t.dtype, t.device) for t in given}
     if len(kinds) > 1 or not given[0].is_floating_point():
         seen = ", ".join(f"{str(t.dtype).removeprefix('torch.')} on {t.device}" for t in given)
-        raise UserError(f"{name} needs floating tensors of one dtype on one device, not {seen}", remedy="cast them first")
+        raise UserError(
+            f"{name} needs floating tensors of one dtype on one device, not {seen}", remedy="cast them first"
+        )

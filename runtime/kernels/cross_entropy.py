@@ -1,14 +1,17 @@
-"""Cross entropy of a linear head's logits, which exist one tile of rows and tokens at a time (`entropy` has the mathematics).
+"""Cross entropy of a linear head's logits, which exist one tile of rows and tokens at a time (`entropy` has
+the mathematics).
 
-The tiling. Forward multiplies a tile [rows, tokens], keeps four numbers a row of it, and goes on; two numbers a row are left for
-backward, and no gradient. Backward multiplies each tile again, turns it into the gradient in place, and adds two products of it to the
-gradients. A quarter of the rows is taken at a time, so a 16-bit weight's gradient, which is summed in its own dtype over these quarters
-(in float32 inside a product), rounds four times; the hidden gradient is summed in float32. A tile and that sum together take what the
-hidden states take, which is what Liger-Kernel's chunks of logits take.
+The tiling. Forward multiplies a tile [rows, tokens], keeps four numbers a row of it, and goes on; two numbers
+a row are left for backward, and no gradient. Backward multiplies each tile again, turns it into the gradient
+in place, and adds two products of it to the gradients. A quarter of the rows is taken at a time, so a 16-bit
+weight's gradient, which is summed in its own dtype over these quarters (in float32 inside a product), rounds
+four times; the hidden gradient is summed in float32. A tile and that sum together take what the hidden states
+take, which is what Liger-Kernel's chunks of logits take.
 
-FLOPs for N rows: 2NHV forward, 6NHV backward: a third more than unfused PyTorch, which keeps the logits, and Liger-Kernel, which makes
-gradients with the loss. For that the weight's gradient is read and written 4 times, not V / H times, and does not exist between forward
-and backward. Where no gradient is wanted the FLOPs are the same.
+FLOPs for N rows: 2NHV forward, 6NHV backward: a third more than unfused PyTorch, which keeps the logits, and
+Liger-Kernel, which makes gradients with the loss. For that the weight's gradient is read and written 4 times,
+not V / H times, and does not exist between forward and backward. Where no gradient is wanted the FLOPs are
+the same.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ _CPU_LOGITS = 1 << 20  # entries of a tile on a CPU
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tiles of one head: `hidden` [N, H] by `weight` [V, H] and `bias` [V], `rows` and `tokens` at a time."""
+    """The tiles of one head: `hidden` [N, H] by `weight` [V, H] and `bias` [V], `rows` and `tokens` at a
+    time."""
 
     hidden: torch.Tensor
     weight: torch.Tensor
@@ -46,7 +50,13 @@ class Tiles:
         launch = tuning.launch(NAME, weight.shape[0] or 1, hidden)
         rows = launch.rows or max(ceil_div(count, QUARTERS), LEAST_ROWS)
         small = max(_CPU_LOGITS // rows, 1)
-        return Tiles(hidden, weight, bias, rows, launch.columns or (max(2 * width, LEAST_TOKENS) if hidden.is_cuda else small))
+        return Tiles(
+            hidden,
+            weight,
+            bias,
+            rows,
+            launch.columns or (max(2 * width, LEAST_TOKENS) if hidden.is_cuda else small),
+        )
 
     def of_rows(self) -> Iterator[slice]:
         for start in range(0, self.hidden.shape[0], self.rows):
@@ -58,7 +68,9 @@ class Tiles:
 
     def buffer(self) -> torch.Tensor:
         """Memory for any tile."""
-        return self.hidden.new_empty(min(self.rows, self.hidden.shape[0]) * min(self.tokens, self.weight.shape[0]))
+        return self.hidden.new_empty(
+            min(self.rows, self.hidden.shape[0]) * min(self.tokens, self.weight.shape[0])
+        )
 
     def factors(self, tokens: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(weight in the hidden states' dtype, bias) of some tokens."""
@@ -84,7 +96,8 @@ def _partials(tiles: Tiles, target: torch.Tensor, rule: Target) -> torch.Tensor:
 
 
 def _joined(partials: torch.Tensor) -> torch.Tensor:
-    """[1, N, 4]: the tiles of this shard as one; a shard without tokens has none, and gives what adds nothing."""
+    """[1, N, 4]: the tiles of this shard as one; a shard without tokens has none, and gives what adds
+    nothing."""
     nothing = partials.new_tensor([-torch.inf, 0.0, 0.0, 0.0]).expand(1, partials.shape[1], 4)
     partials = torch.cat([nothing, partials])
     top = partials[:, :, 0].amax(0)
@@ -124,16 +137,29 @@ def _backward_operator(
     tiles = Tiles.of(hidden, weight, bias)
     own = weight.is_cuda and ceil_div(hidden.shape[0], tiles.rows) <= QUARTERS
     hidden_gradient = torch.empty_like(hidden) if want_hidden else hidden.new_empty(0)
-    weight_sum = torch.zeros_like(weight, dtype=weight.dtype if own else accumulator(weight.dtype)) if want_weight else weight.new_empty(0)
+    weight_sum = (
+        torch.zeros_like(weight, dtype=weight.dtype if own else accumulator(weight.dtype))
+        if want_weight
+        else weight.new_empty(0)
+    )
     bias_sum = torch.zeros_like(bias, dtype=wide) if bias is not None and want_bias else hidden.new_empty(0)
     buffer = tiles.buffer()
     with torch.autocast(hidden.device.type, enabled=False):
         for rows in tiles.of_rows():
-            row_sum = hidden.new_zeros(rows.stop - rows.start if want_hidden else 0, hidden.shape[1], dtype=wide)
+            row_sum = hidden.new_zeros(
+                rows.stop - rows.start if want_hidden else 0, hidden.shape[1], dtype=wide
+            )
             for tokens in tiles.of_tokens():
                 part, part_bias = tiles.factors(tokens)
                 z = _product(buffer, hidden[rows], part)
-                gradient_(z, part_bias, target[rows], norms[:, rows], upstream, replace(rule, first=first + tokens.start))
+                gradient_(
+                    z,
+                    part_bias,
+                    target[rows],
+                    norms[:, rows],
+                    upstream,
+                    replace(rule, first=first + tokens.start),
+                )
                 if want_hidden:
                     add_product_(row_sum, z, part)
                 if want_weight:
@@ -153,7 +179,9 @@ def _(
     want_hidden, want_weight, want_bias,
 ):  # fmt: skip
     wanted = ((hidden, want_hidden), (weight, want_weight), (bias, want_bias))
-    return tuple(torch.empty_like(t) if want else (hidden if t is None else t).new_empty(0) for t, want in wanted)
+    return tuple(
+        torch.empty_like(t) if want else (hidden if t is None else t).new_empty(0) for t, want in wanted
+    )
 
 
 def _setup_context(ctx, inputs, output):
@@ -184,25 +212,46 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross entropy of `hidden @ weight.T + bias` without the logits: (sum over rows, number of rows that count).
+    """Cross entropy of `hidden @ weight.T + bias` without the logits: (sum over rows, number of rows that
+    count).
 
-    `hidden` [..., H], `weight` [V, H], `target` [...] integers, `bias` [V]; rows with `ignore_index` are left out. The sum is float32
-    (float64 for float64), the count int64. `softcap`: logits become softcap * tanh(logits / softcap). Gradients reach hidden, weight
-    and bias. Under autocast the products take its dtype. Raises UserError for shapes or dtypes that do not fit, and on the CPU for a
-    target that is no token (on a GPU the sum is NaN).
+    `hidden` [..., H], `weight` [V, H], `target` [...] integers, `bias` [V]; rows with `ignore_index` are left
+    out. The sum is float32 (float64 for float64), the count int64. `softcap`: logits become softcap *
+    tanh(logits / softcap). Gradients reach hidden, weight and bias. Under autocast the products take its
+    dtype. Raises UserError for shapes or dtypes that do not fit, and on the CPU for a target that is no token
+    (on a GPU the sum is NaN).
     """
-    return sharded(hidden, weight, target, bias, Target(ignore_index, label_smoothing, softcap or 0.0, 0, weight.shape[0]), "")
+    return sharded(
+        hidden,
+        weight,
+        target,
+        bias,
+        Target(ignore_index, label_smoothing, softcap or 0.0, 0, weight.shape[0]),
+        "",
+    )
 
 
 def sharded(
-    hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None, rule: Target, group: str
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None,
+    rule: Target,
+    group: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`linear_cross_entropy` on the tokens that this rank holds (from `rule.first` on) of a vocabulary that the ranks of `group` share."""
+    """`linear_cross_entropy` on the tokens that this rank holds (from `rule.first` on) of a vocabulary that
+    the ranks of `group` share."""
     require_fits(NAME, hidden, weight, bias)
     hidden = autocast(hidden)
-    require(target.shape == hidden.shape[:-1], f"{NAME}: target {list(target.shape)} for hidden {list(hidden.shape)}")
+    require(
+        target.shape == hidden.shape[:-1],
+        f"{NAME}: target {list(target.shape)} for hidden {list(hidden.shape)}",
+    )
     require(not target.is_floating_point(), f"{NAME}: targets are token numbers, not {target.dtype}")
-    require(bias is None or bias.shape == weight.shape[:1], f"{NAME}: one bias for each of {weight.shape[0]} tokens")
+    require(
+        bias is None or bias.shape == weight.shape[:1],
+        f"{NAME}: one bias for each of {weight.shape[0]} tokens",
+    )
     rule.check_options(NAME)
     loss, count, _ = _operator(
         as_rows(hidden), weight, bias, target.reshape(-1), rule.ignore_index, rule.label_smoothing, rule.softcap, rule.first,

@@ -1,14 +1,17 @@
-"""Divergences between two softmaxes over one vocabulary, row by row, from chunks of logits: kernels and their PyTorch reference.
+"""Divergences between two softmaxes over one vocabulary, row by row, from chunks of logits: kernels and their
+PyTorch reference.
 
 With p = softmax(teacher / T), q = softmax(student / T) and m = beta * p + (1 - beta) * q:
 
-    forward   sum p log(p / q)                                                gradient by a student's logit: (q - p) / T
-    reverse   sum q log(q / p)                                                q (log(q / p) - R) / T, R the row's divergence
-    js        beta * sum p log(p / m) + (1 - beta) * sum q log(q / m)         (1 - beta) q (log(q / m) - R) / T, R = sum q log(q / m)
+    forward   sum p log(p / q)                                                gradient by a student's logit:
+    (q - p) / T reverse   sum q log(q / p)                                                q (log(q / p) - R) /
+    T, R the row's divergence js        beta * sum p log(p / m) + (1 - beta) * sum q log(q / m)         (1 -
+    beta) q (log(q / m) - R) / T, R = sum q log(q / m)
 
-Terms are summed as p log(p / q) + q - p (the same sum, for p and q each add up to one), by a series where p and q are close, so that no
-term is negative and nothing cancels. A token of probability zero adds nothing on the side that it weighs. `row_norms` reads the logits
-once; `value_and_gradient_` reads them once more, and a third time for the kinds whose gradient needs R.
+Terms are summed as p log(p / q) + q - p (the same sum, for p and q each add up to one), by a series where p
+and q are close, so that no term is negative and nothing cancels. A token of probability zero adds nothing on
+the side that it weighs. `row_norms` reads the logits once; `value_and_gradient_` reads them once more, and a
+third time for the kinds whose gradient needs R.
 """
 
 from __future__ import annotations
@@ -36,10 +39,18 @@ class Divergence:
 
     def check(self, name: str) -> None:
         """Raise UserError for a kind, beta or temperature that means nothing."""
-        require(self.kind in KINDS, f"{name}: no divergence is called {self.kind!r}", f"choose from {', '.join(KINDS)}")
+        require(
+            self.kind in KINDS,
+            f"{name}: no divergence is called {self.kind!r}",
+            f"choose from {', '.join(KINDS)}",
+        )
         require(self.temperature > 0, f"{name}: temperature must be positive, not {self.temperature}")
         if self.kind == "js":
-            require(0 < self.beta < 1, f"{name}: with beta {self.beta} js is zero everywhere", "choose kind forward or reverse")
+            require(
+                0 < self.beta < 1,
+                f"{name}: with beta {self.beta} js is zero everywhere",
+                "choose kind forward or reverse",
+            )
 
     @property
     def needs_row_value(self) -> bool:
@@ -65,9 +76,15 @@ def _statistics(student, teacher, out, student_stride, teacher_stride, width, sc
     for start in range(0, width, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < width
-        z = tl.load(student + row * student_stride + columns, mask=inside, other=float("-inf")).to(tl.float32) * scale
+        z = (
+            tl.load(student + row * student_stride + columns, mask=inside, other=float("-inf")).to(tl.float32)
+            * scale
+        )
         student_top, student_sum = _online(student_top, student_sum, z)
-        z = tl.load(teacher + row * teacher_stride + columns, mask=inside, other=float("-inf")).to(tl.float32) * scale
+        z = (
+            tl.load(teacher + row * teacher_stride + columns, mask=inside, other=float("-inf")).to(tl.float32)
+            * scale
+        )
         teacher_top, teacher_sum = _online(teacher_top, teacher_sum, z)
     tl.store(out + row * 4, student_top)
     tl.store(out + row * 4 + 1, student_sum)
@@ -84,8 +101,11 @@ def _statistics_reference(student: torch.Tensor, teacher: torch.Tensor, temperat
     return torch.stack(parts, 1)
 
 
-def row_norms(name: str, student: torch.Tensor, teacher: torch.Tensor, temperature: float, shards: Shards) -> torch.Tensor:
-    """[4, rows]: what `combine` gives for a chunk's student and teacher logits / temperature, over all shards."""
+def row_norms(
+    name: str, student: torch.Tensor, teacher: torch.Tensor, temperature: float, shards: Shards
+) -> torch.Tensor:
+    """[4, rows]: what `combine` gives for a chunk's student and teacher logits / temperature, over all
+    shards."""
     rows, width = student.shape
     if has_kernels(student):
         out = student.new_empty(rows, 4, dtype=torch.float32)
@@ -98,7 +118,9 @@ def row_norms(name: str, student: torch.Tensor, teacher: torch.Tensor, temperatu
     else:
         out = _statistics_reference(student, teacher, temperature)
     partials = shards.gather(out)
-    return torch.cat([combine(partials[:, :, 0], partials[:, :, 1]), combine(partials[:, :, 2], partials[:, :, 3])])
+    return torch.cat(
+        [combine(partials[:, :, 0], partials[:, :, 1]), combine(partials[:, :, 2], partials[:, :, 3])]
+    )
 
 
 @jit
@@ -212,16 +234,25 @@ def _weighed_reference(p: torch.Tensor, log_ratio: torch.Tensor) -> torch.Tensor
 
 
 def _log_mixture_reference(log_p: torch.Tensor, log_q: torch.Tensor, beta: float) -> torch.Tensor:
-    return torch.logaddexp(log_p + torch.tensor(beta, dtype=log_p.dtype).log(), log_q + torch.tensor(1 - beta, dtype=log_q.dtype).log())
+    return torch.logaddexp(
+        log_p + torch.tensor(beta, dtype=log_p.dtype).log(),
+        log_q + torch.tensor(1 - beta, dtype=log_q.dtype).log(),
+    )
 
 
 def _term_reference(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
     p, x = log_p.exp(), log_p - log_q
     series = x * x * (0.5 - x / 6 * (1 - x / 4 * (1 - x / 5 * (1 - x / 6 * (1 - x / 7)))))
-    return torch.where(x.abs() < (0.1 if p.dtype == torch.float32 else 0.005), p * series, _weighed_reference(p, x) + log_q.exp() - p)
+    return torch.where(
+        x.abs() < (0.1 if p.dtype == torch.float32 else 0.005),
+        p * series,
+        _weighed_reference(p, x) + log_q.exp() - p,
+    )
 
 
-def _value_reference(log_q: torch.Tensor, log_p: torch.Tensor, rule: Divergence) -> tuple[torch.Tensor, torch.Tensor]:
+def _value_reference(
+    log_q: torch.Tensor, log_p: torch.Tensor, rule: Divergence
+) -> tuple[torch.Tensor, torch.Tensor]:
     if rule.kind != "js":
         value = _term_reference(log_p, log_q) if rule.kind == "forward" else _term_reference(log_q, log_p)
         return value.sum(1), value.sum(1)
@@ -230,7 +261,9 @@ def _value_reference(log_q: torch.Tensor, log_p: torch.Tensor, rule: Divergence)
     return rule.beta * _term_reference(log_p, log_m).sum(1) + (1 - rule.beta) * inner, inner
 
 
-def gradient_reference(log_q: torch.Tensor, log_p: torch.Tensor, inner: torch.Tensor, rule: Divergence) -> torch.Tensor:
+def gradient_reference(
+    log_q: torch.Tensor, log_p: torch.Tensor, inner: torch.Tensor, rule: Divergence
+) -> torch.Tensor:
     """The derivative of rows' divergences by the student's logits; `inner` [rows] is R (see the module)."""
     q = log_q.exp()
     if rule.kind == "forward":
@@ -247,9 +280,11 @@ def value_and_gradient_(
     name: str, student: torch.Tensor, teacher: torch.Tensor, norms: torch.Tensor, inner: torch.Tensor, kept: torch.Tensor, rule: Divergence,
     *, value: bool, gradient: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """One more reading of a chunk: [2, rows] of this shard's values (0 where `kept` is 0) and shares of R, if `value`.
+    """One more reading of a chunk: [2, rows] of this shard's values (0 where `kept` is 0) and shares of R, if
+    `value`.
 
-    If `gradient`, the student's logits become the derivative of the summed values by them; `inner` then holds R for kinds that need it.
+    If `gradient`, the student's logits become the derivative of the summed values by them; `inner` then holds
+    R for kinds that need it.
     """
     rows, width = student.shape
     out = norms.new_zeros(2, rows)
@@ -269,11 +304,16 @@ def row_values(
     name: str, student: torch.Tensor, teacher: torch.Tensor, norms: torch.Tensor, kept: torch.Tensor, rule: Divergence, shards: Shards,
     *, gradient: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(this shard's values [rows], R [rows] of all shards); with `gradient`, the student's logits become their derivative."""
+    """(this shard's values [rows], R [rows] of all shards); with `gradient`, the student's logits become
+    their derivative."""
     once = gradient and not rule.needs_row_value
-    values, inner = value_and_gradient_(name, student, teacher, norms, norms[0], kept, rule, value=True, gradient=once)
+    values, inner = value_and_gradient_(
+        name, student, teacher, norms, norms[0], kept, rule, value=True, gradient=once
+    )
     if rule.needs_row_value:
         inner = shards.total(inner)
         if gradient:
-            value_and_gradient_(name, student, teacher, norms, inner.contiguous(), kept, rule, value=False, gradient=True)
+            value_and_gradient_(
+                name, student, teacher, norms, inner.contiguous(), kept, rule, value=False, gradient=True
+            )
     return values, inner

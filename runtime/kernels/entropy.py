@@ -1,9 +1,10 @@
 """Cross entropy of rows from tiles of logits: kernels and their PyTorch reference.
 
-    logits = capped(hidden @ weight.T + bias)          capped(x) = softcap * tanh(x / softcap)
-    loss of a row = logsumexp(logits) - (1 - s) * logits[target] - s * mean(logits)         s = label_smoothing
+    logits = capped(hidden @ weight.T + bias)          capped(x) = softcap * tanh(x / softcap) loss of a row =
+    logsumexp(logits) - (1 - s) * logits[target] - s * mean(logits)         s = label_smoothing
 
-A tile is some rows of some tokens. `statistics` reads a tile once, `row_losses` joins the tiles of a row, `gradient_` overwrites a tile.
+A tile is some rows of some tokens. `statistics` reads a tile once, `row_losses` joins the tiles of a row,
+`gradient_` overwrites a tile.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ NAME = "linear_cross_entropy"
 
 @dataclass(frozen=True)
 class Target:
-    """What a row's loss compares with: labels, which are left out, smoothing, the cap, and where this shard's vocabulary starts."""
+    """What a row's loss compares with: labels, which are left out, smoothing, the cap, and where this shard's
+    vocabulary starts."""
 
     ignore_index: int
     label_smoothing: float
@@ -33,14 +35,22 @@ class Target:
     def check_options(self, name: str) -> None:
         """Raise UserError for options that mean nothing."""
         require(self.vocabulary > 0, f"{name}: an empty vocabulary")
-        require(0.0 <= self.label_smoothing <= 1.0, f"{name}: label_smoothing {self.label_smoothing} is outside 0 … 1")
+        require(
+            0.0 <= self.label_smoothing <= 1.0,
+            f"{name}: label_smoothing {self.label_smoothing} is outside 0 … 1",
+        )
         require(self.softcap >= 0, f"{name}: softcap must be positive", "None means no cap")
 
     def check(self, target: torch.Tensor) -> None:
-        """Raise UserError for a label that is no token. On a GPU such a row's loss is NaN instead, since looking would stall it."""
+        """Raise UserError for a label that is no token. On a GPU such a row's loss is NaN instead, since
+        looking would stall it."""
         if not target.is_cuda and bool(((target != self.ignore_index) & self.outside(target)).any()):
             bad = target[(target != self.ignore_index) & self.outside(target)][0].item()
-            require(False, f"target {bad} is not in a vocabulary of {self.vocabulary}", "is ignore_index what the labels use?")
+            require(
+                False,
+                f"target {bad} is not in a vocabulary of {self.vocabulary}",
+                "is ignore_index what the labels use?",
+            )
 
     def outside(self, target: torch.Tensor) -> torch.Tensor:
         """Which labels are no tokens of the vocabulary (`ignore_index` too, as a rule)."""
@@ -48,7 +58,19 @@ class Target:
 
 
 @jit
-def _statistics(logits, bias, target, out, stride, width, first, cap, BIAS: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr):
+def _statistics(
+    logits,
+    bias,
+    target,
+    out,
+    stride,
+    width,
+    first,
+    cap,
+    BIAS: tl.constexpr,
+    CAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     top = tl.full((), float("-inf"), tl.float32)
     total = tl.zeros((), tl.float32)
@@ -78,8 +100,11 @@ def _statistics(logits, bias, target, out, stride, width, first, cap, BIAS: tl.c
     tl.store(out + row * 4 + 3, plain)
 
 
-def statistics(logits: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, rule: Target) -> torch.Tensor:
-    """[rows, 4] of a tile: greatest logit, sum of exp(logit - greatest), the target's logit (0 if not here), sum of logits.
+def statistics(
+    logits: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, rule: Target
+) -> torch.Tensor:
+    """[rows, 4] of a tile: greatest logit, sum of exp(logit - greatest), the target's logit (0 if not here),
+    sum of logits.
 
     `logits` [rows, width] are the products of the tokens from `rule.first` on, `bias` [width] theirs.
     """
@@ -102,7 +127,9 @@ def _final_logits(logits: torch.Tensor, bias: torch.Tensor | None, softcap: floa
     return softcap * torch.tanh(z / softcap) if softcap else z
 
 
-def _statistics_reference(logits: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, rule: Target) -> torch.Tensor:
+def _statistics_reference(
+    logits: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, rule: Target
+) -> torch.Tensor:
     z = _final_logits(logits, bias, rule.softcap)
     rows, width = z.shape
     if not width:
@@ -143,20 +170,33 @@ def _row_losses(partials, target, out, shards, rows, ignored, vocabulary, smooth
     tl.store(out + 2 * rows + row, tl.log(total), mask=inside)
 
 
-def row_losses(partials: torch.Tensor, target: torch.Tensor, rule: Target) -> tuple[torch.Tensor, torch.Tensor]:
-    """(losses [rows], norms [2, rows] as `combine` gives them) from all tiles' partials [tiles, rows, 4] (see `statistics`)."""
+def row_losses(
+    partials: torch.Tensor, target: torch.Tensor, rule: Target
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(losses [rows], norms [2, rows] as `combine` gives them) from all tiles' partials [tiles, rows, 4] (see
+    `statistics`)."""
     shards, rows, _ = partials.shape
     if not has_kernels(partials):
         return _row_losses_reference(partials, target, rule)
     out = partials.new_empty(3, rows)
     with on_device(partials):
         _row_losses[(ceil_div(rows, 128),)](
-            partials, target, out, shards, rows, rule.ignore_index, rule.vocabulary, float(rule.label_smoothing), BLOCK=128
+            partials,
+            target,
+            out,
+            shards,
+            rows,
+            rule.ignore_index,
+            rule.vocabulary,
+            float(rule.label_smoothing),
+            BLOCK=128,
         )
     return out[0], out[1:]
 
 
-def _row_losses_reference(partials: torch.Tensor, target: torch.Tensor, rule: Target) -> tuple[torch.Tensor, torch.Tensor]:
+def _row_losses_reference(
+    partials: torch.Tensor, target: torch.Tensor, rule: Target
+) -> tuple[torch.Tensor, torch.Tensor]:
     norms = combine(partials[:, :, 0], partials[:, :, 1])
     picked, total = partials[:, :, 2].sum(0), partials[:, :, 3].sum(0)
     loss = norms[0] - picked + norms[1]
@@ -195,9 +235,15 @@ def _gradient(
 
 
 def gradient_(
-    logits: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, norms: torch.Tensor, upstream: torch.Tensor, rule: Target
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    norms: torch.Tensor,
+    upstream: torch.Tensor,
+    rule: Target,
 ) -> None:
-    """Replace a tile's products hidden @ weight.T by the gradient of `upstream` (one number) times the summed loss by them."""
+    """Replace a tile's products hidden @ weight.T by the gradient of `upstream` (one number) times the summed
+    loss by them."""
     rows, width = logits.shape
     if not has_kernels(logits):
         _gradient_reference_(logits, bias, target, norms, upstream, rule)
@@ -212,12 +258,19 @@ def gradient_(
 
 
 def _gradient_reference_(
-    logits: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, norms: torch.Tensor, upstream: torch.Tensor, rule: Target
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    norms: torch.Tensor,
+    upstream: torch.Tensor,
+    rule: Target,
 ) -> None:
     z = _final_logits(logits, bias, rule.softcap)
     change = (z - norms[0].unsqueeze(1) - norms[1].unsqueeze(1)).exp_()
     columns = torch.arange(rule.first, rule.first + z.shape[1], device=z.device)
-    change -= (columns == target.unsqueeze(1)) * (1 - rule.label_smoothing) + rule.label_smoothing / rule.vocabulary
+    change -= (columns == target.unsqueeze(1)) * (
+        1 - rule.label_smoothing
+    ) + rule.label_smoothing / rule.vocabulary
     if rule.softcap:
         change *= 1 - (z / rule.softcap) ** 2
     logits.copy_(upstream * change.masked_fill_((target == rule.ignore_index).unsqueeze(1), 0.0))

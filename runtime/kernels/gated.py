@@ -1,7 +1,8 @@
-"""Gated activations, silu(gate) * up and gelu(gate) * up: one kernel forward, one backward that computes the activation again.
+"""Gated activations, silu(gate) * up and gelu(gate) * up: one kernel forward, one backward that computes the
+activation again.
 
-Entries are handled in float32 and rounded once, where unfused PyTorch also rounds the activation. Rows may have any stride, so both
-halves of one projection can be taken as they lie.
+Entries are handled in float32 and rounded once, where unfused PyTorch also rounds the activation. Rows may
+have any stride, so both halves of one projection can be taken as they lie.
 """
 
 from __future__ import annotations
@@ -61,13 +62,25 @@ def _forward(gate, up, out, width, gate_stride, up_stride, ACTIVATION: tl.conste
 
 @jit
 def _backward(
-    upstream, gate, up, dgate, dup, width, upstream_stride, gate_stride, up_stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
+    upstream,
+    gate,
+    up,
+    dgate,
+    dup,
+    width,
+    upstream_stride,
+    gate_stride,
+    up_stride,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
     g = tl.load(upstream + row * upstream_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    value, slope = _activation(tl.load(gate + row * gate_stride + columns, mask=inside, other=0.0).to(tl.float32), ACTIVATION)
+    value, slope = _activation(
+        tl.load(gate + row * gate_stride + columns, mask=inside, other=0.0).to(tl.float32), ACTIVATION
+    )
     u = tl.load(up + row * up_stride + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(dgate + row * width + columns, (g * u * slope).to(dgate.dtype.element_ty), mask=inside)
     tl.store(dup + row * width + columns, (g * value).to(dup.dtype.element_ty), mask=inside)
@@ -105,7 +118,15 @@ def _operator(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Te
     if out.numel():
         with on_device(gate):
             _forward[_grid(rows, width, launch)](
-                gate, up, out, width, gate.stride(0), up.stride(0), ACTIVATION=activation, BLOCK=launch.block, num_warps=launch.warps
+                gate,
+                up,
+                out,
+                width,
+                gate.stride(0),
+                up.stride(0),
+                ACTIVATION=activation,
+                BLOCK=launch.block,
+                num_warps=launch.warps,
             )
     return out
 
@@ -116,12 +137,16 @@ def _(gate, up, activation):
 
 
 @torch.library.custom_op("secc::gated_backward", mutates_args=())
-def _backward_operator(upstream: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _backward_operator(
+    upstream: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str
+) -> tuple[torch.Tensor, torch.Tensor]:
     rows, width = gate.shape
     dgate, dup = gate.new_empty(rows, width), up.new_empty(rows, width)
     if not has_kernels(gate):
         wide = upstream.to(accumulator(gate.dtype))
-        return dgate.copy_(wide * up * _slope_reference(gate, activation)), dup.copy_(wide * _reference(gate, activation))
+        return dgate.copy_(wide * up * _slope_reference(gate, activation)), dup.copy_(
+            wide * _reference(gate, activation)
+        )
     launch = tuning.launch(NAME, width or 1, gate)
     upstream, gate, up = unit_rows(upstream), unit_rows(gate), unit_rows(up)
     if dgate.numel():
@@ -151,7 +176,10 @@ _operator.register_autograd(_derive, setup_context=_setup_context)
 
 
 def _gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    require(gate.shape == up.shape and gate.dim() > 0, f"gate {list(gate.shape)} and up {list(up.shape)} differ in shape")
+    require(
+        gate.shape == up.shape and gate.dim() > 0,
+        f"gate {list(gate.shape)} and up {list(up.shape)} differ in shape",
+    )
     require(gate.is_floating_point() and up.is_floating_point(), "gate and up are floating numbers")
     return _operator(as_rows(gate), as_rows(up), activation).view(gate.shape)
 
@@ -161,9 +189,15 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return _gated(gate, up, "silu")
 
 
-def geglu(gate: torch.Tensor, up: torch.Tensor, approximate: Literal["none", "tanh"] = "tanh") -> torch.Tensor:
+def geglu(
+    gate: torch.Tensor, up: torch.Tensor, approximate: Literal["none", "tanh"] = "tanh"
+) -> torch.Tensor:
     """gelu(gate) * up, entry by entry; both [..., I]; `approximate` as in `torch.nn.functional.gelu`."""
-    require(approximate in ("none", "tanh"), f"geglu: no approximation is called {approximate!r}", "choose none or tanh")
+    require(
+        approximate in ("none", "tanh"),
+        f"geglu: no approximation is called {approximate!r}",
+        "choose none or tanh",
+    )
     return _gated(gate, up, "gelu_tanh" if approximate == "tanh" else "gelu")
 
 
@@ -172,7 +206,12 @@ def _default(width: int, _: torch.device) -> Launch:
 
 
 def _candidates(width: int, _: torch.device) -> list[Launch]:
-    return [Launch(b, warps=w) for b in (512, 1024, 2048, 4096, 8192) if b <= next_power_of_2(width) for w in (4, 8, 16)]
+    return [
+        Launch(b, warps=w)
+        for b in (512, 1024, 2048, 4096, 8192)
+        if b <= next_power_of_2(width)
+        for w in (4, 8, 16)
+    ]
 
 
 def _trial(rows: int, size: int, dtype: torch.dtype, device: torch.device):

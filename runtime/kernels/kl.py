@@ -1,7 +1,8 @@
-"""Divergence between a teacher's and a student's next-token distributions, from their hidden states and heads, without their logits.
+"""Divergence between a teacher's and a student's next-token distributions, from their hidden states and
+heads, without their logits.
 
-Tiling as in `linear_loss`, with the logits of one chunk for either model; `divergence` has the mathematics. FLOPs for N rows: 2NHV for each
-model's logits and 4NHV for the student's gradients, as unfused.
+Tiling as in `linear_loss`, with the logits of one chunk for either model; `divergence` has the mathematics.
+FLOPs for N rows: 2NHV for each model's logits and 4NHV for the student's gradients, as unfused.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ NAME = "linear_kl"
 
 def kept_rows(mask: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor:
     """[rows] of uint8: 1 where a row counts."""
-    return hidden.new_ones(hidden.shape[0], dtype=torch.uint8) if mask is None else (mask != 0).to(torch.uint8)
+    return (
+        hidden.new_ones(hidden.shape[0], dtype=torch.uint8) if mask is None else (mask != 0).to(torch.uint8)
+    )
 
 
 @torch.library.custom_op("secc::linear_kl", mutates_args=())
@@ -43,12 +46,17 @@ def _operator(
     chunk = chunk_rows(NAME, student_hidden, ceil_div(vocabulary, shards.size))
     losses = student_hidden.new_empty(student_hidden.shape[0], dtype=accumulator(student_hidden.dtype))
     with torch.autocast(student_hidden.device.type, enabled=False):
-        student, teacher = Head(student_hidden, student_weight, chunk), Head(teacher_hidden, teacher_weight, chunk)
+        student, teacher = (
+            Head(student_hidden, student_weight, chunk),
+            Head(teacher_hidden, teacher_weight, chunk),
+        )
         gradient = HeadGradient(student, student_weight, want_hidden, want_weight)
         for rows in row_chunks(student_hidden.shape[0], chunk):
             logits, teacher_logits = student.logits(rows), teacher.logits(rows)
             norms = row_norms(NAME, logits, teacher_logits, temperature, shards)
-            losses[rows], _ = row_values(NAME, logits, teacher_logits, norms, kept[rows], rule, shards, gradient=gradient.wanted)
+            losses[rows], _ = row_values(
+                NAME, logits, teacher_logits, norms, kept[rows], rule, shards, gradient=gradient.wanted
+            )
             if gradient.wanted:
                 gradient.add(rows, logits)
         total = shards.total(losses.sum(dtype=torch.float64)).to(losses.dtype)
@@ -86,10 +94,14 @@ def check_heads(
     name: str, student_hidden: torch.Tensor, student_weight: torch.Tensor, teacher_hidden: torch.Tensor, teacher_weight: torch.Tensor,
     mask: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    """Raise UserError unless both heads fit their hidden states and share rows and a vocabulary, and the mask fits the rows."""
+    """Raise UserError unless both heads fit their hidden states and share rows and a vocabulary, and the mask
+    fits the rows."""
     require_fits(f"{name}, the student", student_hidden, student_weight)
     require_fits(f"{name}, the teacher", teacher_hidden, teacher_weight)
-    require(student_hidden.device == teacher_hidden.device, f"{name}: student and teacher are on different devices")
+    require(
+        student_hidden.device == teacher_hidden.device,
+        f"{name}: student and teacher are on different devices",
+    )
     rows, teacher_rows = list(student_hidden.shape[:-1]), list(teacher_hidden.shape[:-1])
     require(rows == teacher_rows, f"{name}: rows {rows} of the student, {teacher_rows} of the teacher")
     sizes = student_weight.shape[0], teacher_weight.shape[0]
@@ -99,7 +111,10 @@ def check_heads(
         f"where the longer one is padding, cut it: weight[:{min(sizes)}] takes its softmax over the tokens that both have",
     )
     require(mask is None or list(mask.shape) == rows, f"{name}: the mask has one entry for each row, {rows}")
-    require(mask is None or not mask.is_floating_point(), f"{name}: the mask says which rows count; weights are not supported")
+    require(
+        mask is None or not mask.is_floating_point(),
+        f"{name}: the mask says which rows count; weights are not supported",
+    )
 
 
 def linear_kl(
@@ -113,13 +128,15 @@ def linear_kl(
     kind: Kind = "forward",
     beta: float = 0.5,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Divergence of softmax(logits / temperature) of teacher and student, without the logits: (sum over rows, number of rows that count).
+    """Divergence of softmax(logits / temperature) of teacher and student, without the logits: (sum over rows,
+    number of rows that count).
 
-    `student_hidden` [..., H], `student_weight` [V, H], `teacher_hidden` [..., K], `teacher_weight` [V, K], `mask` [...] bool or integer
-    (rows with 0 are left out). Kinds: `forward` KL(teacher || student), `reverse` KL(student || teacher), `js` beta * KL(teacher || m) +
-    (1 - beta) * KL(student || m) with m = beta * teacher + (1 - beta) * student, 0 < beta < 1. No factor of temperature squared. The
-    sum is float32 (float64 for float64), the count int64. Gradients reach the student's arguments only. Raises UserError for shapes or
-    dtypes that do not fit and for unequal vocabularies.
+    `student_hidden` [..., H], `student_weight` [V, H], `teacher_hidden` [..., K], `teacher_weight` [V, K],
+    `mask` [...] bool or integer (rows with 0 are left out). Kinds: `forward` KL(teacher || student),
+    `reverse` KL(student || teacher), `js` beta * KL(teacher || m) + (1 - beta) * KL(student || m) with m =
+    beta * teacher + (1 - beta) * student, 0 < beta < 1. No factor of temperature squared. The sum is float32
+    (float64 for float64), the count int64. Gradients reach the student's arguments only. Raises UserError for
+    shapes or dtypes that do not fit and for unequal vocabularies.
     """
     return sharded(
         student_hidden,
@@ -140,7 +157,11 @@ def sharded(
     """`linear_kl` on the tokens that this rank of `group` holds of both vocabularies."""
     check_heads(NAME, student_hidden, student_weight, teacher_hidden, teacher_weight, mask)
     require(vocabulary > 0, f"{NAME}: an empty vocabulary")
-    student_hidden, teacher_hidden, teacher_weight = autocast(student_hidden), autocast(teacher_hidden.detach()), teacher_weight.detach()
+    student_hidden, teacher_hidden, teacher_weight = (
+        autocast(student_hidden),
+        autocast(teacher_hidden.detach()),
+        teacher_weight.detach(),
+    )
     rule.check(NAME)
     grad = torch.is_grad_enabled()
     loss, count, *_ = _operator(

@@ -1,9 +1,11 @@
-"""Divergence and cross entropy on one student's head: one pass over its logits gives both, one more gives the gradients of their sum.
+"""Divergence and cross entropy on one student's head: one pass over its logits gives both, one more gives the
+gradients of their sum.
 
-How much of each loss counts is known only in backward (the two sums have each their own upstream gradient), so gradients cannot be
-made with the losses as in `linear_kl`: backward computes both models' logits again and writes the gradient of the weighted sum at once.
-FLOPs for N rows: 2NHV for each model's logits, twice, and 4NHV for the gradients: 12NHV at equal hidden sizes, where separate losses
-spend 16NHV and unfused PyTorch 8NHV. Seven numbers a row are kept between forward and backward.
+How much of each loss counts is known only in backward (the two sums have each their own upstream gradient),
+so gradients cannot be made with the losses as in `linear_kl`: backward computes both models' logits again and
+writes the gradient of the weighted sum at once. FLOPs for N rows: 2NHV for each model's logits, twice, and
+4NHV for the gradients: 12NHV at equal hidden sizes, where separate losses spend 16NHV and unfused PyTorch
+8NHV. Seven numbers a row are kept between forward and backward.
 """
 
 from __future__ import annotations
@@ -13,11 +15,36 @@ from dataclasses import dataclass
 import torch
 
 from secc.runtime.kernels import tuning
-from secc.runtime.kernels.backend import accumulator, as_rows, ceil_div, has_kernels, jit, on_device, require, tl
-from secc.runtime.kernels.divergence import Divergence, Kind, gradient_of_token, gradient_reference, log_softmax, row_norms, row_values
+from secc.runtime.kernels.backend import (
+    accumulator,
+    as_rows,
+    ceil_div,
+    has_kernels,
+    jit,
+    on_device,
+    require,
+    tl,
+)
+from secc.runtime.kernels.divergence import (
+    Divergence,
+    Kind,
+    gradient_of_token,
+    gradient_reference,
+    log_softmax,
+    row_norms,
+    row_values,
+)
 from secc.runtime.kernels.entropy import Target, gradient_of_logit, row_losses, statistics
 from secc.runtime.kernels.kl import check_heads, kept_rows
-from secc.runtime.kernels.linear_loss import Head, HeadGradient, autocast, candidates, chunk_rows, default_launch, row_chunks
+from secc.runtime.kernels.linear_loss import (
+    Head,
+    HeadGradient,
+    autocast,
+    candidates,
+    chunk_rows,
+    default_launch,
+    row_chunks,
+)
 from secc.runtime.kernels.shards import Shards
 
 NAME = "linear_kl_ce"
@@ -25,7 +52,8 @@ NAME = "linear_kl_ce"
 
 @dataclass(frozen=True)
 class Upstream:
-    """What backward knows of rows: norms [6, rows] (student at T, teacher at T, student), R [rows], and both sums' gradients."""
+    """What backward knows of rows: norms [6, rows] (student at T, teacher at T, student), R [rows], and both
+    sums' gradients."""
 
     norms: torch.Tensor
     inner: torch.Tensor
@@ -57,19 +85,38 @@ def _gradient(
 
 
 def _gradient_reference_(
-    student: torch.Tensor, teacher: torch.Tensor, kept: torch.Tensor, target: torch.Tensor, up: Upstream, rule: Divergence, labels: Target
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    kept: torch.Tensor,
+    target: torch.Tensor,
+    up: Upstream,
+    rule: Divergence,
+    labels: Target,
 ) -> None:
     log_q = log_softmax(student, up.norms[:2], rule.temperature)
     log_p = log_softmax(teacher, up.norms[2:4], rule.temperature)
-    change = gradient_reference(log_q, log_p, up.inner, rule).masked_fill_((kept == 0).unsqueeze(1), 0.0) * up.divergence
+    change = (
+        gradient_reference(log_q, log_p, up.inner, rule).masked_fill_((kept == 0).unsqueeze(1), 0.0)
+        * up.divergence
+    )
     other = log_softmax(student, up.norms[4:], 1.0).exp_()
     columns = torch.arange(labels.first, labels.first + other.shape[1], device=other.device)
-    other -= (columns == target.unsqueeze(1)) * (1 - labels.label_smoothing) + labels.label_smoothing / labels.vocabulary
-    student.copy_(change + other.masked_fill_((target == labels.ignore_index).unsqueeze(1), 0.0) * up.cross_entropy)
+    other -= (columns == target.unsqueeze(1)) * (
+        1 - labels.label_smoothing
+    ) + labels.label_smoothing / labels.vocabulary
+    student.copy_(
+        change + other.masked_fill_((target == labels.ignore_index).unsqueeze(1), 0.0) * up.cross_entropy
+    )
 
 
 def gradient_(
-    student: torch.Tensor, teacher: torch.Tensor, kept: torch.Tensor, target: torch.Tensor, up: Upstream, rule: Divergence, labels: Target
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    kept: torch.Tensor,
+    target: torch.Tensor,
+    up: Upstream,
+    rule: Divergence,
+    labels: Target,
 ) -> None:
     """Replace a chunk's student logits by the gradient of the weighted sum of both losses by them."""
     rows, width = student.shape
@@ -92,24 +139,42 @@ def _operator(
     target: torch.Tensor, mask: torch.Tensor | None, temperature: float, kind: str, beta: float, ignore_index: int, label_smoothing: float,
     first: int, vocabulary: int, group: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    rule, labels = Divergence(kind, beta, temperature), Target(ignore_index, label_smoothing, 0.0, first, vocabulary)
+    rule, labels = (
+        Divergence(kind, beta, temperature),
+        Target(ignore_index, label_smoothing, 0.0, first, vocabulary),
+    )
     labels.check(target)
     shards, kept = Shards(group), kept_rows(mask, student_hidden)
     rows_of_all, dtype = student_hidden.shape[0], accumulator(student_hidden.dtype)
     divergences, cross_entropies = student_hidden.new_empty(2, rows_of_all, dtype=dtype).unbind()
-    norms, inner = student_hidden.new_empty(6, rows_of_all, dtype=dtype), student_hidden.new_empty(rows_of_all, dtype=dtype)
+    norms, inner = (
+        student_hidden.new_empty(6, rows_of_all, dtype=dtype),
+        student_hidden.new_empty(rows_of_all, dtype=dtype),
+    )
     chunk = chunk_rows(NAME, student_hidden, ceil_div(vocabulary, shards.size))
     with torch.autocast(student_hidden.device.type, enabled=False):
-        student, teacher = Head(student_hidden, student_weight, chunk), Head(teacher_hidden, teacher_weight, chunk)
+        student, teacher = (
+            Head(student_hidden, student_weight, chunk),
+            Head(teacher_hidden, teacher_weight, chunk),
+        )
         for rows in row_chunks(rows_of_all, chunk):
             z, teacher_z = student.logits(rows), teacher.logits(rows)
             now = norms[:4, rows] = row_norms(NAME, z, teacher_z, temperature, shards)
-            divergences[rows], inner[rows] = row_values(NAME, z, teacher_z, now, kept[rows], rule, shards, gradient=False)
+            divergences[rows], inner[rows] = row_values(
+                NAME, z, teacher_z, now, kept[rows], rule, shards, gradient=False
+            )
             partials = shards.gather(statistics(z, None, target[rows], labels))
             cross_entropies[rows], norms[4:, rows] = row_losses(partials, target[rows], labels)
     divergence = shards.total(divergences.sum(dtype=torch.float64)).to(dtype)
     cross_entropy = cross_entropies.sum(dtype=torch.float64).to(dtype)
-    return divergence, kept.sum(dtype=torch.int64), cross_entropy, (target != ignore_index).sum(), norms, inner
+    return (
+        divergence,
+        kept.sum(dtype=torch.int64),
+        cross_entropy,
+        (target != ignore_index).sum(),
+        norms,
+        inner,
+    )
 
 
 @_operator.register_fake
@@ -128,11 +193,17 @@ def _backward_operator(
     cross_entropy: torch.Tensor, temperature: float, kind: str, beta: float, ignore_index: int, label_smoothing: float, first: int,
     vocabulary: int, group: str, want_hidden: bool, want_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    rule, labels = Divergence(kind, beta, temperature), Target(ignore_index, label_smoothing, 0.0, first, vocabulary)
+    rule, labels = (
+        Divergence(kind, beta, temperature),
+        Target(ignore_index, label_smoothing, 0.0, first, vocabulary),
+    )
     shards, kept = Shards(group), kept_rows(mask, student_hidden)
     chunk = chunk_rows(NAME, student_hidden, ceil_div(vocabulary, shards.size))
     with torch.autocast(student_hidden.device.type, enabled=False):
-        student, teacher = Head(student_hidden, student_weight, chunk), Head(teacher_hidden, teacher_weight, chunk)
+        student, teacher = (
+            Head(student_hidden, student_weight, chunk),
+            Head(teacher_hidden, teacher_weight, chunk),
+        )
         gradient = HeadGradient(student, student_weight, want_hidden, want_weight)
         for rows in row_chunks(student_hidden.shape[0], chunk):
             z, teacher_z = student.logits(rows), teacher.logits(rows)
@@ -186,10 +257,12 @@ def linear_kl_ce(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`linear_kl` and `linear_cross_entropy` of one student: (divergence's sum, its rows, cross entropy's sum, its rows).
+    """`linear_kl` and `linear_cross_entropy` of one student: (divergence's sum, its rows, cross entropy's
+    sum, its rows).
 
-    Arguments as theirs: `mask` chooses the rows of the divergence, `target` (with `ignore_index`) those of the cross entropy, which is
-    taken at temperature 1. Either sum may be used alone or both, weighted as the caller likes. Raises UserError as they do.
+    Arguments as theirs: `mask` chooses the rows of the divergence, `target` (with `ignore_index`) those of
+    the cross entropy, which is taken at temperature 1. Either sum may be used alone or both, weighted as the
+    caller likes. Raises UserError as they do.
     """
     return sharded(
         student_hidden, student_weight, teacher_hidden, teacher_weight, target, mask, Divergence(kind, beta, temperature),
@@ -203,10 +276,17 @@ def sharded(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """`linear_kl_ce` on the tokens that this rank of `group` holds of both vocabularies."""
     check_heads(NAME, student_hidden, student_weight, teacher_hidden, teacher_weight, mask)
-    student_hidden, teacher_hidden, teacher_weight = autocast(student_hidden), autocast(teacher_hidden.detach()), teacher_weight.detach()
+    student_hidden, teacher_hidden, teacher_weight = (
+        autocast(student_hidden),
+        autocast(teacher_hidden.detach()),
+        teacher_weight.detach(),
+    )
     rule.check(NAME)
     labels.check_options(NAME)
-    require(target.shape == student_hidden.shape[:-1], f"{NAME}: target {list(target.shape)} for hidden {list(student_hidden.shape)}")
+    require(
+        target.shape == student_hidden.shape[:-1],
+        f"{NAME}: target {list(target.shape)} for hidden {list(student_hidden.shape)}",
+    )
     require(not target.is_floating_point(), f"{NAME}: targets are token numbers, not {target.dtype}")
     outputs = _operator(
         as_rows(student_hidden), student_weight, as_rows(teacher_hidden), teacher_weight, target.reshape(-1),

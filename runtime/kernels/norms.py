@@ -1,10 +1,12 @@
-"""RMS and layer normalisation of rows, with the residual addition before them if asked: one kernel forward, one backward.
+"""RMS and layer normalisation of rows, with the residual addition before them if asked: one kernel forward,
+one backward.
 
-    h = x + residual                   rounded to its dtype, as the unfused residual stream is
-    y = (h - mean(h)) / sqrt(mean((h - mean(h))^2) + eps) * weight + bias         without the means: RMS norm, which has no bias
+    h = x + residual                   rounded to its dtype, as the unfused residual stream is y = (h -
+    mean(h)) / sqrt(mean((h - mean(h))^2) + eps) * weight + bias         without the means: RMS norm, which
+    has no bias
 
-A program holds whole rows. Backward sums the weight's gradient over a fixed slab of rows in each program, and the slabs' sums in order, so
-it is deterministic. Each tensor is read once forward and once backward.
+A program holds whole rows. Backward sums the weight's gradient over a fixed slab of rows in each program, and
+the slabs' sums in order, so it is deterministic. Each tensor is read once forward and once backward.
 """
 
 from __future__ import annotations
@@ -12,7 +14,18 @@ from __future__ import annotations
 import torch
 
 from secc.runtime.kernels import tuning
-from secc.runtime.kernels.backend import accumulator, as_rows, ceil_div, has_kernels, jit, on_device, programs, require, tl, unit_rows
+from secc.runtime.kernels.backend import (
+    accumulator,
+    as_rows,
+    ceil_div,
+    has_kernels,
+    jit,
+    on_device,
+    programs,
+    require,
+    tl,
+    unit_rows,
+)
 
 NAME = "norm"
 LONGEST = 1 << 16  # entries of a row that a program can hold
@@ -29,7 +42,9 @@ def _forward(
     place = row[:, None] * width + columns[None, :]
     value = tl.load(x + row[:, None] * x_stride + columns[None, :], mask=inside, other=0.0).to(tl.float32)
     if RESIDUAL:
-        value += tl.load(residual + row[:, None] * residual_stride + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        value += tl.load(
+            residual + row[:, None] * residual_stride + columns[None, :], mask=inside, other=0.0
+        ).to(tl.float32)
         rounded = value.to(h.dtype.element_ty)
         tl.store(h + place, rounded, mask=inside)
         value = rounded.to(tl.float32)
@@ -60,7 +75,9 @@ def _backward(
     for tile in range(slab * tiles, (slab + 1) * tiles):
         row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         inside = (row < rows)[:, None] & (columns < width)[None, :]
-        upstream = tl.load(dy + row[:, None] * dy_stride + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        upstream = tl.load(dy + row[:, None] * dy_stride + columns[None, :], mask=inside, other=0.0).to(
+            tl.float32
+        )
         value = tl.load(h + row[:, None] * h_stride + columns[None, :], mask=inside, other=0.0).to(tl.float32)
         scale = tl.load(moments + rows + row, mask=row < rows, other=0.0)
         if CENTER:
@@ -76,14 +93,21 @@ def _backward(
             change -= (tl.sum(upstream, 1) / width)[:, None]
         change *= scale[:, None]
         if RESIDUAL:
-            change += tl.load(dh + row[:, None] * dh_stride + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+            change += tl.load(dh + row[:, None] * dh_stride + columns[None, :], mask=inside, other=0.0).to(
+                tl.float32
+            )
         tl.store(dx + row[:, None] * width + columns[None, :], change.to(dx.dtype.element_ty), mask=inside)
     tl.store(sums + slab * 2 * width + columns, weight_sum, mask=columns < width)
     tl.store(sums + slab * 2 * width + width + columns, bias_sum, mask=columns < width)
 
 
 def _forward_reference(
-    h: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, center: bool, dtype: torch.dtype
+    h: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    center: bool,
+    dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     value = h.to(accumulator(h.dtype))
     mean = value.mean(1, keepdim=True) if center else value.new_zeros(value.shape[0], 1)
@@ -96,7 +120,12 @@ def _forward_reference(
 
 
 def _backward_reference(
-    dy: torch.Tensor, dh: torch.Tensor | None, h: torch.Tensor, weight: torch.Tensor | None, moments: torch.Tensor, center: bool
+    dy: torch.Tensor,
+    dh: torch.Tensor | None,
+    h: torch.Tensor,
+    weight: torch.Tensor | None,
+    moments: torch.Tensor,
+    center: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     upstream = dy.to(moments.dtype)
     value = (h.to(moments.dtype) - moments[0].unsqueeze(1)) * moments[1].unsqueeze(1)
@@ -119,7 +148,12 @@ def _dtypes(
 
 @torch.library.custom_op("secc::norm", mutates_args=())
 def _operator(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, residual: torch.Tensor | None, eps: float, center: bool
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    eps: float,
+    center: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows, width = x.shape
     h_dtype, y_dtype = _dtypes(x, residual, weight, bias)
@@ -151,7 +185,12 @@ def _(x, weight, bias, residual, eps, center):
 
 @torch.library.custom_op("secc::norm_backward", mutates_args=())
 def _backward_operator(
-    dy: torch.Tensor, dh: torch.Tensor | None, h: torch.Tensor, weight: torch.Tensor | None, moments: torch.Tensor, center: bool
+    dy: torch.Tensor,
+    dh: torch.Tensor | None,
+    h: torch.Tensor,
+    weight: torch.Tensor | None,
+    moments: torch.Tensor,
+    center: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows, width = h.shape
     if not has_kernels(h) or width > LONGEST or not rows:
@@ -191,9 +230,14 @@ def _derive(ctx, dy, dh, _):
     if dy is None:  # only the residual stream was used
         gradients = dh, None, None, dh
     else:
-        dx, dweight, dbias = _backward_operator(dy, dh if ctx.dtypes[3] else None, h, weight, moments, ctx.center)
+        dx, dweight, dbias = _backward_operator(
+            dy, dh if ctx.dtypes[3] else None, h, weight, moments, ctx.center
+        )
         gradients = dx, dweight, dbias, dx
-    typed = (None if g is None or dtype is None else g.to(dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True))
+    typed = (
+        None if g is None or dtype is None else g.to(dtype)
+        for g, dtype in zip(gradients, ctx.dtypes, strict=True)
+    )
     return *typed, None, None
 
 
@@ -201,23 +245,37 @@ _operator.register_autograd(_derive, setup_context=_setup_context)
 
 
 def _norm(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, residual: torch.Tensor | None, eps: float, center: bool
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    eps: float,
+    center: bool,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    require(x.is_floating_point() and x.dim() > 0 and x.shape[-1] > 0, f"a norm is of rows of floating numbers, not {list(x.shape)}")
+    require(
+        x.is_floating_point() and x.dim() > 0 and x.shape[-1] > 0,
+        f"a norm is of rows of floating numbers, not {list(x.shape)}",
+    )
     for name, t in (("weight", weight), ("bias", bias)):
-        require(t is None or t.shape == x.shape[-1:], f"norm: rows of {x.shape[-1]} entries need a {name} of as many")
+        require(
+            t is None or t.shape == x.shape[-1:],
+            f"norm: rows of {x.shape[-1]} entries need a {name} of as many",
+        )
     require(residual is None or residual.shape == x.shape, "norm: the residual has the shape of x")
-    y, h, _ = _operator(as_rows(x), weight, bias, None if residual is None else as_rows(residual), eps, center)
+    y, h, _ = _operator(
+        as_rows(x), weight, bias, None if residual is None else as_rows(residual), eps, center
+    )
     return y.view(x.shape) if residual is None else (y.view(x.shape), h.view(x.shape))
 
 
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor | None, eps: float = 1e-6, residual: torch.Tensor | None = None
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dim, in float32 inside; with `residual`, (the norm of x + residual, x + residual).
+    """x / sqrt(mean(x^2) + eps) * weight over the last dim, in float32 inside; with `residual`, (the norm of
+    x + residual, x + residual).
 
-    `x` and `residual` [..., H], `weight` [H] or None. The result has the dtype that PyTorch promotes x and weight to. Raises UserError for
-    shapes that do not fit.
+    `x` and `residual` [..., H], `weight` [H] or None. The result has the dtype that PyTorch promotes x and
+    weight to. Raises UserError for shapes that do not fit.
     """
     return _norm(x, weight, None, residual, eps, center=False)
 
@@ -229,7 +287,8 @@ def layer_norm(
     eps: float = 1e-5,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dim; `weight` and `bias` [H] or None; the rest as `rms_norm`."""
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dim; `weight` and `bias` [H] or None;
+    the rest as `rms_norm`."""
     return _norm(x, weight, bias, residual, eps, center=True)
 
 

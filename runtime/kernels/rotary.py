@@ -1,9 +1,11 @@
 """Rotary position embedding of queries and keys, halves rotated as Hugging Face's `rotate_half` does.
 
-    y1 = x1 * cos1 - x2 * sin1        y2 = x2 * cos2 + x1 * sin2        (1, 2: first and second half of the rotated entries)
+    y1 = x1 * cos1 - x2 * sin1        y2 = x2 * cos2 + x1 * sin2        (1, 2: first and second half of the
+    rotated entries)
 
-where entries beyond the tables' width pass through. A program takes one position and several heads, so a table row is read once for
-them. Backward is the transposed rotation by the same kernel. The tables depend on positions only and get no gradient.
+where entries beyond the tables' width pass through. A program takes one position and several heads, so a
+table row is read once for them. Backward is the transposed rotation by the same kernel. The tables depend on
+positions only and get no gradient.
 """
 
 from __future__ import annotations
@@ -11,7 +13,16 @@ from __future__ import annotations
 import torch
 
 from secc.runtime.kernels import tuning
-from secc.runtime.kernels.backend import accumulator, ceil_div, has_kernels, jit, next_power_of_2, on_device, require, tl
+from secc.runtime.kernels.backend import (
+    accumulator,
+    ceil_div,
+    has_kernels,
+    jit,
+    next_power_of_2,
+    on_device,
+    require,
+    tl,
+)
 from secc.runtime.kernels.tuning import Launch
 
 NAME = "rope"
@@ -53,7 +64,9 @@ def _rotate(
         tl.store(place + rest[None, :], passed.to(y.dtype.element_ty), mask=beyond)
 
 
-def _reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, transposed: bool, dtype: torch.dtype) -> torch.Tensor:
+def _reference(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, transposed: bool, dtype: torch.dtype
+) -> torch.Tensor:
     wide = accumulator(dtype)
     half = cos.shape[-1] // 2
     cos1, cos2 = cos.to(wide).unsqueeze(1).split(half, -1)
@@ -67,13 +80,16 @@ def _reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, transposed
 
 
 def _result(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Memory for a result: x's order of dims, as PyTorch's own arithmetic keeps it, with adjacent entries in a head."""
+    """Memory for a result: x's order of dims, as PyTorch's own arithmetic keeps it, with adjacent entries in
+    a head."""
     y = torch.empty_like(x, dtype=dtype)
     return y if y.stride(-1) == 1 else torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("secc::rope", mutates_args=())
-def _operator(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, transposed: bool, dtype: torch.dtype) -> torch.Tensor:
+def _operator(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, transposed: bool, dtype: torch.dtype
+) -> torch.Tensor:
     y = _result(x, dtype)
     if not has_kernels(x):
         return y.copy_(_reference(x, cos, sin, transposed, dtype))
@@ -112,9 +128,16 @@ _operator.register_autograd(_derive, setup_context=_setup_context)
 
 
 def _checked_tables(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    require(cos.shape == sin.shape and cos.dim() in (2, 3), f"rope: cos {list(cos.shape)} and sin {list(sin.shape)} are [B or 1, S, R]")
+    require(
+        cos.shape == sin.shape and cos.dim() in (2, 3),
+        f"rope: cos {list(cos.shape)} and sin {list(sin.shape)} are [B or 1, S, R]",
+    )
     require(cos.shape[-1] % 2 == 0, f"rope: an even number of entries is rotated, not {cos.shape[-1]}")
-    require(not (cos.requires_grad or sin.requires_grad), "rope: the tables get no gradient", "detach them, or do not fuse this rotation")
+    require(
+        not (cos.requires_grad or sin.requires_grad),
+        "rope: the tables get no gradient",
+        "detach them, or do not fuse this rotation",
+    )
     return (cos.unsqueeze(0), sin.unsqueeze(0)) if cos.dim() == 2 else (cos, sin)
 
 
@@ -130,12 +153,14 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return _rotated("x", x, *_checked_tables(cos, sin))
 
 
-def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def rope(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotary position embedding: (rotated q, rotated k).
 
-    `q` [B, heads, S, D] and `k` [B, key heads, S, D] of any strides; `cos` and `sin` [B or 1, S, R] or [S, R] with even R <= D, the halves
-    usually equal; entries beyond R pass through. Results have the dtype that PyTorch promotes to. Raises UserError for shapes that do not
-    fit and for tables that require a gradient.
+    `q` [B, heads, S, D] and `k` [B, key heads, S, D] of any strides; `cos` and `sin` [B or 1, S, R] or [S, R]
+    with even R <= D, the halves usually equal; entries beyond R pass through. Results have the dtype that
+    PyTorch promotes to. Raises UserError for shapes that do not fit and for tables that require a gradient.
     """
     cos, sin = _checked_tables(cos, sin)
     return _rotated("q", q, cos, sin), _rotated("k", k, cos, sin)
@@ -146,7 +171,9 @@ def _default(width: int, _: torch.device) -> Launch:
 
 
 def _candidates(width: int, _: torch.device) -> list[Launch]:
-    return [Launch(next_power_of_2(width), heads, warps) for heads in (1, 4, 8, 16, 32) for warps in (1, 2, 4, 8)]
+    return [
+        Launch(next_power_of_2(width), heads, warps) for heads in (1, 4, 8, 16, 32) for warps in (1, 2, 4, 8)
+    ]
 
 
 def _trial(rows: int, size: int, dtype: torch.dtype, device: torch.device):

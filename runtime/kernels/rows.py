@@ -1,8 +1,10 @@
-"""Rows picked out of a tensor and rows put into one: packing and unpacking ragged edges, image features into embeddings.
+"""Rows picked out of a tensor and rows put into one: packing and unpacking ragged edges, image features into
+embeddings.
 
-`gather_rows` and `scatter_rows` each read and write every row once. Their backward is exact and deterministic: rows that were picked
-several times have their gradients summed in order of picking, by sorting the index instead of adding atomically; a row that was
-replaced passes no gradient to what it replaced. `ragged_index` turns offsets and a choice of samples into the index of their rows.
+`gather_rows` and `scatter_rows` each read and write every row once. Their backward is exact and
+deterministic: rows that were picked several times have their gradients summed in order of picking, by sorting
+the index instead of adding atomically; a row that was replaced passes no gradient to what it replaced.
+`ragged_index` turns offsets and a choice of samples into the index of their rows.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ NAME = "rows"
 
 @jit
 def _pick(x, index, base, out, count, width, x_stride, base_stride, BASE: tl.constexpr, BLOCK: tl.constexpr):
-    """out[i] = x[index[i]]; for a negative index base[i], or zeros without a base; not a number past the end of x."""
+    """out[i] = x[index[i]]; for a negative index base[i], or zeros without a base; not a number past the end
+    of x."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
@@ -36,7 +39,9 @@ def _pick(x, index, base, out, count, width, x_stride, base_stride, BASE: tl.con
     held = tl.where((source >= 0) & (source < count), width, 0)
     value = tl.load(x + source * x_stride + columns, mask=columns < held, other=0.0)
     if BASE:
-        value += tl.load(base + row * base_stride + columns, mask=columns < tl.where(source < 0, width, 0), other=0.0)
+        value += tl.load(
+            base + row * base_stride + columns, mask=columns < tl.where(source < 0, width, 0), other=0.0
+        )
     value = tl.where(source < count, value, float("nan"))
     tl.store(out + row * width + columns, value.to(out.dtype.element_ty), mask=inside)
 
@@ -103,7 +108,14 @@ def _gather_backward(upstream: torch.Tensor, index: torch.Tensor, rows: int) -> 
     if out.numel():
         with on_device(upstream):
             _sum_picked[(rows, ceil_div(width, launch.block))](
-                upstream, order, starts, out, width, upstream.stride(0), BLOCK=launch.block, num_warps=launch.warps
+                upstream,
+                order,
+                starts,
+                out,
+                width,
+                upstream.stride(0),
+                BLOCK=launch.block,
+                num_warps=launch.warps,
             )
     return out
 
@@ -127,8 +139,11 @@ _gather.register_autograd(_derive_gather, setup_context=_setup_gather)
 
 
 @torch.library.custom_op("secc::scatter_rows", mutates_args=())
-def _scatter(base: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(base with rows put in, source): source[r] is the entry of `rows` that row r took, -1 where it kept its own."""
+def _scatter(
+    base: torch.Tensor, index: torch.Tensor, rows: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(base with rows put in, source): source[r] is the entry of `rows` that row r took, -1 where it kept its
+    own."""
     _check_index(index, base.shape[0])
     count = base.shape[0]
     put, order = index.sort(stable=True)
@@ -147,7 +162,9 @@ def _(base, index, rows):
 
 
 @torch.library.custom_op("secc::scatter_rows_backward", mutates_args=())
-def _scatter_backward(upstream: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _scatter_backward(
+    upstream: torch.Tensor, index: torch.Tensor, source: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     everywhere = torch.arange(source.shape[0], device=source.device)
     counts = torch.arange(index.shape[0], device=index.device)
     if source.shape[0]:
@@ -179,7 +196,8 @@ _scatter.register_autograd(_derive_scatter, setup_context=_setup_scatter)
 
 
 def _check_index(index: torch.Tensor, rows: int) -> None:
-    """Raise UserError for a row that does not exist. On a GPU looking would stall it: such a picked row is not a number instead."""
+    """Raise UserError for a row that does not exist. On a GPU looking would stall it: such a picked row is
+    not a number instead."""
     if not index.is_cuda and index.numel():
         require(int(index.max()) < rows, f"row {int(index.max())} of {rows} does not exist")
 
@@ -189,33 +207,45 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
 
 
 def _index(index: torch.Tensor) -> torch.Tensor:
-    require(index.dim() == 1 and not index.is_floating_point() and index.dtype != torch.bool, "an index of rows is a list of integers")
+    require(
+        index.dim() == 1 and not index.is_floating_point() and index.dtype != torch.bool,
+        "an index of rows is a list of integers",
+    )
     return index.long()
 
 
 def gather_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """[M, ...]: x[index[i]] for each i; a negative index gives a row of zeros.
 
-    `x` [N, ...] of any dtype, `index` [M] integers. The gradient of a row picked several times is the sum, in order of picking. Raises
-    UserError on the CPU for an index past the end; on a GPU such a row is not a number.
+    `x` [N, ...] of any dtype, `index` [M] integers. The gradient of a row picked several times is the sum, in
+    order of picking. Raises UserError on the CPU for an index past the end; on a GPU such a row is not a
+    number.
     """
     require(x.dim() > 0, "gather_rows: x has no rows")
     return _gather(_flat(x), _index(index)).view(index.shape[0], *x.shape[1:])
 
 
 def scatter_rows(base: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """A copy of `base` in which row index[i] is rows[i]; a negative index puts nothing, and of several for one row the last counts.
+    """A copy of `base` in which row index[i] is rows[i]; a negative index puts nothing, and of several for
+    one row the last counts.
 
-    `base` [N, ...], `index` [M] integers, `rows` [M, ...] of base's dtype. Gradients reach base where it was kept and rows where they were
-    put. Raises UserError for shapes and dtypes that do not fit, and on the CPU for an index past the end (on a GPU nothing is put).
+    `base` [N, ...], `index` [M] integers, `rows` [M, ...] of base's dtype. Gradients reach base where it was
+    kept and rows where they were put. Raises UserError for shapes and dtypes that do not fit, and on the CPU
+    for an index past the end (on a GPU nothing is put).
     """
-    require(base.dim() > 0 and rows.shape == (index.shape[0], *base.shape[1:]), f"rows {list(rows.shape)} do not fit {list(base.shape)}")
-    require(base.dtype == rows.dtype, f"scatter_rows: rows of {rows.dtype} into {base.dtype}", "cast them first")
+    require(
+        base.dim() > 0 and rows.shape == (index.shape[0], *base.shape[1:]),
+        f"rows {list(rows.shape)} do not fit {list(base.shape)}",
+    )
+    require(
+        base.dtype == rows.dtype, f"scatter_rows: rows of {rows.dtype} into {base.dtype}", "cast them first"
+    )
     return _scatter(_flat(base), _index(index), _flat(rows))[0].view(base.shape)
 
 
 def ragged_index(offsets: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:
-    """The rows of `samples`, one after another, where sample s has rows offsets[s] … offsets[s + 1]; both integer lists."""
+    """The rows of `samples`, one after another, where sample s has rows offsets[s] … offsets[s + 1]; both
+    integer lists."""
     starts, lengths = offsets[samples], offsets[samples + 1] - offsets[samples]
     ends = lengths.cumsum(0)
     shift = (starts - (ends - lengths)).repeat_interleave(lengths)
@@ -227,7 +257,12 @@ def _default(width: int, _: torch.device) -> Launch:
 
 
 def _candidates(width: int, _: torch.device) -> list[Launch]:
-    return [Launch(b, warps=w) for b in (512, 1024, 2048, 4096, 8192) if b <= next_power_of_2(width) for w in (2, 4, 8)]
+    return [
+        Launch(b, warps=w)
+        for b in (512, 1024, 2048, 4096, 8192)
+        if b <= next_power_of_2(width)
+        for w in (2, 4, 8)
+    ]
 
 
 def _trial(rows: int, size: int, dtype: torch.dtype, device: torch.device):

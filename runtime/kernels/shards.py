@@ -1,8 +1,8 @@
 """Vocabulary shards: how ranks that hold parts of one vocabulary agree on a row's softmax.
 
-Each shard reduces its own logits of a row to a maximum and a sum of exponentials; `combine` joins them. Over a process group the
-partials (a few numbers a row) are gathered and combined in rank order, so every rank computes the same bits. Without a group there
-is one shard, and nothing is sent.
+Each shard reduces its own logits of a row to a maximum and a sum of exponentials; `combine` joins them. Over
+a process group the partials (a few numbers a row) are gathered and combined in rank order, so every rank
+computes the same bits. Without a group there is one shard, and nothing is sent.
 """
 
 from __future__ import annotations
@@ -15,19 +15,24 @@ from torch._C._distributed_c10d import _resolve_process_group  # as torch's func
 
 
 def combine(maxima: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
-    """What normalises rows, from their shards: [2, ...], the greatest logit and log(sum of exp(logit - greatest)).
+    """What normalises rows, from their shards: [2, ...], the greatest logit and log(sum of exp(logit -
+    greatest)).
 
-    `maxima` and `sums` are [shards, ...]: the same of each shard, its sum without the log; a shard without logits has -inf and 0. A logit's
-    log-probability is logit - greatest - log; the two are kept apart since their sum, the log-sum-exp, rounds away digits of large logits.
+    `maxima` and `sums` are [shards, ...]: the same of each shard, its sum without the log; a shard without
+    logits has -inf and 0. A logit's log-probability is logit - greatest - log; the two are kept apart since
+    their sum, the log-sum-exp, rounds away digits of large logits.
     """
     top = maxima.amax(0)
-    base = torch.where(top == -torch.inf, 0.0, top)  # rows of -inf alone: their maximum is no number to subtract
+    base = torch.where(
+        top == -torch.inf, 0.0, top
+    )  # rows of -inf alone: their maximum is no number to subtract
     return torch.stack([base, (sums * (maxima - base).exp()).sum(0).log()])
 
 
 @dataclass(frozen=True)
 class Shards:
-    """The ranks that share a vocabulary: the name of their process group, or "" for a whole vocabulary here."""
+    """The ranks that share a vocabulary: the name of their process group, or "" for a whole vocabulary
+    here."""
 
     group: str = ""
 

@@ -1,8 +1,9 @@
 """Launch parameters of the kernels: defaults by size, measured ones from a cache, and `tune`, which measures.
 
-A training step only looks parameters up. `tune` is called ahead of training, on the device that will train; what it finds is kept in
-memory and in one JSON file (`$SECC_KERNEL_CACHE`, else `kernels.json` under the user's cache folder, in `secc/`), by kernel, device
-name, dtype and size rounded up to a power of two, so that a table measured on other hardware is never used.
+A training step only looks parameters up. `tune` is called ahead of training, on the device that will train;
+what it finds is kept in memory and in one JSON file (`$SECC_KERNEL_CACHE`, else `kernels.json` under the
+user's cache folder, in `secc/`), by kernel, device name, dtype and size rounded up to a power of two, so that
+a table measured on other hardware is never used.
 """
 
 from __future__ import annotations
@@ -21,14 +22,17 @@ from secc.runtime.errors import UserError
 from secc.runtime.kernels.backend import next_power_of_2
 
 Timer = Callable[[Callable[[], object]], float]  # one run -> milliseconds
-Trial = Callable[[int, int, torch.dtype, torch.device], Callable[[], object]]  # rows, size, dtype, device -> one run
+Trial = Callable[
+    [int, int, torch.dtype, torch.device], Callable[[], object]
+]  # rows, size, dtype, device -> one run
 
 
 @dataclass(frozen=True)
 class Launch:
     """How a kernel is launched: columns and rows that one program holds, warps.
 
-    For the linear losses `rows` and `columns` are the rows and tokens whose logits exist at a time; 0 leaves them to the operator.
+    For the linear losses `rows` and `columns` are the rows and tokens whose logits exist at a time; 0 leaves
+    them to the operator.
     """
 
     block: int
@@ -39,7 +43,8 @@ class Launch:
 
 @dataclass(frozen=True)
 class Tunable:
-    """A kernel whose launch may be measured: its default, what to try, and one run to time, all by size (row length)."""
+    """A kernel whose launch may be measured: its default, what to try, and one run to time, all by size (row
+    length)."""
 
     name: str
     default: Callable[[int, torch.device], Launch]
@@ -60,7 +65,12 @@ def row_launch(width: int, _: torch.device) -> Launch:
 def row_candidates(width: int, _: torch.device) -> list[Launch]:
     """Other numbers of rows and warps for kernels that hold whole rows."""
     block = next_power_of_2(width)
-    return [Launch(block, rows, warps) for rows in (1, 2, 4, 8, 16) if rows * block <= 1 << 15 for warps in (2, 4, 8, 16, 32)]
+    return [
+        Launch(block, rows, warps)
+        for rows in (1, 2, 4, 8, 16)
+        if rows * block <= 1 << 15
+        for warps in (2, 4, 8, 16, 32)
+    ]
 
 
 def register(tunable: Tunable) -> None:
@@ -98,7 +108,8 @@ def key(name: str, size: int, dtype: torch.dtype, device: torch.device) -> str:
 
 
 def launch(name: str, size: int, like: torch.Tensor) -> Launch:
-    """The parameters to launch a kernel with, for rows of `size` entries of `like`'s dtype on its device. Never measures."""
+    """The parameters to launch a kernel with, for rows of `size` entries of `like`'s dtype on its device.
+    Never measures."""
     if name in _forced:
         return _forced[name]
     if like.is_cuda:
@@ -127,7 +138,9 @@ def _milliseconds(run: Callable[[], object]) -> float:
     return do_bench(run, return_mode="median")  # pyright: ignore[reportReturnType]  # a number, without quantiles
 
 
-def _best(tunable: Tunable, size: int, run: Callable[[], object], device: torch.device, time: Timer) -> Launch:
+def _best(
+    tunable: Tunable, size: int, run: Callable[[], object], device: torch.device, time: Timer
+) -> Launch:
     """The fastest candidate; those that the device cannot hold are passed over."""
     times: dict[Launch, float] = {}
     default = tunable.default(size, device)
@@ -151,12 +164,15 @@ def tune(
 ) -> dict[str, Launch]:
     """Measure kernels on this device and keep the best parameters.
 
-    `sizes` names the kernels (keys of `TUNABLES`) and the length of their rows (the hidden size, or the vocabulary for the linear
-    losses); `rows` is how many rows to measure with. Returns the parameters found. Raises UserError for an unknown kernel or without a GPU.
+    `sizes` names the kernels (keys of `TUNABLES`) and the length of their rows (the hidden size, or the
+    vocabulary for the linear losses); `rows` is how many rows to measure with. Returns the parameters found.
+    Raises UserError for an unknown kernel or without a GPU.
     """
     device = torch.device(device)
     if unknown := sizes.keys() - TUNABLES.keys():
-        raise UserError(f"no kernel is called {sorted(unknown)[0]}", remedy=f"choose from {', '.join(sorted(TUNABLES))}")
+        raise UserError(
+            f"no kernel is called {sorted(unknown)[0]}", remedy=f"choose from {', '.join(sorted(TUNABLES))}"
+        )
     if time is _milliseconds and not torch.cuda.is_available():
         raise UserError("kernels are tuned on the GPU that will run them, and there is none here")
     found: dict[str, Launch] = {}

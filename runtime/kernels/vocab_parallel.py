@@ -1,9 +1,11 @@
-"""The losses on linear heads for tensor parallelism: every rank holds a slice of the vocabulary, and no rank sees a row's whole logits.
+"""The losses on linear heads for tensor parallelism: every rank holds a slice of the vocabulary, and no rank
+sees a row's whole logits.
 
-Each rank calls with its slice of the weights and the same hidden states and labels; per row a few numbers (maximum, sum of exponentials,
-the label's logit) are gathered over the group and combined in rank order, so that all ranks hold the same loss, bit for bit. The
-gradient of a rank's slice stays on it; the gradient of the hidden states, to which every slice adds, is summed over the group. So no
-further communication belongs around these calls: hidden states enter replicated, and the loss leaves replicated.
+Each rank calls with its slice of the weights and the same hidden states and labels; per row a few numbers
+(maximum, sum of exponentials, the label's logit) are gathered over the group and combined in rank order, so
+that all ranks hold the same loss, bit for bit. The gradient of a rank's slice stays on it; the gradient of
+the hidden states, to which every slice adds, is summed over the group. So no further communication belongs
+around these calls: hidden states enter replicated, and the loss leaves replicated.
 """
 
 from __future__ import annotations
@@ -16,7 +18,12 @@ from secc.runtime.kernels.divergence import Divergence, Kind
 from secc.runtime.kernels.entropy import Target
 from secc.runtime.kernels.shards import combine
 
-__all__ = ["combine", "vocab_parallel_linear_cross_entropy", "vocab_parallel_linear_kl", "vocab_parallel_linear_kl_ce"]
+__all__ = [
+    "combine",
+    "vocab_parallel_linear_cross_entropy",
+    "vocab_parallel_linear_kl",
+    "vocab_parallel_linear_kl_ce",
+]
 
 
 def vocab_parallel_linear_cross_entropy(
@@ -32,9 +39,11 @@ def vocab_parallel_linear_cross_entropy(
     label_smoothing: float = 0.0,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`linear_cross_entropy` where this rank's `weight` [v, H] and `bias` [v] are tokens first … first + v of `vocabulary`.
+    """`linear_cross_entropy` where this rank's `weight` [v, H] and `bias` [v] are tokens first … first + v of
+    `vocabulary`.
 
-    `target` holds token numbers of the whole vocabulary. Slices may differ in length and be empty. Collective over `group`.
+    `target` holds token numbers of the whole vocabulary. Slices may differ in length and be empty. Collective
+    over `group`.
     """
     rule = Target(ignore_index, label_smoothing, softcap or 0.0, first, vocabulary)
     return cross_entropy.sharded(hidden, weight, target, bias, rule, group.group_name)
@@ -53,9 +62,19 @@ def vocab_parallel_linear_kl(
     kind: Kind = "forward",
     beta: float = 0.5,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`linear_kl` where both weights are the same slice [v, …] of `vocabulary` tokens on each rank. Collective over `group`."""
+    """`linear_kl` where both weights are the same slice [v, …] of `vocabulary` tokens on each rank.
+    Collective over `group`."""
     rule = Divergence(kind, beta, temperature)
-    return kl.sharded(student_hidden, student_weight, teacher_hidden, teacher_weight, mask, rule, vocabulary, group.group_name)
+    return kl.sharded(
+        student_hidden,
+        student_weight,
+        teacher_hidden,
+        teacher_weight,
+        mask,
+        rule,
+        vocabulary,
+        group.group_name,
+    )
 
 
 def vocab_parallel_linear_kl_ce(
@@ -75,7 +94,11 @@ def vocab_parallel_linear_kl_ce(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`linear_kl_ce` where both weights are tokens first … first + v of `vocabulary` on each rank. Collective over `group`."""
-    rule, labels = Divergence(kind, beta, temperature), Target(ignore_index, label_smoothing, 0.0, first, vocabulary)
+    """`linear_kl_ce` where both weights are tokens first … first + v of `vocabulary` on each rank. Collective
+    over `group`."""
+    rule, labels = (
+        Divergence(kind, beta, temperature),
+        Target(ignore_index, label_smoothing, 0.0, first, vocabulary),
+    )
     heads = student_hidden, student_weight, teacher_hidden, teacher_weight
     return kl_cross_entropy.sharded(*heads, target, mask, rule, labels, group.group_name)

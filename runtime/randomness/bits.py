@@ -1,8 +1,9 @@
 """64 random bits for every entry of a tensor, from keys and coordinates alone.
 
-An entry's counter is its key plus the sum over dims of coordinate times an odd number that belongs to the dim; the bits are the
-finaliser of splitmix64 applied to it (Steele, Lea, Flood 2014, with the constants of Stafford's variant 13). Coordinates, not a running
-index, make the counter: an entry keeps its bits when a padded dim grows.
+An entry's counter is its key plus the sum over dims of coordinate times an odd number that belongs to the
+dim; the bits are the finaliser of splitmix64 applied to it (Steele, Lea, Flood 2014, with the constants of
+Stafford's variant 13). Coordinates, not a running index, make the counter: an entry keeps its bits when a
+padded dim grows.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def coordinates(dim: int, places: torch.Tensor) -> torch.Tensor:
 
 
 def bits(parts: Sequence[torch.Tensor], base: int, device: torch.device) -> torch.Tensor:
-    """Random int64, shape [len(p) for p in parts]; `parts` hold what each place of each dim adds to the counter `base`."""
+    """Random int64, shape [len(p) for p in parts]; `parts` hold what each place of each dim adds to the
+    counter `base`."""
     shape = [len(p) for p in parts]
     if 0 in shape:
         return torch.empty(shape, dtype=torch.int64, device=device)
@@ -44,9 +46,10 @@ def bits(parts: Sequence[torch.Tensor], base: int, device: torch.device) -> torc
         rows = (rows.unsqueeze(1) + part).flatten()
     last = parts[-1] if parts else rows.new_zeros(1)
     if device.type == "cuda":
-        from secc.runtime.kernels.bits import random_bits  # imports Triton, which ranks without a GPU can do without
+        from secc.runtime.randomness import bits_triton  # imports Triton, which ranks without a GPU lack
 
-        return random_bits(rows, last).view(shape)
+        if bits_triton.has_kernel(rows):
+            return bits_triton.random_bits(rows, last).view(shape)
     return mixed(rows, last).view(shape)
 
 

@@ -1,8 +1,10 @@
-"""The random numbers of one micro-batch: intercepts random ops while a section runs and gives each sample its own numbers.
+"""The random numbers of one micro-batch: intercepts random ops while a section runs and gives each sample its
+own numbers.
 
-Recomputation (`torch.utils.checkpoint`) must draw what the forward drew. It restores the state of torch's CPU generator, so that
-generator's seed is used as a register that holds the number of the next draw: the forward writes down the name of each draw, and a
-recomputation in the backward, whose register says where it starts, reads the names again.
+Recomputation (`torch.utils.checkpoint`) must draw what the forward drew. It restores the state of torch's CPU
+generator, so that generator's seed is used as a register that holds the number of the next draw: the forward
+writes down the name of each draw, and a recomputation in the backward, whose register says where it starts,
+reads the names again.
 """
 
 from __future__ import annotations
@@ -19,13 +21,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from secc.runtime.errors import UserError
-from secc.runtime.expr import evaluate
-from secc.runtime.plan import Draw, Symbol
-from secc.runtime.program import SampleMeta
+from secc.runtime.model.source_lines import Lines, call_name, drawer, paths_of, place
+from secc.runtime.plan.batch_sizes import combine
+from secc.runtime.plan.expr_eval import evaluate
+from secc.runtime.plan.schema import Draw, Symbol
+from secc.runtime.plan.step_program import SampleMeta
 from secc.runtime.randomness import ops, part
 from secc.runtime.randomness.bits import bits, coordinates, key
-from secc.runtime.recorder.places import Lines, call_name, drawer, paths_of, place
-from secc.runtime.sizes import combine
 
 _NO_DRAW = 1 << 62  # in the register: no recomputation is running
 _RNNS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -33,7 +35,8 @@ _UNSEEN = "compile the model again with more --stats-samples, or switch the rand
 
 
 def sample_keys(seed: int, samples: Sequence[SampleMeta]) -> list[int]:
-    """The key of each sample of a global batch: by the step's seed and the dataset index; a sample that comes twice has two keys."""
+    """The key of each sample of a global batch: by the step's seed and the dataset index; a sample that comes
+    twice has two keys."""
     met: Counter[int] = Counter()
     keys: list[int] = []
     for sample in samples:
@@ -43,14 +46,16 @@ def sample_keys(seed: int, samples: Sequence[SampleMeta]) -> list[int]:
 
 
 class Randomness:
-    """What is known of a model's random ops: the draws of a plan, by name, and the paths of the model's modules."""
+    """What is known of a model's random ops: the draws of a plan, by name, and the paths of the model's
+    modules."""
 
     def __init__(self, model: nn.Module, draws: Iterable[Draw], symbols: Sequence[Symbol]) -> None:
         self.paths, self.symbols = paths_of(model), symbols
         self.draws = {d.call: d for d in draws}
 
     def micro_batch(self, seed: int, keys: Sequence[int], sizes: Sequence[Mapping[str, int]]) -> Draws:
-        """The numbers of a micro-batch, from its samples' keys and sizes, which have the widths that it is padded to beyond its own."""
+        """The numbers of a micro-batch, from its samples' keys and sizes, which have the widths that it is
+        padded to beyond its own."""
         together = combine(sizes, self.symbols)
         common = {s.name: together[s.name] for s in self.symbols if s.kind == "width"}
         return Draws(self, seed, keys, [{**own, **common} for own in sizes])
@@ -67,9 +72,12 @@ def backward_of(draws: Draws | None) -> AbstractContextManager[None]:
 
 
 class Draws:
-    """The random numbers of one micro-batch in one section, in its forward and, for recomputation, in its backward."""
+    """The random numbers of one micro-batch in one section, in its forward and, for recomputation, in its
+    backward."""
 
-    def __init__(self, known: Randomness, seed: int, keys: Sequence[int], sizes: Sequence[Mapping[str, int]]) -> None:
+    def __init__(
+        self, known: Randomness, seed: int, keys: Sequence[int], sizes: Sequence[Mapping[str, int]]
+    ) -> None:
         self._known, self._seed, self._keys, self._sizes = known, seed, keys, sizes
         self._names: list[str] = []  # of the draws so far
         self._met: Counter[str] = Counter()
@@ -94,7 +102,8 @@ class Draws:
             yield
 
     def named(self, call: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`function(*args, **kwargs)`, a random op of a section's glue, under the name it has in the user's forward."""
+        """`function(*args, **kwargs)`, a random op of a section's glue, under the name it has in the user's
+        forward."""
         self._given = call
         try:
             return function(*args, **kwargs)
@@ -103,7 +112,8 @@ class Draws:
 
     @contextmanager
     def called(self, site: str) -> Iterator[None]:
-        """Random ops inside belong to blocks that the user's forward calls at these lines, which the section's own code hides."""
+        """Random ops inside belong to blocks that the user's forward calls at these lines, which the
+        section's own code hides."""
         self._site = tuple(site.split("<"))
         try:
             yield
@@ -111,9 +121,14 @@ class Draws:
             self._site = ()
 
     def draw(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What a random op returns. Raises UserError for an op, a place or a shape that the plan does not know."""
+        """What a random op returns. Raises UserError for an op, a place or a shape that the plan does not
+        know."""
         if not ops.supported(func):
-            raise UserError(f"{func} draws random numbers that cannot be tied to samples", place(), "use another op, or switch dropout off")
+            raise UserError(
+                f"{func} draws random numbers that cannot be tied to samples",
+                place(),
+                "use another op, or switch dropout off",
+            )
         call = self._name(func)
         known = self._known.draws.get(call)
         if known is None:
@@ -127,7 +142,9 @@ class Draws:
             return self._names[number]
         if self._backward:
             remedy = "draw in forward, and leave torch.utils.checkpoint its preserve_rng_state"
-            raise UserError(f"{func} draws random numbers in the backward that the forward did not draw", place(), remedy)
+            raise UserError(
+                f"{func} draws random numbers in the backward that the forward did not draw", place(), remedy
+            )
         call = self._given
         if call is None:
             path, lines = drawer(self._known.paths)
@@ -141,7 +158,9 @@ class Draws:
         """64 bits for each entry of a result of `shape`."""
         places = part.places(shape, device)
         if not draw.dims:
-            return bits([coordinates(d, at) for d, at in enumerate(places)], key(self._seed, "all", draw.call), device)
+            return bits(
+                [coordinates(d, at) for d, at in enumerate(places)], key(self._seed, "all", draw.call), device
+            )
         owner, within = self._cut(draw.rows, device)
         if any(d >= len(shape) or shape[d] != len(owner) for d in draw.dims):
             message = f"the random op {draw.call} has a result of shape {list(shape)}, but the samples' rows are {len(owner)}"
@@ -154,7 +173,8 @@ class Draws:
         return bits(parts, 0, device)
 
     def _cut(self, rows: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """For each row of the micro-batch: which sample it belongs to, and its place among that sample's rows."""
+        """For each row of the micro-batch: which sample it belongs to, and its place among that sample's
+        rows."""
         if (rows, device) not in self._rows:
             counts = torch.tensor([evaluate(rows, sizes) for sizes in self._sizes])
             owner = torch.arange(len(counts)).repeat_interleave(counts)
@@ -178,11 +198,14 @@ class _Keyed(TorchDispatchMode):
 
 
 class _Unfused(TorchFunctionMode):
-    """Keeps dropout out of kernels that draw by themselves: attention takes the way of plain ops, recurrent layers leave cuDNN."""
+    """Keeps dropout out of kernels that draw by themselves: attention takes the way of plain ops, recurrent
+    layers leave cuDNN."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is nn.functional.scaled_dot_product_attention and (args[4] if len(args) > 4 else kwargs.get("dropout_p")):
+        if func is nn.functional.scaled_dot_product_attention and (
+            args[4] if len(args) > 4 else kwargs.get("dropout_p")
+        ):
             with sdpa_kernel(SDPBackend.MATH):
                 return func(*args, **kwargs)
         if getattr(func, "__name__", "") in _RNNS and any(isinstance(a, float) and a for a in args):

@@ -1,7 +1,7 @@
 """Which ATen ops draw random numbers, and what each makes of random bits.
 
-An op gets `bits(shape, device)`, 64 for every entry, and gives what PyTorch's own kernel gives in distribution, dtype and shape; a
-generator that it was handed is left alone.
+An op gets `bits(shape, device)`, 64 for every entry, and gives what PyTorch's own kernel gives in
+distribution, dtype and shape; a generator that it was handed is left alone.
 """
 
 from __future__ import annotations
@@ -16,10 +16,21 @@ import torch
 Bits = Callable[[tuple[int, ...], torch.device], torch.Tensor]
 Given = dict[str, Any]  # an op's arguments by name
 
-_UNTAGGED = {"normal_functional", "random", "random_", "binomial", "_sample_dirichlet"}  # random, but torch does not tag them so
+_UNTAGGED = {
+    "normal_functional",
+    "random",
+    "random_",
+    "binomial",
+    "_sample_dirichlet",
+}  # random, but torch does not tag them so
 _PROBABILITY = ("p", "dropout_p", "dropout")
 _TRAINING = ("train", "training")
-_DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}  # binary digits of a uniform number below 1
+_DIGITS = {
+    torch.float64: 53,
+    torch.float32: 24,
+    torch.float16: 11,
+    torch.bfloat16: 8,
+}  # binary digits of a uniform number below 1
 _WORD = 0xFFFFFFFF
 _DROPOUT = torch.ops.aten.native_dropout.default
 
@@ -28,7 +39,9 @@ def is_random(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether an op draws random numbers; dropout with probability 0 or in eval mode does not."""
     if not _may_draw(func):
         return False
-    return bool(_argument(func, args, kwargs, _PROBABILITY, 1.0)) and bool(_argument(func, args, kwargs, _TRAINING, True))
+    return bool(_argument(func, args, kwargs, _PROBABILITY, 1.0)) and bool(
+        _argument(func, args, kwargs, _TRAINING, True)
+    )
 
 
 @cache
@@ -85,7 +98,9 @@ class _Target:
 
 
 def _target(func: Any, given: Given) -> _Target:
-    like = next((given[n] for n in ("out", "self", "mean", "std") if isinstance(given.get(n), torch.Tensor)), None)
+    like = next(
+        (given[n] for n in ("out", "self", "mean", "std") if isinstance(given.get(n), torch.Tensor)), None
+    )
     name = _name(func)
     if "size" in given or name == "randperm":
         shape = tuple(given["size"]) if "size" in given else (given["n"],)
@@ -102,7 +117,8 @@ def _target(func: Any, given: Given) -> _Target:
     return _Target(shape, dtype if isinstance(dtype, torch.dtype) else default, torch.device(device))
 
 
-# -- numbers from bits ------------------------------------------------------------------------------------------------------------
+# -- numbers from bits
+# ------------------------------------------------------------------------------------------------------------
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -139,7 +155,8 @@ def _standard_exponential(z: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return _open(z >> 32, dtype).neg_().log1p_().neg_()
 
 
-# -- ops --------------------------------------------------------------------------------------------------------------------------
+# -- ops
+# --------------------------------------------------------------------------------------------------------------------------
 
 
 def _bernoulli(given: Given, target: _Target, bits: Bits) -> torch.Tensor:
@@ -152,7 +169,9 @@ def _rand(given: Given, target: _Target, bits: Bits) -> torch.Tensor:
 
 
 def _randn(given: Given, target: _Target, bits: Bits) -> torch.Tensor:
-    return _standard_normal(bits(target.shape, target.device), target.dtype) * given.get("std", 1.0) + given.get("mean", 0.0)
+    return _standard_normal(bits(target.shape, target.device), target.dtype) * given.get(
+        "std", 1.0
+    ) + given.get("mean", 0.0)
 
 
 def _randint(given: Given, target: _Target, bits: Bits) -> torch.Tensor:
@@ -171,7 +190,10 @@ def _exponential(given: Given, target: _Target, bits: Bits) -> torch.Tensor:
 
 
 def _log_normal(given: Given, target: _Target, bits: Bits) -> torch.Tensor:
-    return (_standard_normal(bits(target.shape, target.device), target.dtype) * given.get("std", 2.0) + given.get("mean", 1.0)).exp()
+    return (
+        _standard_normal(bits(target.shape, target.device), target.dtype) * given.get("std", 2.0)
+        + given.get("mean", 1.0)
+    ).exp()
 
 
 def _cauchy(given: Given, target: _Target, bits: Bits) -> torch.Tensor:
@@ -180,12 +202,15 @@ def _cauchy(given: Given, target: _Target, bits: Bits) -> torch.Tensor:
 
 
 def _geometric(given: Given, target: _Target, bits: Bits) -> torch.Tensor:
-    trials = _standard_exponential(bits(target.shape, target.device), target.dtype) / -math.log1p(-min(given["p"], 1 - 1e-12))
+    trials = _standard_exponential(bits(target.shape, target.device), target.dtype) / -math.log1p(
+        -min(given["p"], 1 - 1e-12)
+    )
     return trials.ceil().clamp_(min=1)
 
 
 def _multinomial(given: Given, target: _Target, bits: Bits) -> torch.Tensor:
-    """With replacement by the inverse of the distribution function, without by the largest of weights over exponential numbers."""
+    """With replacement by the inverse of the distribution function, without by the largest of weights over
+    exponential numbers."""
     weights = given["self"]
     if given.get("replacement"):
         shares = weights.cumsum(-1)

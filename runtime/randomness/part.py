@@ -1,7 +1,7 @@
 """Which part of a result this rank draws, where the ranks of a tensor-parallel replica have parts of it.
 
-Random numbers are made of an entry's coordinates, and those are the whole result's: every rank draws the numbers that one rank with all
-of it would.
+Random numbers are made of an entry's coordinates, and those are the whole result's: every rank draws the
+numbers that one rank with all of it would.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The modules of a recorded model by their paths: what is around a block, what it consists of, what is its own, what is watched in it."""
+"""The modules of a recorded model by their paths: what is around a block, what it consists of, what is its
+own, what is watched in it."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from secc.runtime import hooks
+from secc.runtime.sections import forward_hooks
 
 
 class Anatomy:
@@ -42,15 +43,32 @@ class Anatomy:
 
     def watched(self, path: str) -> str | None:
         """A module inside a block in which a hook of the user's sees results, None if there is none."""
-        return next((f"{path}.{name}" for name, m in self._modules[path].named_modules() if name and hooks.users(m)), None)
+        return next(
+            (
+                f"{path}.{name}"
+                for name, m in self._modules[path].named_modules()
+                if name and forward_hooks.users(m)
+            ),
+            None,
+        )
 
     def gathers(self, path: str) -> bool:
-        """Whether results of modules inside a block are gathered for a caller, which sees none of them while the block is opaque."""
+        """Whether results of modules inside a block are gathered for a caller, which sees none of them while
+        the block is opaque."""
         inside = (m for m in self._modules[path].modules() if m is not self._modules[path])
-        return any(hooks.is_collector(h) for m in inside for h in m._forward_hooks.values())
+        return any(forward_hooks.is_collector(h) for m in inside for h in m._forward_hooks.values())
 
     def layers(self) -> frozenset[str]:
         """Paths of modules with weights that stand in a list of several of their class."""
-        lists = ((path, m) for path, m in self._modules.items() if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) > 1)
-        alike = ((f"{path}.{name}", child) for path, m in lists for name, child in m.named_children() if type(child) is type(m[0]))
+        lists = (
+            (path, m)
+            for path, m in self._modules.items()
+            if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) > 1
+        )
+        alike = (
+            (f"{path}.{name}", child)
+            for path, m in lists
+            for name, child in m.named_children()
+            if type(child) is type(m[0])
+        )
         return frozenset(path for path, child in alike if next(child.parameters(), None) is not None)

@@ -1,4 +1,5 @@
-"""A `torch.autograd.Function` between blocks as one call: run once for the shapes of its results, and recorded with its arguments."""
+"""A `torch.autograd.Function` between blocks as one call: run once for the shapes of its results, and
+recorded with its arguments."""
 
 from __future__ import annotations
 
@@ -9,17 +10,20 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from secc.runtime.errors import UserError
-from secc.runtime.functions import Applied, applied, tensors_of
 from secc.runtime.recorder import structure
 from secc.runtime.recorder.fakes import fresh
 from secc.runtime.recorder.tape import Tape
+from secc.runtime.sections.autograd_functions import Applied, applied, tensors_of
 
 Fail = Callable[[str, str], NoReturn]
 _REMEDY = "call it inside one of the model's modules, which is called as it is"
 
 
-def record_apply(tape: Tape, mode: FakeTensorMode, cls: Any, args: tuple[Any, ...], run: Callable[[], Any], fail: Fail) -> Any:
-    """Record `cls.apply(*args)`; what `run()`, which applies it, returned, with fake tensors in place of its own."""
+def record_apply(
+    tape: Tape, mode: FakeTensorMode, cls: Any, args: tuple[Any, ...], run: Callable[[], Any], fail: Fail
+) -> Any:
+    """Record `cls.apply(*args)`; what `run()`, which applies it, returned, with fake tensors in place of its
+    own."""
     function, nodes = _named(cls, fail), _arguments(tape, cls, args, fail)
     given = [t for _, t in structure.tensors(args)]
     versions = [t._version for t in given]
@@ -35,7 +39,9 @@ def record_apply(tape: Tape, mode: FakeTensorMode, cls: Any, args: tuple[Any, ..
     if not found:
         fail(f"{cls.__name__}.apply returns no tensor", _REMEDY)
     grads = [t.requires_grad for t in found]
-    new = [fresh(mode, tuple(t.shape), t.stride(), t.dtype, grad) for t, grad in zip(found, grads, strict=True)]
+    new = [
+        fresh(mode, tuple(t.shape), t.stride(), t.dtype, grad) for t, grad in zip(found, grads, strict=True)
+    ]
     tape.apply(function, nodes, new, grads)
     if not isinstance(out, tuple):
         return new[0]
@@ -46,7 +52,10 @@ def record_apply(tape: Tape, mode: FakeTensorMode, cls: Any, args: tuple[Any, ..
 def _named(cls: Any, fail: Fail) -> Applied:
     function = applied(cls)
     if function is None:
-        fail(f"forward calls {cls.__qualname__}.apply, a class that no plan can name", f"define {cls.__name__} at the top of a file")
+        fail(
+            f"forward calls {cls.__qualname__}.apply, a class that no plan can name",
+            f"define {cls.__name__} at the top of a file",
+        )
     return function
 
 

@@ -1,8 +1,9 @@
-"""Blocks without weights: a copy of the model whose parameters are fake, and what a block's call would return.
+"""Blocks without weights: a copy of the model whose parameters are fake, and what a block's call would
+return.
 
-A block's result is learnt by calling the module of that copy with fake tensors where values depend on a block, and with the real
-tensors where they depend on inputs alone (vision blocks read `cu_seqlens.tolist()`). The answer is kept, so that sixty-four equal
-layers cost one.
+A block's result is learnt by calling the module of that copy with fake tensors where values depend on a
+block, and with the real tensors where they depend on inputs alone (vision blocks read `cu_seqlens.tolist()`).
+The answer is kept, so that sixty-four equal layers cost one.
 """
 
 from __future__ import annotations
@@ -22,25 +23,33 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from secc.runtime import hooks
 from secc.runtime.errors import UserError
+from secc.runtime.model.source_lines import class_place
 from secc.runtime.recorder import structure
-from secc.runtime.recorder.places import class_place
 from secc.runtime.recorder.recording import Drawn, Hazard
-from secc.runtime.settings import Setting
+from secc.runtime.sections import forward_hooks
+from secc.runtime.sections.module_settings import Setting
 
 Extents = Mapping[str, tuple[int, ...]]  # shapes of tensors by their access paths
-LARGE = 1 << 20  # entries of floating-point inputs (pictures, sounds) whose values hardly any forward reads and that cost time and memory
+LARGE = (
+    1 << 20
+    # entries of floating-point inputs (pictures, sounds) whose values hardly any forward reads and that cost time
+    # and memory
+)
 _CPU = torch.device("cpu")
 _LEAF = torch.zeros((), requires_grad=True)
-# A result, the ids of those tensors in it that are alone (`Leaf`), whether values of real tensors were read, hazards, random ops.
+# A result, the ids of those tensors in it that are alone (`Leaf`), whether values of real tensors were read,
+# hazards, random ops.
 Run = tuple[Any, frozenset[int], bool, tuple[Hazard, ...], tuple[Drawn, ...]]
 
-logging.getLogger(FakeTensorMode.__module__).setLevel(logging.CRITICAL)  # what fails is told in messages, without torch's traceback
+logging.getLogger(FakeTensorMode.__module__).setLevel(
+    logging.CRITICAL
+)  # what fails is told in messages, without torch's traceback
 
 
 class Guess(BaseException):
-    """Something depends on the shape of a block's result, which no rule gives: the forward has to be recorded without rules.
+    """Something depends on the shape of a block's result, which no rule gives: the forward has to be recorded
+    without rules.
 
     No Exception: the user's forward is not to catch it.
     """
@@ -71,7 +80,8 @@ def valueless(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """A copy of `model` with fake parameters on the CPU. Buffers keep their values; those on the meta device become fake.
+    """A copy of `model` with fake parameters on the CPU. Buffers keep their values; those on the meta device
+    become fake.
 
     Nothing of the user's model is shared but configurations. Raises UserError if the model cannot be copied.
     """
@@ -81,18 +91,22 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     for b in model.buffers():
         memo[id(b)] = _empty(mode, b) if b.is_meta else b.detach().clone()
     for m in model.modules():
-        for value in vars(m).values():  # a weight that a hook computes before each call (`torch.nn.utils.weight_norm`)
+        for value in vars(
+            m
+        ).values():  # a weight that a hook computes before each call (`torch.nn.utils.weight_norm`)
             if isinstance(value, torch.Tensor) and not value.is_leaf:
                 memo[id(value)] = _empty(mode, value)
         if (config := getattr(m, "config", None)) is not None:
             memo[id(config)] = config
     try:
         copied = copy.deepcopy(model, memo)
-        hooks.rebind(copied, memo)
+        forward_hooks.rebind(copied, memo)
         return copied
     except Exception as error:
         remedy = "keep what cannot be copied (locks, files, generators, closures over tensors) out of the model's attributes"
-        raise UserError(f"the model cannot be copied: {type(error).__name__}: {error}", class_place(type(model)), remedy) from error
+        raise UserError(
+            f"the model cannot be copied: {type(error).__name__}: {error}", class_place(type(model)), remedy
+        ) from error
 
 
 def _empty(mode: FakeTensorMode, like: torch.Tensor) -> torch.Tensor:
@@ -101,13 +115,15 @@ def _empty(mode: FakeTensorMode, like: torch.Tensor) -> torch.Tensor:
 
 
 class Leaf:
-    """A tensor in a block's result. `argument` is the number of the tensor argument that it is, or None. `alone`: what the block is called
-    with decides its shape, but not what it holds.
+    """A tensor in a block's result. `argument` is the number of the tensor argument that it is, or None.
+    `alone`: what the block is called with decides its shape, but not what it holds.
 
     No dataclass: those are containers here.
     """
 
-    def __init__(self, path: str, tensor: torch.Tensor, argument: int | None = None, alone: bool = False) -> None:
+    def __init__(
+        self, path: str, tensor: torch.Tensor, argument: int | None = None, alone: bool = False
+    ) -> None:
         self.path, self.argument, self.alone = path, argument, alone
         self.shape, self.stride, self.dtype = tuple(tensor.shape), tensor.stride(), tensor.dtype
         self.requires_grad, self.guessed = tensor.requires_grad, False
@@ -133,15 +149,19 @@ def dense(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Result:
-    """What a block's call returns: `skeleton` holds Leaf objects where tensors are. `reads`: values of real arguments decided something."""
+    """What a block's call returns: `skeleton` holds Leaf objects where tensors are. `reads`: values of real
+    arguments decided something."""
 
     skeleton: Any
     reads: bool
     hazards: tuple[Hazard, ...]
     draws: tuple[Drawn, ...]
 
-    def build(self, mode: FakeTensorMode, arguments: list[torch.Tensor]) -> tuple[Any, list[tuple[Leaf, torch.Tensor]]]:
-        """A fresh result, and the new fake tensors in it with their leaves. A tensor met twice is one tensor."""
+    def build(
+        self, mode: FakeTensorMode, arguments: list[torch.Tensor]
+    ) -> tuple[Any, list[tuple[Leaf, torch.Tensor]]]:
+        """A fresh result, and the new fake tensors in it with their leaves. A tensor met twice is one
+        tensor."""
         new: list[tuple[Leaf, torch.Tensor]] = []
 
         def tensor(_: str, leaf: Any) -> Any:
@@ -163,7 +183,8 @@ class Result:
         return _is_plain(self.skeleton)
 
     def sized(self, shapes: Extents) -> Result | None:
-        """The same result in other shapes, by access path; None where it has more to it than the shapes of its tensors."""
+        """The same result in other shapes, by access path; None where it has more to it than the shapes of
+        its tensors."""
         new: dict[Leaf, Leaf] = {}
 
         def sized(_: str, leaf: Any) -> Any:
@@ -174,7 +195,11 @@ class Result:
         if not self.is_plain:
             return None
         skeleton = structure.replace(self.skeleton, sized)
-        fits = all(old.is_dense and len(leaf.shape) == len(old.shape) for old, leaf in new.items() if not leaf.guessed)
+        fits = all(
+            old.is_dense and len(leaf.shape) == len(old.shape)
+            for old, leaf in new.items()
+            if not leaf.guessed
+        )
         return replace(self, skeleton=skeleton, reads=False) if fits else None
 
 
@@ -182,13 +207,22 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
         return False
     found = structure.children(value)
-    return value is None or isinstance(value, Leaf) if found is None else all(_is_plain(child) for _, child in found)
+    return (
+        value is None or isinstance(value, Leaf)
+        if found is None
+        else all(_is_plain(child) for _, child in found)
+    )
 
 
 def fresh(
-    mode: FakeTensorMode, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, requires_grad: bool = False
+    mode: FakeTensorMode,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    requires_grad: bool = False,
 ) -> torch.Tensor:
-    """A new fake tensor; not a leaf of autograd, since glue may change a block's result in place. No mode sees how it is made."""
+    """A new fake tensor; not a leaf of autograd, since glue may change a block's result in place. No mode
+    sees how it is made."""
 
     def made() -> torch.Tensor:
         return FakeTensor(mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), _CPU)
@@ -210,7 +244,8 @@ class _Made(torch.autograd.Function):
 
 
 class Shapes:
-    """Results of blocks, learnt once: by class, parameters, arguments and, where the block read values, the values of real arguments.
+    """Results of blocks, learnt once: by class, parameters, arguments and, where the block read values, the
+    values of real arguments.
 
     Where a rule gives the shapes of a result, one that arguments of other sizes gave says all else about it.
     """
@@ -231,9 +266,13 @@ class Shapes:
         rule: Extents | None = None,
         settings: tuple[Setting, ...] = (),
     ) -> Result:
-        """The result of `module(*arguments)` under `settings`; `run` calls it. `rule` has the shapes of tensors in it."""
+        """The result of `module(*arguments)` under `settings`; `run` calls it. `rule` has the shapes of
+        tensors in it."""
         now = self._signature(path, module), _moment(), repr(settings)
-        if rule is not None and (alike := self._alike.get((*now, _shape_key(arguments, sizes=False)))) is not None:
+        if (
+            rule is not None
+            and (alike := self._alike.get((*now, _shape_key(arguments, sizes=False)))) is not None
+        ):
             found = alike.sized(rule)
             if found is not None:
                 return found
@@ -245,7 +284,8 @@ class Shapes:
         known = (key, self._values(inputs)) if key in self._reading else key
         if known in self._results:
             return self._results[known]
-        # An empty context: Hugging Face's output recorders gather what runs in the caller's context, and this run is not the user's.
+        # An empty context: Hugging Face's output recorders gather what runs in the caller's context, and this
+        # run is not the user's.
         out, alone, reads, hazards, draws = contextvars.Context().run(run)
         found = Result(skeleton(out, inputs, alone), reads, hazards, tuple(d.inside(path) for d in draws))
         if reads:
@@ -264,7 +304,8 @@ class Shapes:
 
 
 class Digests:
-    """Digests of the values of real tensors, made once: all layers of a tower are called with the same ones."""
+    """Digests of the values of real tensors, made once: all layers of a tower are called with the same
+    ones."""
 
     def __init__(self) -> None:
         self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # with the version that they are of

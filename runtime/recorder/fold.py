@@ -1,7 +1,8 @@
-"""Glue whose number of ops depends on the batch only on its face: taking a tensor apart along a dim and joining all parts again.
+"""Glue whose number of ops depends on the batch only on its face: taking a tensor apart along a dim and
+joining all parts again.
 
-`torch.cat(list(features))` is one op for each image, and reads as a reshape. Folding it before captures are compared makes
-such glue the same at every size.
+`torch.cat(list(features))` is one op for each image, and reads as a reshape. Folding it before captures are
+compared makes such glue the same at every size.
 """
 
 from __future__ import annotations
@@ -40,7 +41,11 @@ def _whole(parts: object) -> fx.Node | None:
     if not isinstance(parts, (list, tuple)) or not parts:
         return None
     source = parts[0].args[0] if parts[0].target is operator.getitem else None
-    if source is None or source.target not in (aten.unbind.int, aten.split.Tensor, aten.split_with_sizes.default):
+    if source is None or source.target not in (
+        aten.unbind.int,
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+    ):
         return None
     if any(p.target is not operator.getitem or p.args != (source, i) for i, p in enumerate(parts)):
         return None
@@ -63,7 +68,8 @@ def _dim(node: fx.Node, position: int, shape: tuple[int, ...]) -> int:
 
 
 def _rejoin(graph: fx.Graph, node: fx.Node, source: fx.Node, dim: int) -> None:
-    """Parts without their own dim, side by side along `dim`: that dim is moved there, and merged unless they were stacked."""
+    """Parts without their own dim, side by side along `dim`: that dim is moved there, and merged unless they
+    were stacked."""
     whole: fx.Node = source.args[0]  # type: ignore[assignment]
     taken = _dim(source, 1, whole.meta["shape"])
     with graph.inserting_before(node):

@@ -1,8 +1,8 @@
 """Makes a recorded graph functional: no op of the result writes into its arguments.
 
-Glue that writes into tensors (`x[mask] = y`, `h += p`) is right as a whole, but a section gets only a slice of it, and a slice loses
-the writes of the rest. PyTorch's functionalisation replays the graph above a second tape: writes become `index_put`,
-`select_scatter`, `add`, and views are taken anew from what was written.
+Glue that writes into tensors (`x[mask] = y`, `h += p`) is right as a whole, but a section gets only a slice
+of it, and a slice loses the writes of the rest. PyTorch's functionalisation replays the graph above a second
+tape: writes become `index_put`, `select_scatter`, `add`, and views are taken anew from what was written.
 """
 
 from __future__ import annotations
@@ -16,35 +16,47 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_arg
 
-from secc.runtime.functions import Applied
 from secc.runtime.recorder.fakes import fresh
 from secc.runtime.recorder.glue import Executor, Fail, Glue
 from secc.runtime.recorder.modes import Ops
 from secc.runtime.recorder.recording import is_read, read_value
 from secc.runtime.recorder.structure import take
 from secc.runtime.recorder.tape import MOMENT, Meta, Tape
+from secc.runtime.sections.autograd_functions import Applied
 
 _torch: Any = torch  # functionalisation's functions are public in name only
 
 
 def mutates(graph: fx.Graph) -> bool:
     """Whether an op of the graph writes into an argument."""
-    return any(n.op == "call_function" and isinstance(n.target, torch._ops.OpOverload) and n.target._schema.is_mutable for n in graph.nodes)
+    return any(
+        n.op == "call_function"
+        and isinstance(n.target, torch._ops.OpOverload)
+        and n.target._schema.is_mutable
+        for n in graph.nodes
+    )
 
 
-def functionalise(tape: Tape, values: Callable[[fx.Node], torch.Tensor], mode: FakeTensorMode, fail: Fail) -> Tape:
-    """A tape with the same glue and no writes. `values` gives a placeholder's or `get_attr` node's tensor, unchanged by the first run."""
+def functionalise(
+    tape: Tape, values: Callable[[fx.Node], torch.Tensor], mode: FakeTensorMode, fail: Fail
+) -> Tape:
+    """A tape with the same glue and no writes. `values` gives a placeholder's or `get_attr` node's tensor,
+    unchanged by the first run."""
     return _Functional(tape, values, mode, fail).run()
 
 
 def _written_aside(node: fx.Node) -> Any:
     """For a write under no_grad, the op without its write; None for every other node.
 
-    Such a write into a tensor that carries a gradient changes values and leaves the gradient's way as it was (`F.cosine_similarity`
-    clamps its norms like that), which a new tensor made under no_grad would cut.
+    Such a write into a tensor that carries a gradient changes values and leaves the gradient's way as it was
+    (`F.cosine_similarity` clamps its norms like that), which a new tensor made under no_grad would cut.
     """
     target: Any = node.target
-    if node.meta.get("grad", True) or not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+    if (
+        node.meta.get("grad", True)
+        or not isinstance(target, torch._ops.OpOverload)
+        or not target._schema.is_mutable
+    ):
         return None
     namespace, name = target._schema.name.split("::")
     written = node.args[0] if node.args else None
@@ -59,7 +71,9 @@ class _Functional:
 
     paused = False
 
-    def __init__(self, old: Tape, values: Callable[[fx.Node], torch.Tensor], mode: FakeTensorMode, fail: Fail) -> None:
+    def __init__(
+        self, old: Tape, values: Callable[[fx.Node], torch.Tensor], mode: FakeTensorMode, fail: Fail
+    ) -> None:
         self._graph, self._values, self._mode = old.graph, values, mode
         self._meta: Meta = {}
         self._detaching = False
@@ -69,7 +83,8 @@ class _Functional:
         self._glue = Glue(self.tape, Executor(mode, fail), fail, sizes=False)
 
     def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An op that functionalisation asks for. Its own bookkeeping makes shallow copies, which show as `detach`."""
+        """An op that functionalisation asks for. Its own bookkeeping makes shallow copies, which show as
+        `detach`."""
         if func is torch.ops.aten.detach.default and not self._detaching:
             out = func(*args)
             self.tape.bind(out, self.tape.node(args[0]))
@@ -86,7 +101,9 @@ class _Functional:
             with torch.no_grad(), Ops(self):  # type: ignore[arg-type]
                 for node in self._graph.nodes:
                     self._meta = {
-                        k: node.meta.get(k) for k in (*MOMENT, "draw", "reads", "settings", "site") if k in MOMENT or k in node.meta
+                        k: node.meta.get(k)
+                        for k in (*MOMENT, "draw", "reads", "settings", "site")
+                        if k in MOMENT or k in node.meta
                     }
                     self._env[node] = self._node(node)
                     if self._carries(node):
@@ -145,7 +162,8 @@ class _Functional:
         return any(n in self._carrying for n in node.all_input_nodes)
 
     def _write_aside(self, op: Any, args: Any, kwargs: Any) -> torch.Tensor:
-        """Write `op(x)` into x as x + (op(x) - x), the difference without gradient, so that x keeps its own."""
+        """Write `op(x)` into x as x + (op(x) - x), the difference without gradient, so that x keeps its
+        own."""
         change = torch.ops.aten.sub.Tensor(op(*args, **kwargs), args[0])
         self._meta["grad"] = True
         return torch.ops.aten.add_.Tensor(args[0], change)

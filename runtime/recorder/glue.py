@@ -1,7 +1,8 @@
 """Running one op of the glue: for real on inputs, fake on what depends on blocks, and written to the tape.
 
-Two things need care. A real tensor that a block's values are written into (`buffer[mask] = features`) has no known values from then on,
-and neither has any view of it. And `fake[mask]` has no shape under fake tensors, but a mask made of inputs has values that give it one.
+Two things need care. A real tensor that a block's values are written into (`buffer[mask] = features`) has no
+known values from then on, and neither has any view of it. And `fake[mask]` has no shape under fake tensors,
+but a mask made of inputs has values that give it one.
 """
 
 from __future__ import annotations
@@ -27,7 +28,13 @@ from secc.runtime.recorder.tape import Tape
 aten = torch.ops.aten
 Fail = Callable[[str, str], NoReturn]  # message, remedy
 
-_VALUES = (aten._local_scalar_dense.default, aten.item.default, aten.equal.default, aten.is_nonzero.default, aten.allclose.default)
+_VALUES = (
+    aten._local_scalar_dense.default,
+    aten.item.default,
+    aten.equal.default,
+    aten.is_nonzero.default,
+    aten.allclose.default,
+)
 _FILLED = (aten.full_like.default, aten.zeros_like.default, aten.ones_like.default)
 _SCATTERS = (aten.slice_scatter.default, aten.select_scatter.default)
 _SMALL = 1 << 20  # entries of a filled tensor that is worth its memory
@@ -52,16 +59,23 @@ def written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     if not schema.is_mutable:
         return []
     given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | dict(kwargs)
-    marked = [given[a.name] for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write and a.name in given]
+    marked = [
+        given[a.name]
+        for a in schema.arguments
+        if a.alias_info is not None and a.alias_info.is_write and a.name in given
+    ]
     return [t for t in pytree.tree_leaves(marked) if isinstance(t, torch.Tensor)]
 
 
 class Executor:
-    """Executes ops on real and fake tensors. `fail(message, remedy)` raises for what depends on a block's values."""
+    """Executes ops on real and fake tensors. `fail(message, remedy)` raises for what depends on a block's
+    values."""
 
     def __init__(self, mode: FakeTensorMode, fail: Fail) -> None:
         self._mode, self._fail = mode, fail
-        self._unknown: dict[int, torch.UntypedStorage] = {}  # storages whose values depend on blocks, by address of the handle
+        self._unknown: dict[
+            int, torch.UntypedStorage
+        ] = {}  # storages whose values depend on blocks, by address of the handle
 
     def unknown(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's values depend on blocks or parameters."""
@@ -80,21 +94,28 @@ class Executor:
         return value
 
     def execute_inside(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of an op inside a block, where nothing is recorded: filling a tensor in an unknown one's shape gives known values."""
+        """The result of an op inside a block, where nothing is recorded: filling a tensor in an unknown one's
+        shape gives known values."""
         if func in _FILLED and self.unknown(args[0]) and args[0].numel() <= _SMALL:
             args = (torch.empty(args[0].shape, dtype=args[0].dtype), *args[1:])
         return self.execute(func, args, kwargs)
 
     def execute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of an op."""
-        args, kwargs = pytree.tree_map(self.fake, (args, kwargs)) if self._unknown and not func._schema.is_mutable else (args, kwargs)
+        args, kwargs = (
+            pytree.tree_map(self.fake, (args, kwargs))
+            if self._unknown and not func._schema.is_mutable
+            else (args, kwargs)
+        )
         targets = written(func, args, kwargs)
         if targets and any(map(self.unknown, tensors_of(args, kwargs))):
             return self._write(func, args, kwargs, targets)
         try:
             return self._run(func, args, kwargs)
         except _UNKNOWN as error:
-            self._fail(f"{func} needs values that depend on a block's result ({type(error).__name__})", _REMEDY)
+            self._fail(
+                f"{func} needs values that depend on a block's result ({type(error).__name__})", _REMEDY
+            )
 
     def _write(self, func: Any, args: Any, kwargs: Any, targets: list[torch.Tensor]) -> Any:
         """Unknown values flow into `targets`: real ones become unknown and keep what they have."""
@@ -106,12 +127,15 @@ class Executor:
         return None if returned == 0 else targets[0] if returned == 1 else tuple(targets)
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run the op; in place of those that fake tensors refuse though their shape is known, one that they take."""
+        """Run the op; in place of those that fake tensors refuse though their shape is known, one that they
+        take."""
         if func is aten._grouped_mm.default and any(is_fake(a) for a in args[:2]):
             return grouped_mm(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("offs"))
         if func is aten.masked_select.default and is_fake(args[0]) and not is_fake(args[1]):
             shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
-            return aten.index.Tensor(args[0].expand(shape), list(args[1].expand(shape).nonzero(as_tuple=True)))
+            return aten.index.Tensor(
+                args[0].expand(shape), list(args[1].expand(shape).nonzero(as_tuple=True))
+            )
         if func is aten._pack_padded_sequence.default and is_fake(args[0]) and not self.unknown(args[1]):
             return _packed(args[0], args[1])
         if func is aten._ctc_loss.Tensor and is_fake(args[0]) and not self.unknown(args[3]):
@@ -126,20 +150,28 @@ class Executor:
 
 
 def _packed(x: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A result of the shape of `aten._pack_padded_sequence`, whose lengths come from inputs: packed rows, and how many each step has."""
+    """A result of the shape of `aten._pack_padded_sequence`, whose lengths come from inputs: packed rows, and
+    how many each step has."""
     steps = torch.arange(int(lengths.max()))[:, None]
     return x.new_empty([int(lengths.sum()), *x.shape[2:]]), (lengths > steps).sum(1)
 
 
 def _aligned(x: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Results of the shapes of `aten._ctc_loss` with labels of these lengths: each sample's loss, and what its backward keeps."""
+    """Results of the shapes of `aten._ctc_loss` with labels of these lengths: each sample's loss, and what
+    its backward keeps."""
     steps, samples = x.shape[:2]
     return x.new_empty([samples]), x.new_empty([samples, steps, 2 * int(lengths.max()) + 1])
 
 
 def grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None) -> torch.Tensor:
     """A result of the shape of `aten._grouped_mm`, whose own rule takes bfloat16 only."""
-    groups = [offs.shape[0]] if offs is not None and a.ndim == b.ndim == 2 else [a.shape[0]] if a.ndim == b.ndim == 3 else []
+    groups = (
+        [offs.shape[0]]
+        if offs is not None and a.ndim == b.ndim == 2
+        else [a.shape[0]]
+        if a.ndim == b.ndim == 3
+        else []
+    )
     return (a if is_fake(a) else b).new_empty([*groups, a.shape[-2], b.shape[-1]], dtype=a.dtype)
 
 
@@ -150,7 +182,8 @@ def _indices(index: torch.Tensor | None) -> list[torch.Tensor | None]:
 
 
 class Glue:
-    """Executes ops and writes them to a tape. `sizes`: a size that values of inputs decide is a value that Python reads."""
+    """Executes ops and writes them to a tape. `sizes`: a size that values of inputs decide is a value that
+    Python reads."""
 
     def __init__(self, tape: Tape, executor: Executor, fail: Fail, sizes: bool = True) -> None:
         self.tape, self._executor, self._fail, self._sizes = tape, executor, fail, sizes
@@ -162,8 +195,12 @@ class Glue:
             return args[0]
         if func is aten.copy.default:
             return self._copy(*args[:2])
-        if func is aten.squeeze.default:  # which in a micro-batch of one sample would drop the samples' dim, too
-            return self.run(aten.squeeze.dims, (args[0], [d for d, size in enumerate(args[0].shape) if size == 1]), {})
+        if (
+            func is aten.squeeze.default
+        ):  # which in a micro-batch of one sample would drop the samples' dim, too
+            return self.run(
+                aten.squeeze.dims, (args[0], [d for d, size in enumerate(args[0].shape) if size == 1]), {}
+            )
         if func in _SCATTERS and args[0].is_complex():
             return self._scatter(func, args, kwargs)
         if not _returns_tensors(func):
@@ -178,8 +215,13 @@ class Glue:
         return out
 
     def _sized(self, func: Any, args: Any, out: Any) -> None:
-        """An op whose result has as many rows as values decide: Python sees the number without a further op."""
-        masks = [m for m in pytree.tree_leaves(args[1:]) if isinstance(m, torch.Tensor) and m.dtype in (torch.bool, torch.uint8)]
+        """An op whose result has as many rows as values decide: Python sees the number without a further
+        op."""
+        masks = [
+            m
+            for m in pytree.tree_leaves(args[1:])
+            if isinstance(m, torch.Tensor) and m.dtype in (torch.bool, torch.uint8)
+        ]
         first = out if isinstance(out, torch.Tensor) else out[0]
         if func is aten.index.Tensor and not masks:
             return
@@ -204,16 +246,21 @@ class Glue:
         return self.run(aten.expand.default, (source, list(target.shape)), {})
 
     def _scatter(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-        """Writing a part of a complex tensor has no derivative; writing its real and imaginary parts has one."""
+        """Writing a part of a complex tensor has no derivative; writing its real and imaginary parts has
+        one."""
         whole, part, *dim = args
         real = [self.run(aten.view_as_real.default, (t,), {}) for t in (whole, part.to(whole.dtype))]
         at = dim[0] if dim else kwargs.get("dim", 0)
-        out = self.run(func, (*real, at % whole.ndim, *dim[1:]), {k: v for k, v in kwargs.items() if k != "dim"})
+        out = self.run(
+            func, (*real, at % whole.ndim, *dim[1:]), {k: v for k, v in kwargs.items() if k != "dim"}
+        )
         return self.run(aten.view_as_complex.default, (out,), {})
 
     def _value(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An op whose result is a Python value: a read."""
-        kind = "item" if func is aten._local_scalar_dense.default else func._schema.name.removeprefix("aten::")
+        kind = (
+            "item" if func is aten._local_scalar_dense.default else func._schema.name.removeprefix("aten::")
+        )
         for t in pytree.tree_leaves((args, kwargs)):
             if isinstance(t, torch.Tensor):
                 self._readable(kind, t)
@@ -229,12 +276,18 @@ class Glue:
         """Raise for a look at values that no recording knows."""
         source = origin(self.tape.node(tensor))
         remedy = f"leave it out if it is for checks or the log (scalars that forward returns are logged); else {_REMEDY}"
-        self._fail(f"Python reads a value ({kind}) that depends on {source}, and is not known when a plan is made", remedy)
+        self._fail(
+            f"Python reads a value ({kind}) that depends on {source}, and is not known when a plan is made",
+            remedy,
+        )
 
     def _writable(self, tensor: torch.Tensor) -> None:
         name = self.tape.state_name(tensor)
         if name is not None:
-            self._fail(f"forward changes {name} in place between its modules", "change it inside the module that owns it")
+            self._fail(
+                f"forward changes {name} in place between its modules",
+                "change it inside the module that owns it",
+            )
 
 
 def _returns_tensors(func: Any) -> bool:

@@ -1,7 +1,8 @@
-"""What ops inside a block betray: values read from real tensors, batch norm in training mode, and random numbers.
+"""What ops inside a block betray: values read from real tensors, batch norm in training mode, and random
+numbers.
 
-Batch norm couples the samples of a batch, which ends the exactness of a plan; random numbers must be tied to samples. So the compiler must
-know them by place.
+Batch norm couples the samples of a batch, which ends the exactness of a plan; random numbers must be tied to
+samples. So the compiler must know them by place.
 """
 
 from __future__ import annotations
@@ -13,17 +14,24 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from secc.runtime.model.source_lines import Lines, place
 from secc.runtime.recorder.fakes import is_fake
-from secc.runtime.recorder.places import Lines, place
 from secc.runtime.recorder.recording import Drawn, Hazard
 
-_NORMS = ("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm", "miopen_batch_norm", "_batch_norm_with_update")
+_NORMS = (
+    "native_batch_norm",
+    "_native_batch_norm_legit",
+    "cudnn_batch_norm",
+    "miopen_batch_norm",
+    "_batch_norm_with_update",
+)
 _OF_LENGTHS = (torch.ops.aten._pack_padded_sequence.default, torch.ops.aten._ctc_loss.Tensor)
 _DYNAMIC = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 class Watch:
-    """Looks at the ops of one block's run, which is called at the lines `outside`. `reads`: a value of a real tensor decided something."""
+    """Looks at the ops of one block's run, which is called at the lines `outside`. `reads`: a value of a real
+    tensor decided something."""
 
     def __init__(self, path: str, outside: Lines = ()) -> None:
         self._path, self.outside = path, outside
@@ -45,11 +53,15 @@ class Watch:
     def see(self, func: Any, args: Any, kwargs: Any) -> None:
         """An op is about to run."""
         dynamic = _is_dynamic(func)
-        if func in _OF_LENGTHS or (dynamic and (not any(is_fake(a) for a in args) or any(map(_is_mask, tree_leaves(args))))):
+        if func in _OF_LENGTHS or (
+            dynamic and (not any(is_fake(a) for a in args) or any(map(_is_mask, tree_leaves(args))))
+        ):
             self.reads = True
         if _is_norm(func) and _couples(func, args, kwargs):
             self.note("batch_norm", str(func))
-        if func is torch.ops.aten.embedding.default and _argument(func, args, kwargs, ("scale_grad_by_freq",), False):
+        if func is torch.ops.aten.embedding.default and _argument(
+            func, args, kwargs, ("scale_grad_by_freq",), False
+        ):
             self.note("frequency", str(func))
 
     def note(self, kind: str, what: str) -> None:

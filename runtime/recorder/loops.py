@@ -1,7 +1,9 @@
-"""Losses that are summed in a loop over samples: `sum(loss(logits[i, :n[i]], labels[i, :n[i]]) for i in range(len(n))) / n.sum()`.
+"""Losses that are summed in a loop over samples: `sum(loss(logits[i, :n[i]], labels[i, :n[i]]) for i in
+range(len(n))) / n.sum()`.
 
-Python runs the loop as often as a batch has samples, so the loss has other ops in every batch. Where each summand is made of one sample's
-rows, the sum adds up over micro-batches whatever is in it: it is marked, so that an outline has it as one tensor that is recorded anew.
+Python runs the loop as often as a batch has samples, so the loss has other ops in every batch. Where each
+summand is made of one sample's rows, the sum adds up over micro-batches whatever is in it: it is marked, so
+that an outline has it as one tensor that is recorded anew.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ def _is_sum(node: fx.Node) -> bool:
 
 
 def _roll(graph: fx.Graph, root: fx.Node) -> None:
-    """Put the sum of a loop's summands, stacked, in the place of the additions; what else is added stays beside it."""
+    """Put the sum of a loop's summands, stacked, in the place of the additions; what else is added stays
+    beside it."""
     summands = list(_summands(root, root))
     own = [s for s in summands if isinstance(s, fx.Node) and _rows(s)]
     scale = _common_scale(own)
@@ -80,14 +83,20 @@ def _summands(node: Any, root: fx.Node) -> Iterator[Any]:
 def _common_scale(summands: list[fx.Node]) -> tuple[Any, Any] | None:
     """The op and the number or tensor by which all summands are scaled alike, None if there is none."""
     first = summands[0] if summands else None
-    if first is None or first.target not in _SCALINGS or not isinstance(first.args[0], fx.Node) or first.args[0].meta["shape"] != ():
+    if (
+        first is None
+        or first.target not in _SCALINGS
+        or not isinstance(first.args[0], fx.Node)
+        or first.args[0].meta["shape"] != ()
+    ):
         return None
     alike = all(s.target is first.target and s.args[1:] == first.args[1:] for s in summands)
     return (first.target, first.args[1]) if alike and len(first.args) == 2 else None
 
 
 def _is_loop(summands: Any) -> bool:
-    """Whether these are scalars of one sample's rows each: of every tensor that they look into each has other rows."""
+    """Whether these are scalars of one sample's rows each: of every tensor that they look into each has other
+    rows."""
     found = [_rows(s) for s in summands]
     if not found or not all(found) or any(s.meta["shape"] != () for s in summands):
         return False
@@ -96,7 +105,8 @@ def _is_loop(summands: Any) -> bool:
 
 
 def _rows(node: fx.Node) -> set[Rows]:
-    """The rows that a value is made of, none if it is made of whole tensors of the batch, of another loop, or of no rows."""
+    """The rows that a value is made of, none if it is made of whole tensors of the batch, of another loop, or
+    of no rows."""
     rows = set[Rows]()
     for n in behind([node], lambda n: _own(n) is not None):
         own = _own(n)
@@ -123,16 +133,27 @@ def _picked(node: fx.Node) -> Rows | None:
     args: Any = node.args
     if node.target is aten.select.int and args[1] % len(args[0].meta["shape"]) == 0:
         return args[0], args[2] % args[0].meta["shape"][0]
-    if node.target is aten.slice.Tensor and len(args) == 4 and args[1] == 0 and node.meta["shape"][0] < args[0].meta["shape"][0]:
+    if (
+        node.target is aten.slice.Tensor
+        and len(args) == 4
+        and args[1] == 0
+        and node.meta["shape"][0] < args[0].meta["shape"][0]
+    ):
         return args[0], args[2]
-    if node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem" and args[0].target in _SPLITS:
+    if (
+        node.op == "call_function"
+        and getattr(node.target, "__name__", "") == "getitem"
+        and args[0].target in _SPLITS
+    ):
         position = 1 if args[0].target is aten.unbind.int else 2
         dim = args[0].args[position] if len(args[0].args) > position else 0
         return (args[0].args[0], args[1]) if dim == 0 else None
     return None
 
 
-def _insert(graph: fx.Graph, at: fx.Node, target: Any, args: tuple[Any, ...], shape: tuple[int, ...]) -> fx.Node:
+def _insert(
+    graph: fx.Graph, at: fx.Node, target: Any, args: tuple[Any, ...], shape: tuple[int, ...]
+) -> fx.Node:
     node = graph.call_function(target, args)
     node.meta = {k: v for k, v in at.meta.items() if k not in ("log", "loop")} | {"shape": shape}
     return node

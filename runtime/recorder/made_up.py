@@ -1,7 +1,9 @@
-"""What a module returns that looks at values nobody has yet: which experts the tokens are sent to, which rows a mask leaves.
+"""What a module returns that looks at values nobody has yet: which experts the tokens are sent to, which rows
+a mask leaves.
 
-It runs with made-up values in place of weights and arguments, twice with others. Where both results have one layout, values decide what
-the tensors hold and not how large they are, which is all that a recording asks for.
+It runs with made-up values in place of weights and arguments, twice with others. Where both results have one
+layout, values decide what the tensors hold and not how large they are, which is all that a recording asks
+for.
 """
 
 from __future__ import annotations
@@ -26,9 +28,11 @@ Runs = Callable[[Callable[[], Any]], tuple[Any, frozenset[int]]]
 def result(
     mode: FakeTensorMode, module: nn.Module, args: Any, kwargs: Any, runs: Runs
 ) -> tuple[Any, list[tuple[Leaf, torch.Tensor]]] | None:
-    """The result of `module(*args, **kwargs)` without values, and the new tensors in it. None where values decide its layout too.
+    """The result of `module(*args, **kwargs)` without values, and the new tensors in it. None where values
+    decide its layout too.
 
-    `runs(call)` makes the call, and tells which tensors of its result are alone, by their ids. What the module raises is raised.
+    `runs(call)` makes the call, and tells which tensors of its result are alone, by their ids. What the
+    module raises is raised.
     """
     layouts, found = list[Any](), None
     for seed in _SEEDS:
@@ -45,7 +49,8 @@ def result(
 
 
 def _state(tensor: torch.Tensor) -> torch.Tensor:
-    """A parameter or buffer with values. A large one's rows have one value each, which takes next to no memory."""
+    """A parameter or buffer with values. A large one's rows have one value each, which takes next to no
+    memory."""
     if not is_fake(tensor):
         return tensor.detach().clone()
     if not tensor.is_floating_point() or tensor.ndim < 2:
@@ -55,7 +60,8 @@ def _state(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _value(value: Any) -> Any:
-    """A tensor with values in place of one without, no leaf of autograd; indices are 0, which is always one."""
+    """A tensor with values in place of one without, no leaf of autograd; indices are 0, which is always
+    one."""
     if not is_fake(value):
         return value
     if not value.is_floating_point() and not value.is_complex():
@@ -66,4 +72,8 @@ def _value(value: Any) -> Any:
 
 
 def _layout(_: str, leaf: Any) -> Any:
-    return (leaf.shape, leaf.dtype, leaf.requires_grad, leaf.argument, leaf.alone) if isinstance(leaf, Leaf) else leaf
+    return (
+        (leaf.shape, leaf.dtype, leaf.requires_grad, leaf.argument, leaf.alone)
+        if isinstance(leaf, Leaf)
+        else leaf
+    )

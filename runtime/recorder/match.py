@@ -1,7 +1,8 @@
-"""Whether a new recording goes the way a plan was made for: its blocks, what they are called with, and its loss, number by number.
+"""Whether a new recording goes the way a plan was made for: its blocks, what they are called with, and its
+loss, number by number.
 
-A plan keeps the outline of a case as plain data, with sizes as expressions. Glue that is recorded anew may be anything; whatever lies
-outside of it is compiled, and must be just what the plan has.
+A plan keeps the outline of a case as plain data, with sizes as expressions. Glue that is recorded anew may be
+anything; whatever lies outside of it is compiled, and must be just what the plan has.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import fx
 
 from secc.runtime.errors import UserError
-from secc.runtime.expr import evaluate
+from secc.runtime.plan.expr_eval import evaluate
 from secc.runtime.recorder.outline import recorded
 from secc.runtime.recorder.recording import Recording
 from secc.runtime.recorder.structure import take
@@ -23,7 +24,9 @@ from secc.runtime.recorder.structure import take
 Nodes = Sequence[Mapping[str, Any]]
 
 aten = torch.ops.aten
-_COPY: Any = aten.clone.default  # left out of a recording where a batch of one sample has the wanted layout already
+_COPY: Any = (
+    aten.clone.default
+)  # left out of a recording where a batch of one sample has the wanted layout already
 
 
 def kind(node: fx.Node) -> list[Any]:
@@ -52,7 +55,8 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def mismatch(found: Recording, nodes: Nodes, sizes: Mapping[str, int]) -> UserError | None:
-    """What in the outline of a micro-batch differs from the plan's `nodes`, None if nothing does. `sizes` are the micro-batch's symbols.
+    """What in the outline of a micro-batch differs from the plan's `nodes`, None if nothing does. `sizes` are
+    the micro-batch's symbols.
 
     Of a recording that ended early, what it has is compared.
     """
@@ -70,7 +74,11 @@ class _Match:
         heads = [n for n in self._found.graph.nodes if n.op in ("placeholder", "get_attr")]
         left_out = ("placeholder", "get_attr", "output") if self._found.ended else ("placeholder", "get_attr")
         present = [n for n in self._found.graph.nodes if n.op not in left_out and n.target is not _COPY]
-        planned = [(i, n) for i, n in enumerate(self._nodes) if n["kind"][0] not in ("input", "state") and not n.get("made")]
+        planned = [
+            (i, n)
+            for i, n in enumerate(self._nodes)
+            if n["kind"][0] not in ("input", "state") and not n.get("made")
+        ]
         planned = [(i, n) for i, n in planned if list(n["kind"][:2]) != ["op", str(_COPY)]]
         self._heads(heads)
         for node, (number, expected) in zip(present, planned, strict=False):
@@ -83,7 +91,8 @@ class _Match:
         return None
 
     def _heads(self, heads: Sequence[fx.Node]) -> None:
-        """Number inputs and state as the plan does; a constant may be the plan's, or one that the plan makes from sizes."""
+        """Number inputs and state as the plan does; a constant may be the plan's, or one that the plan makes
+        from sizes."""
         known = {tuple(n["kind"]): i for i, n in enumerate(self._nodes) if n["kind"][0] in ("input", "state")}
         for node in heads:
             constant = self._found.constants.get(str(node.target)) if node.op == "get_attr" else None
@@ -96,7 +105,11 @@ class _Match:
     def _made(self, constant: torch.Tensor) -> int:
         """The node with which the plan makes a constant from sizes, -1 if there is none."""
         for number, node in enumerate(self._nodes):
-            if node.get("made") and torch.equal(self._value(node), constant) and self._value(node).dtype == constant.dtype:
+            if (
+                node.get("made")
+                and torch.equal(self._value(node), constant)
+                and self._value(node).dtype == constant.dtype
+            ):
                 return number
         return -1
 
@@ -112,7 +125,11 @@ class _Match:
                 whole, over = evaluate(text, self._sizes), evaluate(rest.get("over", 1), self._sizes)
                 return whole if over == 1 else whole / over
             case {"name": text}:
-                return getattr(torch, text.removeprefix("torch.")) if text.startswith("torch.") else torch.device(text)
+                return (
+                    getattr(torch, text.removeprefix("torch."))
+                    if text.startswith("torch.")
+                    else torch.device(text)
+                )
             case dict():
                 return {k: self._plain(v) for k, v in value.items()}
             case list() | tuple():
@@ -127,11 +144,16 @@ class _Match:
             return True  # its sources are those it was given
         args = node.args[:1] if node.target is take else node.args
         free = node.target is aten.reshape.default
-        return self._equal(list(args), expected["args"], free) and self._equal(node.kwargs, expected["kwargs"], False)
+        return self._equal(list(args), expected["args"], free) and self._equal(
+            node.kwargs, expected["kwargs"], False
+        )
 
     def _shaped(self, node: fx.Node, dims: Sequence[str | None]) -> bool:
         """Whether a tensor has the plan's sizes; None stands for a size that values decide."""
-        return all(d is None or size == evaluate(d, self._sizes) for d, size in zip(dims, node.meta.get("shape", ()), strict=False))
+        return all(
+            d is None or size == evaluate(d, self._sizes)
+            for d, size in zip(dims, node.meta.get("shape", ()), strict=False)
+        )
 
     def _copied(self, number: int) -> int:
         """The planned node behind copies into other layouts."""
@@ -143,7 +165,9 @@ class _Match:
         """Whether an argument is the plan's; `free` lets torch find one size of a reshape."""
         match expected:
             case {"node": number}:
-                return isinstance(value, fx.Node) and self._number.get(_original(value)) == self._copied(number)
+                return isinstance(value, fx.Node) and self._number.get(_original(value)) == self._copied(
+                    number
+                )
             case {"size": text, **rest}:
                 return isinstance(value, (int, float)) and _near(
                     value, evaluate(text, self._sizes), evaluate(rest.get("over", 1), self._sizes)
@@ -151,7 +175,9 @@ class _Match:
             case {"name": text}:
                 return str(value) == text
             case {"slice": parts}:
-                return isinstance(value, slice) and self._equal([value.start, value.stop, value.step], parts, free)
+                return isinstance(value, slice) and self._equal(
+                    [value.start, value.stop, value.step], parts, free
+                )
             case dict():
                 return isinstance(value, dict) and value.keys() == expected.keys() and all(
                     self._equal(v, expected[k], free) for k, v in value.items()

@@ -1,8 +1,10 @@
-"""Results of common ops on fake tensors without `FakeTensorMode`, which asks much about each op first (is anything constant, symbolic, on
-several devices, to be decomposed): for a layer at sizes not met before that takes most of the time.
+"""Results of common ops on fake tensors without `FakeTensorMode`, which asks much about each op first (is
+anything constant, symbolic, on several devices, to be decomposed): for a layer at sizes not met before that
+takes most of the time.
 
-A view, a cast or a product of matrices goes to torch's kernel for the meta device. What an entrywise op gives of tensors without gaps has
-their broadcast shape and no gaps; its dtype is learnt from torch, once for each choice of dtypes and scalars.
+A view, a cast or a product of matrices goes to torch's kernel for the meta device. What an entrywise op gives
+of tensors without gaps has their broadcast shape and no gaps; its dtype is learnt from torch, once for each
+choice of dtypes and scalars.
 """
 
 from __future__ import annotations
@@ -18,7 +20,12 @@ from secc.runtime.recorder.fakes import dense, fresh
 
 aten = torch.ops.aten
 _KERNELS = frozenset({aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.clone, aten._to_copy})
-_OTHERWISE = (torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.inplace_view)
+_OTHERWISE = (
+    torch.Tag.nondeterministic_seeded,
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.data_dependent_output,
+    torch.Tag.inplace_view,
+)
 _CPU = torch.device("cpu")
 
 _dtypes: dict[Any, torch.dtype] = {}  # of what entrywise ops give
@@ -63,14 +70,20 @@ def _by_kernel(func: Any, args: Any, kwargs: Any, tensors: Sequence[FakeTensor])
     with torch._C.DisableTorchFunction():
         with in_kernel_invocation_manager(mode):
             out = func(*args, **kwargs)
-        return FakeTensor(mode, out, _CPU) if isinstance(out, torch.Tensor) else type(out)(FakeTensor(mode, t, _CPU) for t in out)
+        return (
+            FakeTensor(mode, out, _CPU)
+            if isinstance(out, torch.Tensor)
+            else type(out)(FakeTensor(mode, t, _CPU) for t in out)
+        )
 
 
 def _entrywise(func: Any, args: Any, kwargs: Any, tensors: Sequence[FakeTensor]) -> Any:
     shape = max(tensors, key=lambda t: (t.ndim, t.numel())).shape
     if not all(_fits(t.shape, shape) and t.stride() == dense(t.shape) for t in tensors):
         return func(*args, **kwargs)
-    scalars = tuple((k, repr(v)) for k, v in (*enumerate(args), *kwargs.items()) if not isinstance(v, torch.Tensor))
+    scalars = tuple(
+        (k, repr(v)) for k, v in (*enumerate(args), *kwargs.items()) if not isinstance(v, torch.Tensor)
+    )
     key = func, tuple((t.dtype, t.ndim == 0) for t in tensors), scalars, torch.get_default_dtype()
     if key in _dtypes:
         return fresh(tensors[0].fake_mode, shape, dense(shape), _dtypes[key])

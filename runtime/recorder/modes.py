@@ -1,7 +1,9 @@
-"""How the recorder sees what the user's Python does: ops below the dispatcher, and calls that only torch's Python surface shows.
+"""How the recorder sees what the user's Python does: ops below the dispatcher, and calls that only torch's
+Python surface shows.
 
-`tolist`, `numpy` and `torch.tensor([tensors])` read values without dispatching an op that says so; `.data` drops the gradient without
-any op; hooks and `torch.autograd.grad` act when a gradient flows, which the recorded glue would not repeat.
+`tolist`, `numpy` and `torch.tensor([tensors])` read values without dispatching an op that says so; `.data`
+drops the gradient without any op; hooks and `torch.autograd.grad` act when a gradient flows, which the
+recorded glue would not repeat.
 """
 
 from __future__ import annotations
@@ -22,11 +24,18 @@ from secc.runtime.recorder import structure
 from secc.runtime.recorder.shortcuts import SHORT
 
 DEVICE = torch.ops.prim.device.default
-_READERS: dict[Any, str] = {torch.Tensor.tolist: "tolist", torch.Tensor.numpy: "numpy", torch.Tensor.__array__: "numpy"}
+_READERS: dict[Any, str] = {
+    torch.Tensor.tolist: "tolist",
+    torch.Tensor.numpy: "numpy",
+    torch.Tensor.__array__: "numpy",
+}
 _MAKERS = {torch.tensor, torch.as_tensor, torch.Tensor.new_tensor}
 _TEXTS = {torch.Tensor.__format__, torch.Tensor.__repr__}
 _DATA = torch.Tensor.data.__get__  # pyright: ignore[reportAttributeAccessIssue]
-_SHAPELESS = {getattr(torch.Tensor, name).__get__ for name in ("dtype", "device", "requires_grad", "is_cuda", "is_meta", "layout")}
+_SHAPELESS = {
+    getattr(torch.Tensor, name).__get__
+    for name in ("dtype", "device", "requires_grad", "is_cuda", "is_meta", "layout")
+}
 _REFUSED: dict[Any, str] = {
     torch.Tensor.register_hook: "a hook on a tensor",
     torch.Tensor.register_post_accumulate_grad_hook: "a hook on a tensor",
@@ -103,7 +112,9 @@ class Calls(TorchFunctionMode):
             self._listener.touch(args, kwargs)
         if func in _REFUSED:
             remedy = "move it into one of the model's modules, which is called as it is"
-            self._listener.fail(f"forward uses {_REFUSED[func]} between its modules, which cannot be recorded", remedy)
+            self._listener.fail(
+                f"forward uses {_REFUSED[func]} between its modules, which cannot be recorded", remedy
+            )
         if func == _DATA:
             return args[0].detach()
         if func in _TEXTS:
@@ -139,7 +150,8 @@ class Calls(TorchFunctionMode):
 def autograd_functions(listener: Listener) -> Iterator[None]:
     """Tell of every `torch.autograd.Function` between blocks: its own backward would be lost below autograd.
 
-    `Function.apply` itself stays as it is, since users keep it under names of their own (`reverse = Reverse.apply`).
+    `Function.apply` itself stays as it is, since users keep it under names of their own (`reverse =
+    Reverse.apply`).
     """
     original = torch._C._FunctionBase.__dict__["apply"]
 
@@ -149,7 +161,9 @@ def autograd_functions(listener: Listener) -> Iterator[None]:
 
         differentiated = torch.is_grad_enabled() and any(t.requires_grad for _, t in structure.tensors(args))
         if cls is checkpoint.CheckpointFunction and not listener.paused:
-            with torch.set_grad_enabled(differentiated):  # without an argument that has a gradient it gives none to anything inside
+            with torch.set_grad_enabled(
+                differentiated
+            ):  # without an argument that has a gradient it gives none to anything inside
                 return args[0](*args[2:])
         if listener.paused or not differentiated or cls.__module__ == checkpoint.__name__:
             return run(*args)
@@ -165,7 +179,8 @@ def autograd_functions(listener: Listener) -> Iterator[None]:
 
 @contextmanager
 def unvalidated() -> Iterator[None]:
-    """`torch.distributions` do not look at the values of their arguments, which is all that their checks do."""
+    """`torch.distributions` do not look at the values of their arguments, which is all that their checks
+    do."""
     kept = Distribution._validate_args
     Distribution.set_default_validate_args(False)
     try:
@@ -202,7 +217,9 @@ def intercept(root: nn.Module, handle: Callable[[str, nn.Module, Any, Any], Any]
             module._compiled_call_impl = _handler(handle, path, module)  # type: ignore[assignment]
 
 
-def _handler(handle: Callable[[str, nn.Module, Any, Any], Any], path: str, module: nn.Module) -> Callable[..., Any]:
+def _handler(
+    handle: Callable[[str, nn.Module, Any, Any], Any], path: str, module: nn.Module
+) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         return handle(path, module, args, kwargs)
 

@@ -1,7 +1,9 @@
-"""Where the tensors inside of blocks come from: what a block makes of its weights alone, and what it takes that another block has made.
+"""Where the tensors inside of blocks come from: what a block makes of its weights alone, and what it takes
+that another block has made.
 
-A bias of positions is no sample's, and the same in every micro-batch of its widths. A tensor that a block keeps on itself for another to
-read goes past the arguments that a plan hands over, so the block that keeps it has to be taken apart.
+A bias of positions is no sample's, and the same in every micro-batch of its widths. A tensor that a block
+keeps on itself for another to read goes past the arguments that a plan hands over, so the block that keeps it
+has to be taken apart.
 """
 
 from __future__ import annotations
@@ -16,18 +18,30 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from secc.runtime.randomness.ops import is_random
 from secc.runtime.recorder.glue import tensors_of, written
 
-_NEW = ("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty")  # only take a shape
+_NEW = (
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "empty_like",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+    "new_empty",
+)  # only take a shape
 NONE: Mapping[int, str] = {}
 
 
 class Origins:
-    """Follows the ops of blocks' runs. `state` has the ids of parameters and buffers, `names` their names by their memory."""
+    """Follows the ops of blocks' runs. `state` has the ids of parameters and buffers, `names` their names by
+    their memory."""
 
     def __init__(self, state: Iterable[int], names: Mapping[int, str] = NONE) -> None:
         self._state, self._names = set(state), dict(names)
         self._block = ""
         self._alone: dict[int, torch.Tensor] = {}  # made in this run of nothing that it was given
-        self._makers: Any = WeakTensorKeyDictionary()  # tensors that blocks made of what they were given: the block
+        self._makers: Any = (
+            WeakTensorKeyDictionary()
+        )  # tensors that blocks made of what they were given: the block
 
     @contextmanager
     def run(self, block: str) -> Iterator[None]:
@@ -40,7 +54,8 @@ class Origins:
             self._block, self._alone = before
 
     def made(self, func: Any, args: Any, kwargs: Any, out: Any) -> list[str]:
-        """An op of the running block gave `out`. The parameters and buffers that it changed by what the block was given."""
+        """An op of the running block gave `out`. The parameters and buffers that it changed by what the block
+        was given."""
         if not self._block:
             return []
         given = tensors_of(args, kwargs)

@@ -1,11 +1,13 @@
-"""The outline of a recording: blocks, what they are called with, and the loss; the glue that makes a block's arguments is left out.
+"""The outline of a recording: blocks, what they are called with, and the loss; the glue that makes a block's
+arguments is left out.
 
-Glue that depends on values of the inputs has other ops in every batch, but the tensors that it hands to blocks are the same few. An
-outline has one node for each of them, `recorded(label, *sources)`, in place of the ops that make it. Outlines of several batches are
-compared as recordings are, and what was left out is recorded anew for each micro-batch (`secc.runtime.recorder.program`).
+Glue that depends on values of the inputs has other ops in every batch, but the tensors that it hands to
+blocks are the same few. An outline has one node for each of them, `recorded(label, *sources)`, in place of
+the ops that make it. Outlines of several batches are compared as recordings are, and what was left out is
+recorded anew for each micro-batch (`secc.runtime.recorder.program`).
 
-A *source* is where such glue starts: `input KEY`, `state NAME` (a parameter or buffer) or `result CALL PATH` (a tensor that a block
-returns).
+A *source* is where such glue starts: `input KEY`, `state NAME` (a parameter or buffer) or `result CALL PATH`
+(a tensor that a block returns).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Any, NoReturn
 
 from torch import fx
 
-from secc.runtime.plan import LOOP
+from secc.runtime.plan.schema import LOOP
 from secc.runtime.recorder.loops import loops
 from secc.runtime.recorder.recording import Recording, behind
 from secc.runtime.recorder.structure import take
@@ -32,12 +34,15 @@ def recorded(label: str, *sources: Any) -> NoReturn:
 
 @dataclass
 class Outline:
-    """What is found of one recording. `made` maps the label of a tensor that a block is called with, `BLOCK:ARGUMENT`, to its node.
+    """What is found of one recording. `made` maps the label of a tensor that a block is called with,
+    `BLOCK:ARGUMENT`, to its node.
 
-    Such a tensor is made by glue, or may be in another batch: it has its label although it is an input or a block's result here. What a
-    loop over samples adds to the loss has one, too (`secc.runtime.recorder.loops`).
+    Such a tensor is made by glue, or may be in another batch: it has its label although it is an input or a
+    block's result here. What a loop over samples adds to the loss has one, too
+    (`secc.runtime.recorder.loops`).
 
-    `calls` gives each block's call its label: the path, with `#1` and so on behind it from the second call on.
+    `calls` gives each block's call its label: the path, with `#1` and so on behind it from the second call
+    on.
     """
 
     recording: Recording
@@ -63,7 +68,11 @@ class Outline:
 
     def is_source(self, node: fx.Node) -> bool:
         """Whether glue starts at a node."""
-        return node.op == "placeholder" or node.target is take or (node.op == "get_attr" and node.target not in self.recording.constants)
+        return (
+            node.op == "placeholder"
+            or node.target is take
+            or (node.op == "get_attr" and node.target not in self.recording.constants)
+        )
 
     def source(self, node: fx.Node) -> str:
         """The name of a source."""
@@ -72,22 +81,29 @@ class Outline:
         return f"{'input' if node.op == 'placeholder' else 'state'} {node.target}"
 
     def behind(self, *nodes: fx.Node) -> list[fx.Node]:
-        """The nodes and the glue that they are computed by, sources and constants included, in the order of the recording; other loops are
-        not looked into."""
+        """The nodes and the glue that they are computed by, sources and constants included, in the order of
+        the recording; other loops are not looked into."""
         found = set(behind(nodes, lambda n: self.is_source(n) or ("loop" in n.meta and n not in nodes)))
         return [n for n in self.recording.graph.nodes if n in found]
 
     def sources(self) -> dict[str, list[str]]:
         """What each tensor that glue makes is made from."""
-        return {label: [self.source(n) for n in self.behind(node) if self.is_source(n)] for label, node in self.made.items()}
+        return {
+            label: [self.source(n) for n in self.behind(node) if self.is_source(n)]
+            for label, node in self.made.items()
+        }
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The known shapes of the tensors that glue makes for blocks, by label, and of the blocks' results, by source."""
+        """The known shapes of the tensors that glue makes for blocks, by label, and of the blocks' results,
+        by source."""
         results = (n for n in self.recording.graph.nodes if n.target is take and not n.meta["guessed"])
-        return {label: n.meta["shape"] for label, n in self.made.items()} | {self.source(n): n.meta["shape"] for n in results}
+        return {label: n.meta["shape"] for label, n in self.made.items()} | {
+            self.source(n): n.meta["shape"] for n in results
+        }
 
     def skeleton(self, sources: Sources) -> Recording:
-        """A recording of the blocks and the loss alone. `sources` says what each `recorded` node takes, whatever its own sources are."""
+        """A recording of the blocks and the loss alone. `sources` says what each `recorded` node takes,
+        whatever its own sources are."""
         return _Skeleton(self, sources).run()
 
 
@@ -120,7 +136,9 @@ class _Skeleton:
 
     def _heads(self, tail: Sequence[fx.Node]) -> None:
         """Inputs and state first, as in every graph."""
-        wanted = {self.by_source[s] for found in self.sources.values() for s in found if s in self.by_source} | set(tail)
+        wanted = {
+            self.by_source[s] for found in self.sources.values() for s in found if s in self.by_source
+        } | set(tail)
         heads = [n for n in self.outline.recording.graph.nodes if n.op in ("placeholder", "get_attr")]
         direct = {n for n in heads if n in wanted and (self.outline.is_source(n) or n in tail)}
         for op in ("placeholder", "get_attr"):
@@ -134,9 +152,16 @@ class _Skeleton:
         self.new[call] = self.graph.node_copy(call, lambda n: self.given[n])
 
     def _recorded(self, node: fx.Node, label: str) -> None:
-        arguments = [self.new[self._result(self.by_source[s])] for s in self.sources.get(label, ()) if s in self.by_source]
+        arguments = [
+            self.new[self._result(self.by_source[s])]
+            for s in self.sources.get(label, ())
+            if s in self.by_source
+        ]
         self.given[node] = self.graph.call_function(recorded, (label, *arguments))
-        self.given[node].meta = dict(node.meta) | {"label": label, "grad": bool(node.meta.get("requires_grad"))}
+        self.given[node].meta = dict(node.meta) | {
+            "label": label,
+            "grad": bool(node.meta.get("requires_grad")),
+        }
 
     def _result(self, node: fx.Node) -> fx.Node:
         """A tensor of a block's result, taken where it is first needed."""

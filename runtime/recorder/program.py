@@ -1,7 +1,9 @@
-"""Recorded glue as data: a list of ops that a rank runs to make one tensor for a block, cut out of the recording of a micro-batch.
+"""Recorded glue as data: a list of ops that a rank runs to make one tensor for a block, cut out of the
+recording of a micro-batch.
 
-What inputs alone decide need not be computed again where it is small: integers and truth values (positions, indices, masks) were computed
-while the glue was recorded, and travel as values. All else, and all that gradients flow through, is run again on the rank's device.
+What inputs alone decide need not be computed again where it is small: integers and truth values (positions,
+indices, masks) were computed while the glue was recorded, and travel as values. All else, and all that
+gradients flow through, is run again on the rank's device.
 """
 
 from __future__ import annotations
@@ -16,22 +18,24 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import fx
 
-from secc.runtime.functions import PREFIX, Applied
 from secc.runtime.recorder.outline import Outline
 from secc.runtime.recorder.recording import behind
 from secc.runtime.recorder.structure import take
+from secc.runtime.sections.autograd_functions import PREFIX, Applied
 
 _FOLDED = 1 << 20  # entries of a value that travels; what is larger is computed again
 
 
 class Slot(NamedTuple):
-    """The value at a place of a program: first the sources, then the constants, then the results of the steps."""
+    """The value at a place of a program: first the sources, then the constants, then the results of the
+    steps."""
 
     number: int
 
 
 class Step(NamedTuple):
-    """One op. `draw` is the name of its random numbers, `autocast` the state that a user's own function runs in; "" for none."""
+    """One op. `draw` is the name of its random numbers, `autocast` the state that a user's own function runs
+    in; "" for none."""
 
     target: str
     args: Any
@@ -60,7 +64,8 @@ class Host(Protocol):
 
 @dataclass
 class Program:
-    """Makes one tensor. `sources` are names as in `secc.runtime.recorder.outline`, `shapes` those of blocks' results among them."""
+    """Makes one tensor. `sources` are names as in `secc.runtime.recorder.outline`, `shapes` those of blocks'
+    results among them."""
 
     sources: list[str] = field(default_factory=list)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -75,9 +80,15 @@ class Program:
         last = self._last_uses()
         for number, step in enumerate(self.steps, len(slots)):
             args, kwargs = (_filled(value, slots, device) for value in (step.args, step.kwargs))
-            function = host.function(step.target) if step.target.startswith(PREFIX) else _function(step.target)
+            function = (
+                host.function(step.target) if step.target.startswith(PREFIX) else _function(step.target)
+            )
             with torch.set_grad_enabled(step.grad and torch.is_grad_enabled()), _autocast(step.autocast):
-                slots.append(host.draw(step.draw, function, *args, **kwargs) if step.draw else function(*args, **kwargs))
+                slots.append(
+                    host.draw(step.draw, function, *args, **kwargs)
+                    if step.draw
+                    else function(*args, **kwargs)
+                )
             for used in last.get(number, ()):
                 slots[used] = None
         return slots[self.result]
@@ -90,7 +101,11 @@ class Program:
     def _last_uses(self) -> dict[int, list[int]]:
         """The slots that are not needed after each step."""
         first = len(self.sources) + len(self.values)
-        last = {used: number for number, step in enumerate(self.steps, first) for used in _used((step.args, step.kwargs))}
+        last = {
+            used: number
+            for number, step in enumerate(self.steps, first)
+            for used in _used((step.args, step.kwargs))
+        }
         last.pop(self.result, None)
         found: dict[int, list[int]] = {}
         for used, number in last.items():
@@ -101,7 +116,8 @@ class Program:
 def programs(
     outline: Outline, batch: Mapping[str, Any], labels: Collection[str] | None = None
 ) -> tuple[dict[str, Program], frozenset[str]]:
-    """A program for each tensor that glue makes (with `labels` for these), and the inputs whose values went into them.
+    """A program for each tensor that glue makes (with `labels` for these), and the inputs whose values went
+    into them.
 
     `batch` is what was recorded; its values give those that inputs decide.
     """
@@ -144,7 +160,9 @@ class _Writer:
         args, kwargs = (_data(value, self._slots) for value in (node.args, node.kwargs))
         target = "getitem" if node.target is operator.getitem else str(node.target)
         autocast = node.meta["autocast"] if isinstance(node.target, Applied) else ""
-        return Step(target, args, kwargs, bool(node.meta.get("grad", True)), node.meta.get("draw") or "", autocast)
+        return Step(
+            target, args, kwargs, bool(node.meta.get("grad", True)), node.meta.get("draw") or "", autocast
+        )
 
 
 class _Values:
@@ -159,7 +177,9 @@ class _Values:
             self._alone[node] = self._decide(node)
 
     def _decide(self, node: fx.Node) -> bool:
-        if node.op == "placeholder" or (node.op == "get_attr" and node.target in self._outline.recording.constants):
+        if node.op == "placeholder" or (
+            node.op == "get_attr" and node.target in self._outline.recording.constants
+        ):
             return True
         if node.op != "call_function" or node.target is take or node.meta.get("draw"):
             return False
@@ -193,7 +213,8 @@ class _Values:
 
 
 def input_of(batch: Mapping[str, Any], name: str) -> torch.Tensor:
-    """A tensor of a batch by the name of its placeholder: `input_ids`, or `images[0]` where the batch nests."""
+    """A tensor of a batch by the name of its placeholder: `input_ids`, or `images[0]` where the batch
+    nests."""
     key, bracket, rest = name.partition("[")
     return take(batch[key], bracket + rest)
 

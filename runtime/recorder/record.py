@@ -1,7 +1,8 @@
 """The recorder: runs a user's forward with opaque blocks and writes down what happens between them.
 
-Blocks return fake tensors, which have a shape but no values; ops on inputs alone run for real. So weights and logits never exist, a
-branch on an input takes the way the user's data takes, and a branch on a block's result is an error instead of a wrong graph.
+Blocks return fake tensors, which have a shape but no values; ops on inputs alone run for real. So weights and
+logits never exist, a branch on an input takes the way the user's data takes, and a branch on a block's result
+is an error instead of a wrong graph.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from secc.runtime import hooks
 from secc.runtime.errors import UserError
-from secc.runtime.nesting import columns_of, lists_of, nested
-from secc.runtime.plan import EACH, SIZES
+from secc.runtime.model.deferred_scalar import Unread
+from secc.runtime.model.nested_batch import columns_of, lists_of, nested
+from secc.runtime.model.source_lines import class_place, drawer, paths_of, place, raised_at
+from secc.runtime.model.user_file import loss_of, scalars_of
+from secc.runtime.plan.schema import EACH, SIZES
 from secc.runtime.randomness.ops import is_random, supported
 from secc.runtime.recorder import made_up, structure
 from secc.runtime.recorder.anatomy import Anatomy
@@ -32,14 +35,20 @@ from secc.runtime.recorder.glue import Executor, Glue, tensors_of
 from secc.runtime.recorder.hazards import Watch
 from secc.runtime.recorder.modes import Calls, Ops, autograd_functions, idle_autocast, intercept, unvalidated
 from secc.runtime.recorder.origins import Origins
-from secc.runtime.recorder.places import class_place, drawer, paths_of, place, raised_at
-from secc.runtime.recorder.recording import BlockError, Drawn, Enough, Hazard, NeedsValues, Observer, Recording
+from secc.runtime.recorder.recording import (
+    BlockError,
+    Drawn,
+    Enough,
+    Hazard,
+    NeedsValues,
+    Observer,
+    Recording,
+)
 from secc.runtime.recorder.settings import Settings, watched
 from secc.runtime.recorder.shortcuts import Shortcuts
 from secc.runtime.recorder.tape import Tape, here
 from secc.runtime.recorder.touched import Touched
-from secc.runtime.unread import Unread
-from secc.runtime.user_model import loss_of, scalars_of
+from secc.runtime.sections import forward_hooks
 
 NO_STATE = "let what is kept from batch to batch change after the step (in the optimizer, or between runs), not in forward"
 Rules = Mapping[str, Extents]
@@ -49,8 +58,8 @@ NO_RULES: Rules = {}
 class Recorder:
     """Records forwards of one model with one choice of blocks (module paths), many times.
 
-    The model may be on the meta device; it is copied and never changed. With `logs` the further scalars that forward returns are kept as
-    well; `logged` says whether there were any.
+    The model may be on the meta device; it is copied and never changed. With `logs` the further scalars that
+    forward returns are kept as well; `logged` says whether there were any.
     """
 
     def __init__(self, model: nn.Module, blocks: Collection[str]) -> None:
@@ -61,10 +70,19 @@ class Recorder:
         self._tensors = {n: t for n, t in (*self._model.named_parameters(), *self._model.named_buffers())}
         self._state = {id(t): n for n, t in self._tensors.items()}
         self._paths = paths_of(self._model)
-        self._taken_apart, self._making_up = set[str](), False  # blocks with hooks inside; a module runs with made-up values
-        self._origins = Origins(self._state, {t.untyped_storage()._cdata: n for n, t in self._tensors.items()})
+        self._taken_apart, self._making_up = (
+            set[str](),
+            False,
+        )  # blocks with hooks inside; a module runs with made-up values
+        self._origins = Origins(
+            self._state, {t.untyped_storage()._cdata: n for n, t in self._tensors.items()}
+        )
         self._settings = Settings(self._modules)
-        self._shapes, self._layers, self.shorten = Shapes(), self._anatomy.layers(), Shortcuts(self._mode, self._shortened)
+        self._shapes, self._layers, self.shorten = (
+            Shapes(),
+            self._anatomy.layers(),
+            Shortcuts(self._mode, self._shortened),
+        )
         self._valueless = True  # large inputs have no values, until forward has asked for one
         self._lacking = False  # whether there are such inputs in the recording that is made
         self._observer = Observer()
@@ -89,11 +107,15 @@ class Recorder:
         finally:
             self._observer = Observer()
 
-    def record(self, batch: Mapping[str, Any], rules: Rules = NO_RULES, until: int | None = None) -> Recording:
-        """Record `model(**nested(batch))`. Raises UserError for what cannot be recorded, BlockError where other blocks may help.
+    def record(
+        self, batch: Mapping[str, Any], rules: Rules = NO_RULES, until: int | None = None
+    ) -> Recording:
+        """Record `model(**nested(batch))`. Raises UserError for what cannot be recorded, BlockError where
+        other blocks may help.
 
-        `rules` give the shapes of blocks' results, by call (`secc.runtime.recorder.outline`) and access path: such blocks need not run.
-        With `until` the recording ends with the call of a block that has this number (from 0).
+        `rules` give the shapes of blocks' results, by call (`secc.runtime.recorder.outline`) and access path:
+        such blocks need not run. With `until` the recording ends with the call of a block that has this
+        number (from 0).
         """
         self._until = until
         with suppress(Guess):
@@ -122,14 +144,24 @@ class Recorder:
         self._lists = dict[tuple[int, ...], dict[str, torch.Tensor]]()  # by the ids of their tensors
         self._draws, self._met, self._called = list[Drawn](), Counter[str](), Counter[str]()
         self._touched = Touched(self._tape)
-        self._running: tuple[str, set[int]] = "", set()  # the block whose shapes are learnt, and its arguments
+        self._running: tuple[str, set[int]] = (
+            "",
+            set(),
+        )  # the block whose shapes are learnt, and its arguments
         self._executor = Executor(self._mode, self._fail)
         self._glue = Glue(self._tape, self._executor, self._fail)
         inputs = self._copies(batch)
         for name, tensor in structure.named(inputs):
             self._tape.bind(tensor, self._tape.head("placeholder", name, tensor))
         try:
-            with Calls(self), Ops(self), autograd_functions(self), idle_autocast(self), unvalidated(), watched(self._set):
+            with (
+                Calls(self),
+                Ops(self),
+                autograd_functions(self),
+                idle_autocast(self),
+                unvalidated(),
+                watched(self._set),
+            ):
                 found = self._forward(inputs)
         finally:
             self._settings.reset()
@@ -145,7 +177,16 @@ class Recorder:
         placeholders = {str(n.target): n for n in graph.nodes if n.op == "placeholder"}
         constants = {n: t for n, t in tape.constants.items() if n in used}
         idle = sum(n.op == "call_module" for n in graph.nodes) < self._called.total()
-        return Recording(graph, placeholders, constants, list(self._hazards), self._draws, found is None, idle, self._touched.inputs())
+        return Recording(
+            graph,
+            placeholders,
+            constants,
+            list(self._hazards),
+            self._draws,
+            found is None,
+            idle,
+            self._touched.inputs(),
+        )
 
     def _now(self) -> dict[str, Any]:
         """What is known of the moment at which an op is recorded."""
@@ -166,14 +207,21 @@ class Recorder:
             message = f"forward raises {type(error).__name__}: {error}"
             path = next(filter(self._anatomy.gathers, sorted(self.blocks)), None)
             if path is not None and (around := self._anatomy.around(path)) is not None:
-                raise BlockError(path, around, message, raised_at(error) or where, "take a larger module as the block") from error
+                raise BlockError(
+                    path, around, message, raised_at(error) or where, "take a larger module as the block"
+                ) from error
             raise UserError(message, raised_at(error) or where, "correct the model or its data") from error
         if not self._executor.unknown(loss):
-            raise UserError("the loss depends on none of the model's parameters", where, "return the loss that is to be minimised")
+            raise UserError(
+                "the loss depends on none of the model's parameters",
+                where,
+                "return the loss that is to be minimised",
+            )
         return loss, scalars_of(output)
 
     def _nested(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The batch as forward takes it; lists that grow with the samples are known by their tensors from now on."""
+        """The batch as forward takes it; lists that grow with the samples are known by their tensors from now
+        on."""
         self._unpacking = class_place(type(self._model))
         given = nested(inputs)
         self._unpacking = ""
@@ -185,12 +233,15 @@ class Recorder:
         return given
 
     def _packed(self, value: Any) -> Any:
-        """Arguments of a block in which the lists that grow with the samples are the two tensors that they come from."""
+        """Arguments of a block in which the lists that grow with the samples are the two tensors that they
+        come from."""
         if isinstance(value, (list, tuple)) and (both := self._lists.get(tuple(map(id, value)))):
             return both
         if isinstance(value, dict):
             return {key: self._packed(child) for key, child in value.items()}
-        if (columns := columns_of(value)) is not None and all(tuple(map(id, tensors)) in self._lists for tensors in columns.values()):
+        if (columns := columns_of(value)) is not None and all(
+            tuple(map(id, tensors)) in self._lists for tensors in columns.values()
+        ):
             return {EACH: self._packed(columns)}
         plain = type(value) in (list, tuple)
         return type(value)(self._packed(child) for child in value) if plain else value
@@ -207,16 +258,20 @@ class Recorder:
         return functionalise(self._tape, value, self._mode, self._fail)
 
     def _copies(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """The batch with tensors of its own, so that forward may write into them and one tensor may be passed twice."""
+        """The batch with tensors of its own, so that forward may write into them and one tensor may be passed
+        twice."""
 
         def own(_: str, leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return copy.copy(leaf)
-            return valueless(self._mode, leaf) if self._valueless and is_large(leaf) else leaf.detach().clone()
+            return (
+                valueless(self._mode, leaf) if self._valueless and is_large(leaf) else leaf.detach().clone()
+            )
 
         return structure.replace(dict(batch), own)
 
-    # -- what the modes tell ------------------------------------------------------------------------------------------------------
+    # -- what the modes tell
+    # ------------------------------------------------------------------------------------------------------
 
     def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An op between blocks."""
@@ -244,7 +299,10 @@ class Recorder:
     def _valued(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An op on made-up values."""
         if any(map(is_fake, tensors_of(args, kwargs))):
-            self.fail(f"{func} takes a tensor without values that is no argument of the module", "pass it as an argument")
+            self.fail(
+                f"{func} takes a tensor without values that is no argument of the module",
+                "pass it as an argument",
+            )
         out = func(*args, **kwargs)
         if is_random(func, args, kwargs):
             self._watch.draws.append(self._drawn(func, out if isinstance(out, torch.Tensor) else out[0]))
@@ -257,30 +315,69 @@ class Recorder:
         self._origins.adopt(out, all(map(self._origins.is_alone, tensors_of(args, kwargs))))
 
     def _refuse_hidden(self, args: Any, kwargs: Any) -> None:
-        """Raise for an op in a block that takes what was made outside and is no argument of the block: nobody would hand it over."""
+        """Raise for an op in a block that takes what was made outside and is no argument of the block: nobody
+        would hand it over."""
         path, given = self._running
         for tensor in tensors_of(args, kwargs) if path else ():
             if id(tensor) in given:
                 continue
-            if (name := self._state.get(id(tensor))) is not None and id(tensor) not in self._anatomy.own(path):
+            if (name := self._state.get(id(tensor))) is not None and id(tensor) not in self._anatomy.own(
+                path
+            ):
                 message = f"block {path} uses {name}, which is none of its own parameters and buffers"
-                raise BlockError(path, self._anatomy.around(path), message, place(), "pass it as an argument", self._anatomy.parts(path))
+                raise BlockError(
+                    path,
+                    self._anatomy.around(path),
+                    message,
+                    place(),
+                    "pass it as an argument",
+                    self._anatomy.parts(path),
+                )
             if maker := self._origins.maker(tensor):
                 self._refuse_kept(maker, path)
             if self._tape.made(tensor):
-                message = f"block {path} uses a tensor that is made outside of it and is no argument of its forward"
-                raise BlockError(path, self._anatomy.around(path), message, place(), "pass it as an argument", self._anatomy.parts(path))
+                message = (
+                    f"block {path} uses a tensor that is made outside of it and is no argument of its forward"
+                )
+                raise BlockError(
+                    path,
+                    self._anatomy.around(path),
+                    message,
+                    place(),
+                    "pass it as an argument",
+                    self._anatomy.parts(path),
+                )
 
     def _refuse_kept(self, maker: str, user: str) -> NoReturn:
-        """Raise for a tensor that block `maker` keeps, and `user` uses. Blocks like it keep theirs, which have not run here."""
+        """Raise for a tensor that block `maker` keeps, and `user` uses. Blocks like it keep theirs, which
+        have not run here."""
         cls = type(self._modules[maker])
-        parts = [part for path in self.blocks if type(self._modules[path]) is cls for part in self._anatomy.parts(path)]
+        parts = [
+            part
+            for path in self.blocks
+            if type(self._modules[path]) is cls
+            for part in self._anatomy.parts(path)
+        ]
         message = f"block {maker} keeps a tensor on a module, which {user or 'forward'} uses"
-        raise BlockError(maker, self._anatomy.around(maker), message, place(), "return it from forward, and pass it as an argument", parts)
+        raise BlockError(
+            maker,
+            self._anatomy.around(maker),
+            message,
+            place(),
+            "return it from forward, and pass it as an argument",
+            parts,
+        )
 
     def _drawn(self, func: Any, out: torch.Tensor) -> Drawn:
         path, lines = drawer(self._paths)
-        return Drawn(path, lines[: len(lines) - len(self._watch.outside)], str(func), place(), tuple(out.shape), supported(func))
+        return Drawn(
+            path,
+            lines[: len(lines) - len(self._watch.outside)],
+            str(func),
+            place(),
+            tuple(out.shape),
+            supported(func),
+        )
 
     def _drew(self, drawn: Drawn) -> str:
         """Note a random op that a rank will meet here; its name."""
@@ -319,7 +416,10 @@ class Recorder:
         if self._running[0] and not self._origins.is_alone(value):
             self._watch.note("state", name)
         elif not self.paused and self._executor.unknown(value):
-            self.fail(f"forward puts another tensor in the place of the buffer {name}, between its modules", NO_STATE)
+            self.fail(
+                f"forward puts another tensor in the place of the buffer {name}, between its modules",
+                NO_STATE,
+            )
 
     def function(self, cls: Any, args: Any, run: Callable[..., Any]) -> Any:
         """The user applies a `torch.autograd.Function`."""
@@ -328,7 +428,8 @@ class Recorder:
             out = run(*(self._executor.fake(a) for a in args))
             if self._watch.draws:
                 self.fail(
-                    f"{cls.__name__}.apply draws random numbers between the model's modules", "draw them outside, and pass them to it"
+                    f"{cls.__name__}.apply draws random numbers between the model's modules",
+                    "draw them outside, and pass them to it",
                 )
             return out
 
@@ -351,13 +452,18 @@ class Recorder:
         path = self._open[-1]
         raise kind(path, path or None, message, place(), remedy)
 
-    # -- blocks -------------------------------------------------------------------------------------------------------------------
+    # -- blocks
+    # -------------------------------------------------------------------------------------------------------------------
 
     def _call(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.paused:
             if not self._running[0] or self._making_up:
                 return module._call_impl(*args, **kwargs)
-            return self._layer(path, module, args, kwargs) if path in self._layers else self._inside(module, args, kwargs)
+            return (
+                self._layer(path, module, args, kwargs)
+                if path in self._layers
+                else self._inside(module, args, kwargs)
+            )
         self._observer.entered(path, args, kwargs)
         if self._is_opaque(path, module):
             result = self._block(path, module, args, kwargs)
@@ -369,7 +475,8 @@ class Recorder:
         return result
 
     def _is_opaque(self, path: str, module: nn.Module) -> bool:
-        """A block, or a part of a block with weights of its own that is called while the block is not running."""
+        """A block, or a part of a block with weights of its own that is called while the block is not
+        running."""
         if path not in self._opaque:
             inside = any(path.startswith(f"{b}.") for b in self.blocks)
             has_state = any(True for _ in module.parameters()) or any(True for _ in module.buffers())
@@ -381,20 +488,27 @@ class Recorder:
         watched = self._anatomy.watched(path)
         if watched is not None and path not in self._taken_apart and (parts := self._anatomy.parts(path)):
             self._taken_apart.add(path)  # where its parts cannot be blocks, it is one after all
-            raise BlockError(path, None, f"a forward hook sees what {watched} gives", place(), "take smaller blocks", parts)
+            raise BlockError(
+                path, None, f"a forward hook sees what {watched} gives", place(), "take smaller blocks", parts
+            )
         with self.silence():
             call, rule = self._node(path, args, kwargs), self._rule(path, args, kwargs)
             unknown = structure.replace((args, kwargs), lambda _, leaf: self._executor.fake(leaf))
             self._running = path, {id(t) for _, t in structure.tensors((args, kwargs, *unknown))}
             settings = self._settings.of(path)
-            result = self._shapes.result(path, module, unknown, lambda: self._run(path, module, *unknown), rule, settings)
+            result = self._shapes.result(
+                path, module, unknown, lambda: self._run(path, module, *unknown), rule, settings
+            )
             self._running = "", set()
             out, new = result.build(self._mode, [t for _, t in structure.tensors((args, kwargs))])
             call.meta["reads"], call.meta["settings"] = result.reads, settings
             if not result.is_plain:
                 self._touched.see((args, kwargs))
             for leaf, tensor in new:
-                self._tape.take(call, leaf.path, tensor, leaf.requires_grad).meta |= {"alone": leaf.alone, "guessed": leaf.guessed}
+                self._tape.take(call, leaf.path, tensor, leaf.requires_grad).meta |= {
+                    "alone": leaf.alone,
+                    "guessed": leaf.guessed,
+                }
                 if leaf.guessed:
                     self._touched.hide(tensor)
             self._hazards |= {Hazard(path, h.kind, h.op, h.where): None for h in result.hazards}
@@ -402,10 +516,11 @@ class Recorder:
             call.meta["site"] = "<".join(site)
             for drawn in result.draws:
                 self._drew(drawn.at(path, site))
-        return hooks.called(module, args, kwargs, out)
+        return forward_hooks.called(module, args, kwargs, out)
 
     def _rule(self, path: str, args: Any, kwargs: Any) -> Extents | None:
-        """The rule for a call of a block, which is the next one. Raises Enough if the recording ends with it."""
+        """The rule for a call of a block, which is the next one. Raises Enough if the recording ends with
+        it."""
         self._touched.refuse((args, kwargs))
         number = self._called[path]
         self._called[path] += 1
@@ -430,12 +545,12 @@ class Recorder:
         out, new = result.build(self._mode, [t for _, t in structure.tensors((args, kwargs))])
         for leaf, tensor in new:
             self._origins.adopt(tensor, leaf.alone)
-        hooks.gather(module, args, out)
+        forward_hooks.gather(module, args, out)
         return out
 
     def _inside(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """The result of a module in a running block; where it needs values that nobody has, or an op that fake tensors have not, with
-        made-up ones."""
+        """The result of a module in a running block; where it needs values that nobody has, or an op that
+        fake tensors have not, with made-up ones."""
         watch = self._watch.copy()
         try:
             return module._call_impl(*args, **kwargs)
@@ -444,7 +559,9 @@ class Recorder:
                 raise
             watch.reads |= self._watch.reads
             with suppress(Exception):
-                found = made_up.result(self._mode, module, args, kwargs, lambda call: self._made_up(watch, call))
+                found = made_up.result(
+                    self._mode, module, args, kwargs, lambda call: self._made_up(watch, call)
+                )
                 if found is not None:
                     for leaf, tensor in found[1]:
                         self._origins.adopt(tensor, leaf.alone)
@@ -462,7 +579,9 @@ class Recorder:
 
     def _node(self, path: str, args: Any, kwargs: Any) -> fx.Node:
         try:
-            arguments = structure.arguments(self._packed((args, kwargs)) if self._lists else (args, kwargs), self._tape.node)
+            arguments = structure.arguments(
+                self._packed((args, kwargs)) if self._lists else (args, kwargs), self._tape.node
+            )
         except structure.NotLiteral as error:
             message = f"block {path} is called with {error}, which cannot be written into a plan"
             remedy = "pass tensors and plain values, or let its class stand in a module that the model file imports"
@@ -473,17 +592,35 @@ class Recorder:
         self._watch = Watch(path, drawer(self._paths)[1])
         try:
             own = [module] if path == self._running[0] else []
-            with self._origins.run(self._running[0]), hooks.without(own):
+            with self._origins.run(self._running[0]), forward_hooks.without(own):
                 out = self._inside(module, args, kwargs)
                 alone = frozenset(id(t) for _, t in structure.tensors(out) if self._origins.is_alone(t))
         except BlockError as error:
             if error.parts:
                 raise
-            raise BlockError(path, self._anatomy.around(path), f"in block {path}: {error.message}", error.where, error.remedy) from error
+            raise BlockError(
+                path,
+                self._anatomy.around(path),
+                f"in block {path}: {error.message}",
+                error.where,
+                error.remedy,
+            ) from error
         except Exception as error:
             message = f"the shapes of block {path} cannot be found: {type(error).__name__}: {error}"
-            raise BlockError(path, self._anatomy.around(path), message, raised_at(error), "take a larger module as the block") from error
-        return out, frozenset() if self._watch.reads else alone, self._watch.reads, tuple(self._watch.hazards), tuple(self._watch.draws)
+            raise BlockError(
+                path,
+                self._anatomy.around(path),
+                message,
+                raised_at(error),
+                "take a larger module as the block",
+            ) from error
+        return (
+            out,
+            frozenset() if self._watch.reads else alone,
+            self._watch.reads,
+            tuple(self._watch.hazards),
+            tuple(self._watch.draws),
+        )
 
     def _fail(self, message: str, remedy: str) -> NoReturn:
         self.fail(message, remedy, NeedsValues if self._running[0] else BlockError)

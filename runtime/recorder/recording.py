@@ -6,9 +6,10 @@ A recording's graph is a `torch.fx.Graph` of
 - `call_function` nodes for ATen ops, none of which mutates;
 - reads: nodes marked `meta["read"]` that stand where Python looked at a value of a tensor.
 
-Every node's meta has `where` ("file:line"), `module` (the path of the open module that ran), `grad` (grad mode), `autocast` ("" or
-"cpu bfloat16"), and for tensors `shape`, `dtype` and `requires_grad`; random ops also have `draw`, their name, calls of blocks `site`, the
-lines that lead to them, and `reads` if the block looks at values of its arguments, scalars that forward returns beside the loss `log`.
+Every node's meta has `where` ("file:line"), `module` (the path of the open module that ran), `grad` (grad
+mode), `autocast` ("" or "cpu bfloat16"), and for tensors `shape`, `dtype` and `requires_grad`; random ops
+also have `draw`, their name, calls of blocks `site`, the lines that lead to them, and `reads` if the block
+looks at values of its arguments, scalars that forward returns beside the loss `log`.
 """
 
 from __future__ import annotations
@@ -23,28 +24,38 @@ import torch
 from torch import fx
 
 from secc.runtime.errors import UserError
-from secc.runtime.recorder.places import Lines, call_name
+from secc.runtime.model.source_lines import Lines, call_name
 
 _COMPARED = 1024  # entries; what is larger is compared by its hash
 
 
 class BlockError(UserError):
-    """Something that cannot be recorded with these blocks. `path` is the block or the open module that it happened in.
+    """Something that cannot be recorded with these blocks. `path` is the block or the open module that it
+    happened in.
 
-    `coarser` is a module that would hide it if it were a block, None if there is none but the whole model. `parts` are modules inside the
-    block that would show it if they were blocks in its place.
+    `coarser` is a module that would hide it if it were a block, None if there is none but the whole model.
+    `parts` are modules inside the block that would show it if they were blocks in its place.
     """
 
     def __init__(
-        self, path: str, coarser: str | None, message: str, where: str = "", remedy: str = "", parts: Collection[str] = ()
+        self,
+        path: str,
+        coarser: str | None,
+        message: str,
+        where: str = "",
+        remedy: str = "",
+        parts: Collection[str] = (),
     ) -> None:
         super().__init__(message, where, remedy)
         self.path, self.coarser, self.parts = path, coarser, tuple(parts)
 
     def blocks(self, blocks: Collection[str]) -> list[str] | None:
-        """Other blocks with which a recording may succeed: finer ones where those show more, else a coarser one; None if there are none."""
+        """Other blocks with which a recording may succeed: finer ones where those show more, else a coarser
+        one; None if there are none."""
         if self.parts:
-            return sorted({b for b in blocks if not any(p.startswith(f"{b}.") for p in self.parts)} | set(self.parts))
+            return sorted(
+                {b for b in blocks if not any(p.startswith(f"{b}.") for p in self.parts)} | set(self.parts)
+            )
         if self.coarser is None or self.coarser in blocks:
             return None
         return sorted({b for b in blocks if not b.startswith(f"{self.coarser}.")} | {self.coarser})
@@ -56,7 +67,8 @@ class NeedsValues(BlockError):
 
 @dataclass(frozen=True)
 class Read:
-    """A value of an input-only tensor that Python looked at: `kind` is `item`, `tolist`, `numpy`, `tensor`, `size` or the op's name."""
+    """A value of an input-only tensor that Python looked at: `kind` is `item`, `tolist`, `numpy`, `tensor`,
+    `size` or the op's name."""
 
     kind: str
     value: Any
@@ -66,8 +78,8 @@ class Read:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A random op: the module that runs it, the user's lines that led there, the op, its place, the shape of its result, whether a rank can
-    draw it sample by sample, and the how-manieth it is of these lines.
+    """A random op: the module that runs it, the user's lines that led there, the op, its place, the shape of
+    its result, whether a rank can draw it sample by sample, and the how-manieth it is of these lines.
     """
 
     path: str
@@ -91,19 +103,25 @@ class Drawn:
     def inside(self, path: str) -> Drawn:
         """The same for any block: with `.` for `path` at the head of the module's path."""
         rest = self.path.removeprefix(path)
-        return replace(self, path=f".{rest}") if path and rest[:1] in ("", ".") and rest != self.path else self
+        return (
+            replace(self, path=f".{rest}") if path and rest[:1] in ("", ".") and rest != self.path else self
+        )
 
     def at(self, path: str, lines: Lines) -> Drawn:
         """The same in the block at `path`, which is called at `lines`."""
-        return replace(self, path=path + self.path[1:] if self.path.startswith(".") else self.path, lines=self.lines + lines)
+        return replace(
+            self,
+            path=path + self.path[1:] if self.path.startswith(".") else self.path,
+            lines=self.lines + lines,
+        )
 
 
 @dataclass(frozen=True)
 class Hazard:
     """What a plan must know of forward beside its graph.
 
-    `kind` is "batch_norm", "frequency" or "state" (`op` is the name of a parameter or buffer then) for what couples samples inside a block,
-    "autocast" for a region of a device that is not here.
+    `kind` is "batch_norm", "frequency" or "state" (`op` is the name of a parameter or buffer then) for what
+    couples samples inside a block, "autocast" for a region of a device that is not here.
     """
 
     path: str
@@ -116,8 +134,8 @@ class Hazard:
 class Recording:
     """The glue of one forward; see the module's text. `inputs` maps batch keys to their placeholders.
 
-    `ended`: it goes up to the call of a block, and has no loss. `idle`: forward calls a block whose result nothing needs. `matters`: the
-    inputs whose shapes could decide something.
+    `ended`: it goes up to the call of a block, and has no loss. `idle`: forward calls a block whose result
+    nothing needs. `matters`: the inputs whose shapes could decide something.
     """
 
     graph: fx.Graph
@@ -161,14 +179,16 @@ class Observer:
 
 
 def read_value(kind: str, tensor: torch.Tensor) -> Any:
-    """What Python looked at, in a form that can be compared. It is the target of read nodes that are no ATen ops."""
+    """What Python looked at, in a form that can be compared. It is the target of read nodes that are no ATen
+    ops."""
     if tensor.numel() <= _COMPARED:
         return tensor.tolist()
     return hashlib.sha256(repr(tensor.tolist()).encode()).hexdigest()
 
 
 def behind(nodes: Iterable[fx.Node], ends: Callable[[fx.Node], bool] = lambda _: False) -> Iterator[fx.Node]:
-    """These nodes and all that they are computed from, nearest first; what lies behind a node that `ends` is not looked at."""
+    """These nodes and all that they are computed from, nearest first; what lies behind a node that `ends` is
+    not looked at."""
     queue = deque(dict.fromkeys(nodes))
     seen = set(queue)
     while queue:

@@ -1,4 +1,5 @@
-"""Running a recorded graph with the user's own modules, under the grad mode and autocast state it was recorded with."""
+"""Running a recorded graph with the user's own modules, under the grad mode and autocast state it was
+recorded with."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from secc.runtime.functions import Applied
 from secc.runtime.recorder.recording import is_read
+from secc.runtime.sections.autograd_functions import Applied
 
 
 class Replay(fx.Interpreter):
@@ -40,4 +41,6 @@ class Replay(fx.Interpreter):
             return super().run_node(n)
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return self._constants[target] if target in self._constants else super().get_attr(target, args, kwargs)
+        return (
+            self._constants[target] if target in self._constants else super().get_attr(target, args, kwargs)
+        )

@@ -1,8 +1,9 @@
-"""What the user's forward sets on modules while it is recorded, as far as it is plain data; see `secc.runtime.settings`.
+"""What the user's forward sets on modules while it is recorded, as far as it is plain data; see
+`secc.runtime.sections.module_settings`.
 
-Only what is set between blocks counts: what a block sets when it runs, it sets on a rank too. Nor do attributes count that were not there
-before: what is known from the first call on is a module's own memory. After each recording the modules are as `model()` left them, which is
-how a rank has them.
+Only what is set between blocks counts: what a block sets when it runs, it sets on a rank too. Nor do
+attributes count that were not there before: what is known from the first call on is a module's own memory.
+After each recording the modules are as `model()` left them, which is how a rank has them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from secc.runtime.settings import Setting, restore
+from secc.runtime.sections.module_settings import Setting, restore
 
 _PLAIN = (bool, int, float, str, type(None))
 _MOST = 16  # entries of a list that is still a setting
@@ -39,9 +40,14 @@ class Settings:
         found: dict[tuple[str, str], tuple[Any, list[str]]] = {}
         for (module, name), value in self._now.items():
             inside = module == path or module.startswith(f"{path}.")
-            if inside and (type(value), value) != (type(self._first[module, name]), self._first[module, name]):
+            if inside and (type(value), value) != (
+                type(self._first[module, name]),
+                self._first[module, name],
+            ):
                 found.setdefault((name, repr(value)), (value, []))[1].append(module[len(path) + 1 :])
-        return tuple((name, value, *self._shared(path, name, paths)) for (name, _), (value, paths) in found.items())
+        return tuple(
+            (name, value, *self._shared(path, name, paths)) for (name, _), (value, paths) in found.items()
+        )
 
     def _shared(self, path: str, name: str, paths: list[str]) -> list[str]:
         """The paths; none where they are all in the block that have the attribute."""
@@ -50,7 +56,13 @@ class Settings:
 
     def reset(self) -> None:
         """Give all modules what they had first."""
-        restore([(self._modules[path], name, value) for (path, name), value in self._first.items() if (path, name) in self._now])
+        restore(
+            [
+                (self._modules[path], name, value)
+                for (path, name), value in self._first.items()
+                if (path, name) in self._now
+            ]
+        )
         self._now.clear()
 
 

@@ -1,7 +1,8 @@
-"""Results without values of calls that are many ops below autograd: of linear maps by their rule, of attention learnt once for each layout.
+"""Results without values of calls that are many ops below autograd: of linear maps by their rule, of
+attention learnt once for each layout.
 
-Vision towers attend to their windows one by one, hundreds of alike ones in a layer, each a dozen ops; linear maps are most of what a
-layer calls.
+Vision towers attend to their windows one by one, hundreds of alike ones in a layer, each a dozen ops; linear
+maps are most of what a layer calls.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ Note = Callable[[Any, Any, torch.Tensor], None]
 
 
 class Shortcuts:
-    """Takes the place of the functions in `SHORT` where their result has no values, and no random numbers are drawn.
+    """Takes the place of the functions in `SHORT` where their result has no values, and no random numbers are
+    drawn.
 
     `note(args, kwargs, out)` is told of a result that no op has made.
     """
@@ -48,7 +50,12 @@ class Shortcuts:
 def _mapped(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Layout | None:
     """The layout of a linear map's result; None for what torch itself is to judge."""
     given = [x, weight] if bias is None else [x, weight, bias]
-    plain = all(is_fake(t) and t.dtype == x.dtype for t in given) and x.ndim > 1 and weight.ndim == 2 and not autocast()
+    plain = (
+        all(is_fake(t) and t.dtype == x.dtype for t in given)
+        and x.ndim > 1
+        and weight.ndim == 2
+        and not autocast()
+    )
     if not plain or x.shape[-1] != weight.shape[1] or (bias is not None and bias.shape != weight.shape[:1]):
         return None
     shape = (*x.shape[:-1], weight.shape[0])
@@ -61,7 +68,9 @@ def _attention(args: Any, kwargs: Any) -> Any:
         given = arguments((args, kwargs), _layout)
     except NotLiteral:
         return None
-    if not is_fake(args[0] if args else kwargs.get("query")) or (args[4] if len(args) > 4 else kwargs.get("dropout_p", 0)):
+    if not is_fake(args[0] if args else kwargs.get("query")) or (
+        args[4] if len(args) > 4 else kwargs.get("dropout_p", 0)
+    ):
         return None
     return repr(given), torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast()
 

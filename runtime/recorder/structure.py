@@ -1,7 +1,8 @@
 """Nested Python values that hold tensors: arguments of a block, and whatever its forward returns.
 
-torch's pytree knows only registered types; forwards return plain dataclasses, named tuples and mappings as well, and codegen needs
-each tensor's access path (`.last_hidden_state`, `["logits"]`, `[0]`) as the user would write it.
+torch's pytree knows only registered types; forwards return plain dataclasses, named tuples and mappings as
+well, and codegen needs each tensor's access path (`.last_hidden_state`, `["logits"]`, `[0]`) as the user
+would write it.
 """
 
 from __future__ import annotations
@@ -15,10 +16,21 @@ from typing import Any
 
 import torch
 
-from secc.runtime.records import fields_of
-from secc.runtime.user_model import is_model_file
+from secc.runtime.model.dataclass_args import fields_of
+from secc.runtime.model.user_file import is_model_file
 
-_LITERALS = (bool, int, float, str, torch.dtype, torch.device, torch.memory_format, torch.layout, type(None), type(Ellipsis))
+_LITERALS = (
+    bool,
+    int,
+    float,
+    str,
+    torch.dtype,
+    torch.device,
+    torch.memory_format,
+    torch.layout,
+    type(None),
+    type(Ellipsis),
+)
 _STEP = re.compile(r"\.(?P<name>\w+)|\[(?P<index>-?\d+)\]|\[(?P<key>'[^']*'|\"[^\"]*\")\]")
 
 
@@ -35,7 +47,11 @@ def children(value: Any) -> list[tuple[str, Any]] | None:
     if isinstance(value, torch.Tensor):
         return None
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [(f".{f.name}", getattr(value, f.name)) for f in dataclasses.fields(value) if hasattr(value, f.name)]
+        return [
+            (f".{f.name}", getattr(value, f.name))
+            for f in dataclasses.fields(value)
+            if hasattr(value, f.name)
+        ]
     if isinstance(value, Mapping):
         return [(f"[{_quoted(k)}]", v) for k, v in value.items() if isinstance(k, (str, int))]
     if isinstance(value, (list, tuple)):
@@ -58,7 +74,8 @@ def named(inputs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def replace(value: Any, leaf: Callable[[str, Any], Any], path: str = "") -> Any:
-    """A copy of the containers in `value` with every leaf exchanged for `leaf(path, old)`. Objects of other types are leaves."""
+    """A copy of the containers in `value` with every leaf exchanged for `leaf(path, old)`. Objects of other
+    types are leaves."""
     found = children(value)
     if found is None:
         return leaf(path, value)
@@ -119,15 +136,19 @@ def literal(value: Any) -> Any:
 
 
 def arguments(value: Any, tensor: Callable[[torch.Tensor], Any]) -> Any:
-    """Arguments of a call with tensors exchanged by `tensor`: tuples, lists and plain dicts of literals, and libraries' dataclasses as such
-    dicts (`secc.runtime.records`). Raises NotLiteral."""
+    """Arguments of a call with tensors exchanged by `tensor`: tuples, lists and plain dicts of literals, and
+    libraries' dataclasses as such dicts (`secc.runtime.model.dataclass_args`). Raises NotLiteral."""
     if isinstance(value, torch.Tensor):
         return tensor(value)
     if type(value) is list:
         return [arguments(v, tensor) for v in value]
     if type(value) in (tuple, torch.Size):
         return tuple(arguments(v, tensor) for v in value)
-    if isinstance(value, dict) and not dataclasses.is_dataclass(value) and all(isinstance(k, str) for k in value):
+    if (
+        isinstance(value, dict)
+        and not dataclasses.is_dataclass(value)
+        and all(isinstance(k, str) for k in value)
+    ):
         return {k: arguments(v, tensor) for k, v in value.items()}
     if not is_model_file(type(value).__module__) and (fields := fields_of(value)) is not None:
         return {k: arguments(v, tensor) for k, v in fields.items()}

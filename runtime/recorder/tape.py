@@ -1,6 +1,7 @@
 """The graph while it is written: which node stands for which tensor, and what each node's meta says.
 
-Tensors are known by identity. They are kept alive as long as the tape is, since Python uses ids of dead objects again.
+Tensors are known by identity. They are kept alive as long as the tape is, since Python uses ids of dead
+objects again.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
+from secc.runtime.model.source_lines import place
 from secc.runtime.recorder.fakes import autocast, is_fake
-from secc.runtime.recorder.places import place
 from secc.runtime.recorder.recording import read_value
 from secc.runtime.recorder.structure import take
 
@@ -31,8 +32,8 @@ def here(module: str) -> Meta:
 class Tape:
     """Nodes of a graph by the tensors they stand for.
 
-    `state` maps ids of the model's parameters and buffers to their names. `now` gives the meta of the next node.
-    `stray(tensor)` is called for a tensor without values that no node stands for, and raises.
+    `state` maps ids of the model's parameters and buffers to their names. `now` gives the meta of the next
+    node. `stray(tensor)` is called for a tensor without values that no node stands for, and raises.
     """
 
     def __init__(
@@ -72,7 +73,8 @@ class Tape:
         return node is not None and node.op != "get_attr"
 
     def node(self, tensor: torch.Tensor) -> fx.Node:
-        """The node of a tensor: recorded, a parameter or buffer, or else a new constant with its present values."""
+        """The node of a tensor: recorded, a parameter or buffer, or else a new constant with its present
+        values."""
         found = self._node.get(id(tensor))
         if found is not None:
             return found
@@ -101,13 +103,18 @@ class Tape:
         return fx.node.map_aggregate(value, lambda a: self.node(a) if isinstance(a, torch.Tensor) else a)  # type: ignore[arg-type]
 
     def emit(self, func: Callable[..., Any], args: Any, kwargs: Any, out: Any) -> fx.Node:
-        """A node for `func(*args, **kwargs)` (given as nodes) whose result is `out`: tensors, or a list or tuple of them."""
+        """A node for `func(*args, **kwargs)` (given as nodes) whose result is `out`: tensors, or a list or
+        tuple of them."""
         node = self.graph.call_function(func, args, kwargs)
         node.meta = self.now()
         if isinstance(out, torch.Tensor):
             self.describe(node, out)
             return node
-        node.meta["results"] = [described(o) for o in out if isinstance(o, torch.Tensor)] if isinstance(out, (list, tuple)) else []
+        node.meta["results"] = (
+            [described(o) for o in out if isinstance(o, torch.Tensor)]
+            if isinstance(out, (list, tuple))
+            else []
+        )
         for i, o in enumerate(out if isinstance(out, (list, tuple)) else ()):
             if isinstance(o, torch.Tensor):
                 item = self.graph.call_function(operator.getitem, (node, i))
@@ -120,15 +127,20 @@ class Tape:
         node.meta |= described(tensor)
         self.bind(tensor, node)
 
-    def apply(self, func: Callable[..., Any], args: Any, results: Sequence[torch.Tensor], grads: Sequence[bool]) -> None:
-        """A node for an autograd function whose results are these tensors; `grads` says which of them carry a gradient."""
+    def apply(
+        self, func: Callable[..., Any], args: Any, results: Sequence[torch.Tensor], grads: Sequence[bool]
+    ) -> None:
+        """A node for an autograd function whose results are these tensors; `grads` says which of them carry a
+        gradient."""
         node = self.emit(func, args, {}, results[0] if len(results) == 1 else tuple(results))
         for i, (tensor, grad) in enumerate(zip(results, grads, strict=True)):
             self.node(tensor).meta |= {"carries": grad, "stride": tensor.stride()}
             if "results" in node.meta:
                 node.meta["results"][i] |= {"carries": grad, "stride": tensor.stride()}
 
-    def read(self, kind: str, value: Any, tensors: list[fx.Node], target: Any = read_value, kwargs: Any = None) -> None:
+    def read(
+        self, kind: str, value: Any, tensors: list[fx.Node], target: Any = read_value, kwargs: Any = None
+    ) -> None:
         """A node that says: Python looked at these tensors and saw `value`."""
         args: Any = (kind, *tensors) if target is read_value else tuple(tensors)
         node = self.graph.call_function(target, args, kwargs or {})

@@ -1,7 +1,8 @@
 """What a recording depends on: the inputs whose shapes could have decided something.
 
-An input that was only handed to blocks, whose results nobody has looked at, leaves no mark on what was recorded. Every op, and every look
-of Python at a tensor, marks the tensors that it is given; what they come from, through ops and blocks, matters.
+An input that was only handed to blocks, whose results nobody has looked at, leaves no mark on what was
+recorded. Every op, and every look of Python at a tensor, marks the tensors that it is given; what they come
+from, through ops and blocks, matters.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from secc.runtime.recorder.tape import Tape
 
 
 class Touched:
-    """Marks on the tensors of a tape. A result of a block whose shape is not known may stand there, but nobody may touch it."""
+    """Marks on the tensors of a tape. A result of a block whose shape is not known may stand there, but
+    nobody may touch it."""
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
@@ -36,7 +38,8 @@ class Touched:
             raise Guess
 
     def see(self, values: Any) -> None:
-        """Something may depend on the shapes of the tensors in `values`. Raises Guess where one is not known."""
+        """Something may depend on the shapes of the tensors in `values`. Raises Guess where one is not
+        known."""
         self.refuse(values)
         for _, tensor in structure.tensors(values):
             node = self._tape.known(tensor)

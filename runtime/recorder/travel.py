@@ -1,5 +1,5 @@
-"""Recordings as bytes, to go from one process to another: node after node, since the nodes of a graph, each linked to the next, are too
-deep a structure for pickle; an op goes by its name."""
+"""Recordings as bytes, to go from one process to another: node after node, since the nodes of a graph, each
+linked to the next, are too deep a structure for pickle; an op goes by its name."""
 
 from __future__ import annotations
 

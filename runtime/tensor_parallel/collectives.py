@@ -1,7 +1,9 @@
-"""The collectives of a tensor-parallel replica with their gradients: where activations that all ranks have meet those they have parts of.
+"""The collectives of a tensor-parallel replica with their gradients: where activations that all ranks have
+meet those they have parts of.
 
-The gradient of what all ranks have is the same on all of them; that of a part belongs to the part. So what goes from the whole into
-parts sums gradients, what comes from parts sums values, and neither does both (Shoeybi et al., "Megatron-LM", 2019: f and g).
+The gradient of what all ranks have is the same on all of them; that of a part belongs to the part. So what
+goes from the whole into parts sums gradients, what comes from parts sums values, and neither does both
+(Shoeybi et al., "Megatron-LM", 2019: f and g).
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ class _Gather(torch.autograd.Function):
         rows = x.shape[:-1].numel()
         flat = group.gather(x.contiguous().view(-1), [rows * size for size in sizes])
         parts = flat.split([rows * size for size in sizes])
-        return torch.cat([part.view(*x.shape[:-1], size) for part, size in zip(parts, sizes, strict=True)], -1)
+        return torch.cat(
+            [part.view(*x.shape[:-1], size) for part, size in zip(parts, sizes, strict=True)], -1
+        )
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -61,7 +65,8 @@ def leave(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 class Entrance:
-    """Where whole activations go into parts. Modules that take the same tensor one after the other share one sum of its gradients."""
+    """Where whole activations go into parts. Modules that take the same tensor one after the other share one
+    sum of its gradients."""
 
     def __init__(self, group: Group) -> None:
         self.group, self.positions = group, Positions(group)

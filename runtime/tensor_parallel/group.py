@@ -1,7 +1,7 @@
 """The ranks of one replica and the collectives between them.
 
-A group sums and gathers plain tensors; what that means for gradients is in `collectives`. Ranks use a process group; the numeric check of
-a mapping puts threads of one process in its place.
+A group sums and gathers plain tensors; what that means for gradients is in `collectives`. Ranks use a process
+group; the numeric check of a mapping puts threads of one process in its place.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from secc.runtime.plan import Plan
-from secc.runtime.routes import Ranks, replicas
+from secc.runtime.plan.replica_routes import Ranks, replicas
+from secc.runtime.plan.schema import Plan
 
 
 class Group(Protocol):
@@ -50,7 +50,9 @@ class ProcessGroup:
 
     def gather(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         most = max(lengths)
-        own = tensor if tensor.numel() == most else torch.cat([tensor, tensor.new_zeros(most - tensor.numel())])
+        own = (
+            tensor if tensor.numel() == most else torch.cat([tensor, tensor.new_zeros(most - tensor.numel())])
+        )
         parts = [torch.empty_like(own) for _ in lengths]
         dist.all_gather(parts, own, group=self.handle)
         return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
@@ -58,14 +60,17 @@ class ProcessGroup:
     def scatter(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         most = max(lengths)
         if min(lengths) < most:
-            tensor = torch.cat([torch.cat([p, p.new_zeros(most - p.numel())]) for p in tensor.split(list(lengths))])
+            tensor = torch.cat(
+                [torch.cat([p, p.new_zeros(most - p.numel())]) for p in tensor.split(list(lengths))]
+            )
         own = tensor.new_empty(most)
         dist.reduce_scatter_tensor(own, tensor.contiguous(), group=self.handle)
         return own[: lengths[self.index]]
 
 
 def make_groups(plan: Plan, rank: int) -> dict[str, ProcessGroup]:
-    """The group of this rank's replica of each section that has replicas of several ranks. Collective: on all ranks in the same order."""
+    """The group of this rank's replica of each section that has replicas of several ranks. Collective: on all
+    ranks in the same order."""
     made: dict[Ranks, Any] = {}
     found: dict[str, ProcessGroup] = {}
     for section in plan.sections:

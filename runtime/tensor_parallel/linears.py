@@ -1,7 +1,7 @@
 """The modules that tensor parallelism knows how to cut: linear maps and embeddings, whatever they are called.
 
-A linear map is `torch.nn.Linear` or the `Conv1D` of GPT-2's kind (its weight is [in, out]); a subclass with a forward of its own is
-not, because nobody knows what it computes.
+A linear map is `torch.nn.Linear` or the `Conv1D` of GPT-2's kind (its weight is [in, out]); a subclass with a
+forward of its own is not, because nobody knows what it computes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear map: its module, along which dim of the weight its outputs lie, and the module's attributes that hold sizes."""
+    """A linear map: its module, along which dim of the weight its outputs lie, and the module's attributes
+    that hold sizes."""
 
     module: nn.Module
     out_dim: int
@@ -56,13 +57,22 @@ def linear(module: nn.Module) -> Linear | None:
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return Linear(module, 0, "out_features", "in_features")
     kind = type(module)
-    if kind.__name__ == "Conv1D" and {"nf", "nx"} <= vars(module).keys() and set(dict(module.named_parameters())) == {"weight", "bias"}:
+    if (
+        kind.__name__ == "Conv1D"
+        and {"nf", "nx"} <= vars(module).keys()
+        and set(dict(module.named_parameters())) == {"weight", "bias"}
+    ):
         return Linear(module, 1, "nf", "nx")
     return None
 
 
 def embedding(module: nn.Module) -> nn.Embedding | None:
     """`module` as an embedding whose rows can be cut, or None."""
-    if not isinstance(module, nn.Embedding) or module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+    if (
+        not isinstance(module, nn.Embedding)
+        or module.max_norm is not None
+        or module.scale_grad_by_freq
+        or module.sparse
+    ):
         return None
     return module

@@ -1,8 +1,9 @@
 """Glue on parts of a vocabulary: what a loss needs of the other ranks' logits is a few numbers a row.
 
-Each rank of a replica has the logits of some tokens. Sections' methods compute on them as the user's code does on whole ones; where an op
-runs along the vocabulary, a method of `Parts` stands in its place (`secc.ir.vocabulary` says which). What comes out whole is the same on
-all ranks, bit for bit. Softmaxes are those of Shoeybi et al., "Megatron-LM", 2019: a row's greatest logit and sum of exponentials are
+Each rank of a replica has the logits of some tokens. Sections' methods compute on them as the user's code
+does on whole ones; where an op runs along the vocabulary, a method of `Parts` stands in its place
+(`secc.ir.analysis.vocab_sharding` says which). What comes out whole is the same on all ranks, bit for bit.
+Softmaxes are those of Shoeybi et al., "Megatron-LM", 2019: a row's greatest logit and sum of exponentials are
 exchanged, not its logits. Outside of a replica of several ranks there is one part, the whole.
 """
 
@@ -17,7 +18,7 @@ from secc.runtime import kernels
 from secc.runtime.kernels.backend import accumulator
 from secc.runtime.kernels.entropy import Target
 from secc.runtime.kernels.shards import combine
-from secc.runtime.routes import bounds
+from secc.runtime.plan.replica_routes import bounds
 from secc.runtime.tensor_parallel.collectives import enter, gather_last, leave
 from secc.runtime.tensor_parallel.group import ProcessGroup
 
@@ -41,7 +42,8 @@ class Alone:
 
 
 class Parts:
-    """The parts of `size` entries that the ranks of `group` have: this one those from `start` to `stop`, `length` of them."""
+    """The parts of `size` entries that the ranks of `group` have: this one those from `start` to `stop`,
+    `length` of them."""
 
     def __init__(self, size: int, group: ProcessGroup | None = None) -> None:
         self.size, self.group = size, Alone() if group is None else group
@@ -51,7 +53,11 @@ class Parts:
     @property
     def shared(self) -> dict[str, Any]:
         """What operators have to know of a vocabulary that ranks share; nothing where there is one."""
-        return {} if isinstance(self.group, Alone) else {"group": self.group.handle, "first": self.start, "vocabulary": self.size}
+        return (
+            {}
+            if isinstance(self.group, Alone)
+            else {"group": self.group.handle, "first": self.start, "vocabulary": self.size}
+        )
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """A whole tensor that meets parts: its gradient is the sum of all ranks'."""
@@ -71,11 +77,16 @@ class Parts:
 
     def _lengths(self) -> list[int]:
         """How many entries each rank has."""
-        return [stop - start for start, stop in (bounds(self.size, i, self.group.size) for i in range(self.group.size))]
+        return [
+            stop - start
+            for start, stop in (bounds(self.size, i, self.group.size) for i in range(self.group.size))
+        ]
 
     def _exchange(self, x: torch.Tensor) -> torch.Tensor:
         """[...] of every rank in order: [ranks, ...]."""
-        return self.group.gather(x.contiguous().view(-1), [x.numel()] * self.group.size).view(self.group.size, *x.shape)
+        return self.group.gather(x.contiguous().view(-1), [x.numel()] * self.group.size).view(
+            self.group.size, *x.shape
+        )
 
     def norms(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """What normalises rows over `dim`, which stays with one entry: [2, ...] as `combine` gives it."""
@@ -98,7 +109,9 @@ class Parts:
         found: torch.Tensor = _LogSumExp.apply(x, along, self)  # pyright: ignore[reportUnknownMemberType,reportAssignmentType]
         return found if keepdim else found.squeeze(along)
 
-    def mean(self, x: torch.Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def mean(
+        self, x: torch.Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         """`torch.mean` over dims of which the vocabulary is one."""
         total = self.leave(x.sum(dim, keepdim, dtype=dtype))
         return total / (x.numel() // self.length * self.size // max(total.numel(), 1))
@@ -113,21 +126,29 @@ class Parts:
         places = self._exchange(place + self.start)
         return places.gather(0, self._exchange(best).argmax(0, keepdim=True)).squeeze(0)
 
-    def topk(self, x: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-        """The `k` greatest entries over the vocabulary and their places: the greatest of those that each rank has."""
+    def topk(
+        self, x: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The `k` greatest entries over the vocabulary and their places: the greatest of those that each rank
+        has."""
         counts = [min(k, length) for length in self._lengths()]
         best, place = x.detach().topk(min(k, self.length), dim)
-        best, place = (gather_last(t.movedim(dim, -1), self.group, counts) for t in (best, place + self.start))
+        best, place = (
+            gather_last(t.movedim(dim, -1), self.group, counts) for t in (best, place + self.start)
+        )
         chosen = place.gather(-1, best.topk(k, -1).indices).movedim(-1, dim)
         return self.gather(x, dim, chosen), chosen
 
-    def gather(self, x: torch.Tensor, dim: int, index: torch.Tensor, *, sparse_grad: bool = False) -> torch.Tensor:
+    def gather(
+        self, x: torch.Tensor, dim: int, index: torch.Tensor, *, sparse_grad: bool = False
+    ) -> torch.Tensor:
         """`torch.gather` along the vocabulary: whoever has an entry gives it."""
         here = (index >= self.start) & (index < self.stop)
         return self.leave(x.gather(dim, (index - self.start).clamp(0, self.length - 1)).where(here, 0))
 
     def nll_loss(self, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """`aten.nll_loss_forward` for the reductions none and sum; its second result is that of this rank's labels."""
+        """`aten.nll_loss_forward` for the reductions none and sum; its second result is that of this rank's
+        labels."""
         return self._nll(aten.nll_loss_forward.default, *given)
 
     def nll_loss2d(self, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -135,7 +156,13 @@ class Parts:
         return self._nll(aten.nll_loss2d_forward.default, *given)
 
     def _nll(
-        self, operator: Callable[..., Any], x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: int, ignore: int
+        self,
+        operator: Callable[..., Any],
+        x: torch.Tensor,
+        target: torch.Tensor,
+        weight: torch.Tensor | None,
+        reduction: int,
+        ignore: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         Target(ignore, 0.0, 0.0, self.start, self.size).check(target)
         here = (target >= self.start) & (target < self.stop) & (target != ignore)
@@ -144,17 +171,23 @@ class Parts:
 
     def linear_cross_entropy(self, *given: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
         """`kernels.linear_cross_entropy` with this rank's part of weight and bias."""
-        operator = kernels.vocab_parallel_linear_cross_entropy if self.shared else kernels.linear_cross_entropy
+        operator = (
+            kernels.vocab_parallel_linear_cross_entropy if self.shared else kernels.linear_cross_entropy
+        )
         return operator(*given, **options, **self.shared)
 
     def linear_kl(self, *given: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
         """`kernels.linear_kl` with this rank's parts of both weights."""
         shared = {k: v for k, v in self.shared.items() if k != "first"}
-        return (kernels.vocab_parallel_linear_kl if shared else kernels.linear_kl)(*given, **options, **shared)
+        return (kernels.vocab_parallel_linear_kl if shared else kernels.linear_kl)(
+            *given, **options, **shared
+        )
 
     def linear_kl_ce(self, *given: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
         """`kernels.linear_kl_ce` with this rank's parts of both weights."""
-        return (kernels.vocab_parallel_linear_kl_ce if self.shared else kernels.linear_kl_ce)(*given, **options, **self.shared)
+        return (kernels.vocab_parallel_linear_kl_ce if self.shared else kernels.linear_kl_ce)(
+            *given, **options, **self.shared
+        )
 
 
 class _LogSoftmax(torch.autograd.Function):

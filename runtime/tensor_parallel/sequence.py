@@ -1,9 +1,11 @@
-"""Layers on parts of the sequence: between the scopes that tp cuts, each rank has some positions (norms, residuals, dropouts).
+"""Layers on parts of the sequence: between the scopes that tp cuts, each rank has some positions (norms,
+residuals, dropouts).
 
-What enters a layer is split by positions, a cut scope (attention, feed-forward) gets all of them gathered, its partial sums are summed and
-scattered at once, and what leaves the layer is gathered (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
-Models", 2022, figure 5). So what a layer keeps between its scopes is a tp-th; a sum becomes a scatter and a gather, and the layer's ends
-gather once more each way. Sequences need not divide by tp: a rank may have fewer positions, or none.
+What enters a layer is split by positions, a cut scope (attention, feed-forward) gets all of them gathered,
+its partial sums are summed and scattered at once, and what leaves the layer is gathered (Korthikanti et al.,
+"Reducing Activation Recomputation in Large Transformer Models", 2022, figure 5). So what a layer keeps
+between its scopes is a tp-th; a sum becomes a scatter and a gather, and the layer's ends gather once more
+each way. Sequences need not divide by tp: a rank may have fewer positions, or none.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import Any
 
 import torch
 
-from secc.runtime.routes import bounds
+from secc.runtime.plan.replica_routes import bounds
 from secc.runtime.tensor_parallel.group import Group
 
 DIM = 1  # of a layer's hidden states [rows, positions, width]
@@ -33,7 +35,9 @@ def _all(x: torch.Tensor, group: Group, length: int) -> torch.Tensor:
     sizes = _sizes(length, group)
     row = x.shape[0] * x.shape[2:].numel()
     flat = group.gather(x.contiguous().view(-1), [n * row for n in sizes]).split([n * row for n in sizes])
-    return torch.cat([part.view(x.shape[0], n, *x.shape[2:]) for part, n in zip(flat, sizes, strict=True)], DIM)
+    return torch.cat(
+        [part.view(x.shape[0], n, *x.shape[2:]) for part, n in zip(flat, sizes, strict=True)], DIM
+    )
 
 
 def _summed(x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -89,7 +93,8 @@ class Positions:
         return _Split.apply(x, self.group)  # pyright: ignore[reportUnknownMemberType,reportReturnType]
 
     def join(self, x: torch.Tensor, parts: bool) -> torch.Tensor:
-        """All ranks' positions. With `parts`, what is made of them is a part on each rank, so that gradients are summed."""
+        """All ranks' positions. With `parts`, what is made of them is a part on each rank, so that gradients
+        are summed."""
         return _Gather.apply(x, self.group, self.length, parts)  # pyright: ignore[reportUnknownMemberType,reportReturnType]
 
     def scatter(self, x: torch.Tensor) -> torch.Tensor:

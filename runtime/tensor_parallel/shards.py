@@ -1,7 +1,8 @@
 """Which part of a parameter each rank of a tensor-parallel replica has.
 
-A parameter is cut along one dim. The dim may hold several parts side by side (queries, keys and values of a fused projection, the two
-halves of a gated one); a rank has its share of every part, one after the other, so that the user's code finds each where it looks for it.
+A parameter is cut along one dim. The dim may hold several parts side by side (queries, keys and values of a
+fused projection, the two halves of a gated one); a rank has its share of every part, one after the other, so
+that the user's code finds each where it looks for it.
 """
 
 from __future__ import annotations
@@ -14,15 +15,16 @@ from itertools import accumulate, pairwise
 import torch
 from torch import nn
 
-from secc.runtime.plan import Plan, Shard
-from secc.runtime.routes import bounds, replicas
+from secc.runtime.plan.replica_routes import bounds, replicas
+from secc.runtime.plan.schema import Plan, Shard
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 
 
 @dataclass(frozen=True)
 class Cut:
-    """What rank `index` of `count` has of a tensor of `shape` that is cut along `dim`, whose entries are `parts` side by side."""
+    """What rank `index` of `count` has of a tensor of `shape` that is cut along `dim`, whose entries are
+    `parts` side by side."""
 
     shape: torch.Size
     dim: int
@@ -35,7 +37,9 @@ class Cut:
         """The rank's entries along `dim` as (start, stop), one for each part."""
         starts = [0, *accumulate(self.parts)]
         own = (bounds(size, self.index, self.count) for size in self.parts)
-        return tuple((offset + start, offset + stop) for offset, (start, stop) in zip(starts, own, strict=False))
+        return tuple(
+            (offset + start, offset + stop) for offset, (start, stop) in zip(starts, own, strict=False)
+        )
 
     @property
     def local(self) -> torch.Size:
@@ -46,25 +50,35 @@ class Cut:
 
     def take(self, whole: torch.Tensor) -> torch.Tensor:
         """The rank's part of a tensor, in memory of its own."""
-        return torch.cat([whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges], self.dim).contiguous()
+        return torch.cat(
+            [whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges], self.dim
+        ).contiguous()
 
     def boxes(self, local: Box) -> Iterator[tuple[Box, int, int]]:
-        """A box of the rank's part as boxes of the whole tensor, each with its place along `dim` in the given one: (box, start, length)."""
+        """A box of the rank's part as boxes of the whole tensor, each with its place along `dim` in the given
+        one: (box, start, length)."""
         offsets, sizes = local
         first, last = offsets[self.dim], offsets[self.dim] + sizes[self.dim]
         places = [0, *accumulate(stop - start for start, stop in self.ranges)]
         for (start, _), (begin, end) in zip(self.ranges, pairwise(places), strict=True):
             a, b = max(first, begin), min(last, end)
             if a < b:
-                yield (_at(offsets, self.dim, start + a - begin), _at(sizes, self.dim, b - a)), a - first, b - a
+                yield (
+                    (_at(offsets, self.dim, start + a - begin), _at(sizes, self.dim, b - a)),
+                    a - first,
+                    b - a,
+                )
 
 
 def _at(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
     return (*values[:dim], value, *values[dim + 1 :])
 
 
-def cuts_of(plan: Plan, rank: int, shapes: Mapping[str, torch.Size], canonical: Mapping[str, str]) -> dict[str, Cut]:
-    """The parameters, by their first names, of which `rank` has a part. `shapes` are those of whole parameters."""
+def cuts_of(
+    plan: Plan, rank: int, shapes: Mapping[str, torch.Size], canonical: Mapping[str, str]
+) -> dict[str, Cut]:
+    """The parameters, by their first names, of which `rank` has a part. `shapes` are those of whole
+    parameters."""
     found: dict[str, Cut] = {}
     for section in plan.sections:
         ranks = next((r for r in replicas(section) if rank in r), ())
@@ -79,9 +93,11 @@ def _cut(shard: Shard, shape: torch.Size, index: int, count: int) -> Cut:
 
 
 def cut_parameters(model: nn.Module, cuts: Mapping[str, Cut], valueless: Collection[str] = ()) -> None:
-    """Leave of each parameter in `cuts` the rank's part, of those in `valueless` its shape. The parameters stay the same objects, so ties
-    stay tied."""
+    """Leave of each parameter in `cuts` the rank's part, of those in `valueless` its shape. The parameters
+    stay the same objects, so ties stay tied."""
     params = dict(model.named_parameters())
     for name, cut in cuts.items():
         param = params[name]
-        param.data = param.data[(0,) * param.dim()].expand(cut.local) if name in valueless else cut.take(param.data)
+        param.data = (
+            param.data[(0,) * param.dim()].expand(cut.local) if name in valueless else cut.take(param.data)
+        )

@@ -1,16 +1,17 @@
-"""How the user's modules work on parts: their forwards, wrapped with the collectives that make the whole of parts.
+"""How the user's modules work on parts: their forwards, wrapped with the collectives that make the whole of
+parts.
 
     colwise      every rank has some outputs of a linear map; what goes in is whole, what comes out is a part
-    rowwise      every rank has some inputs; what comes out is summed, then the bias is added once
-    gather       colwise, and the outputs are gathered, for a head by vocabulary inside a module whose code wants whole logits
-    experts      every rank has a part of the inner width of experts whose matrices are the module's own parameters; what goes in is whole,
+    rowwise      every rank has some inputs; what comes out is summed, then the bias is added once gather
+    colwise, and the outputs are gathered, for a head by vocabulary inside a module whose code wants whole
+    logits experts      every rank has a part of the inner width of experts whose matrices are the module's
+    own parameters; what goes in is whole,
                  what comes out is summed, and of own parameters that are whole each rank counts a share
-    vocab        every rank has some rows of an embedding; a row that others have counts as zero, and all ranks' rows are summed
-    sequence     a layer whose code works on some positions on each rank (`secc.runtime.tensor_parallel.sequence`): inside of it,
-    join         modules that get all positions,
-    columns      colwise in such a module, and
-    scatter      rowwise in it, of whose outputs each rank gets its positions
-    shapes       the module's code sees whole sizes on parts (`secc.runtime.tensor_parallel.marks`)
+    vocab        every rank has some rows of an embedding; a row that others have counts as zero, and all
+    ranks' rows are summed sequence     a layer whose code works on some positions on each rank
+    (`secc.runtime.tensor_parallel.sequence`): inside of it, join         modules that get all positions,
+    columns      colwise in such a module, and scatter      rowwise in it, of whose outputs each rank gets its
+    positions shapes       the module's code sees whole sizes on parts (`secc.runtime.tensor_parallel.rules.mark`)
 
 Only `forward` is replaced, on the module itself, as recomputation does.
 """
@@ -27,12 +28,13 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from secc.runtime.plan import Plan, Style
-from secc.runtime.routes import bounds
+from secc.runtime.plan.replica_routes import bounds
+from secc.runtime.plan.schema import Plan, Style
 from secc.runtime.tensor_parallel.collectives import Entrance, gather_last
 from secc.runtime.tensor_parallel.group import Group
 from secc.runtime.tensor_parallel.linears import Linear, embedding, linear
-from secc.runtime.tensor_parallel.marks import Mark, Shapes, active, set_mark
+from secc.runtime.tensor_parallel.rules.mark import Mark, set_mark
+from secc.runtime.tensor_parallel.shape_mode import Shapes, active
 
 Forward = Callable[..., Any]
 Exchange = Callable[[torch.Tensor], torch.Tensor]  # among the ranks of a replica
@@ -47,12 +49,18 @@ def install(plan: Plan, model: nn.Module, groups: Mapping[str, Group]) -> None:
             apply(model, section.styles, groups[section.name], parts)
 
 
-def apply(root: nn.Module, styles: Iterable[Style], group: Group, parts: Mapping[str, tuple[int, ...]]) -> None:
+def apply(
+    root: nn.Module, styles: Iterable[Style], group: Group, parts: Mapping[str, tuple[int, ...]]
+) -> None:
     """Wrap the modules of `styles`, at paths from `root`. `parts` are those of cut parameters, by name."""
     entrance = Entrance(group)
     for style in styles:
         module, prefix = root.get_submodule(style.module), f"{style.module}." if style.module else ""
-        own = {name: parts[f"{prefix}{name}"] for name, _ in module.named_parameters(recurse=False) if f"{prefix}{name}" in parts}
+        own = {
+            name: parts[f"{prefix}{name}"]
+            for name, _ in module.named_parameters(recurse=False)
+            if f"{prefix}{name}" in parts
+        }
         module.forward = _STYLES[style.kind](module, entrance, own)
 
 
@@ -104,7 +112,10 @@ def _gather(module: nn.Module, entrance: Entrance, own: Own) -> Forward:
 
 
 def _experts(module: nn.Module, entrance: Entrance, own: Own) -> Forward:
-    inner, whole = module.forward, [name for name, _ in module.named_parameters(recurse=False) if name not in own]
+    inner, whole = (
+        module.forward,
+        [name for name, _ in module.named_parameters(recurse=False) if name not in own],
+    )
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -122,7 +133,8 @@ def _floats(exchange: Exchange, value: Any) -> Any:
 
 @contextmanager
 def _shares(module: nn.Module, names: Sequence[str], count: int) -> Iterator[None]:
-    """Lets the module's code see one of `count` equal shares of some of its own parameters: an instance's attributes hide those."""
+    """Lets the module's code see one of `count` equal shares of some of its own parameters: an instance's
+    attributes hide those."""
     vars(module).update({name: module.get_parameter(name) / count for name in names})
     try:
         yield

@@ -1,7 +1,9 @@
-"""The least that a step of given micro-batches takes, without its order: what makes most layouts not worth ordering.
+"""The least that a step of given micro-batches takes, without its order: what makes most layouts not worth
+ordering.
 
-A rank does all the work that it has. A stage behind others starts no sooner than the shortest micro-batch has passed them, and
-is followed by what their backwards take, unless its own are split: then gradients of weights, for which nobody waits, may end the step.
+A rank does all the work that it has. A stage behind others starts no sooner than the shortest micro-batch has
+passed them, and is followed by what their backwards take, unless its own are split: then gradients of
+weights, for which nobody waits, may end the step.
 """
 
 from __future__ import annotations
@@ -9,10 +11,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
-from secc.runtime.costs import Costs
-from secc.runtime.lots import Cut
-from secc.runtime.plan import Plan
-from secc.runtime.program import replica_ranks, weight_parts
+from secc.runtime.plan.predicted_costs import Costs
+from secc.runtime.plan.schema import Plan
+from secc.runtime.plan.step_program import replica_ranks, weight_parts
+from secc.runtime.schedule.batch_packing import Cut
 
 
 def least(plan: Plan, costs: Costs, cuts: Mapping[str, Cut]) -> int:

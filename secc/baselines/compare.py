@@ -1,8 +1,8 @@
 """Each baseline's best step on the same samples, devices and costs as a plan of secc.
 
-Layouts are ranked in closed form from the dataset's mean samples; of the best the order is computed, without programs and messages, unless
-their work alone (`bound`) takes longer than orders that are known; those whose order is shortest are simulated, and the shortest step that
-holds no more than there is memory counts.
+Layouts are ranked in closed form from the dataset's mean samples; of the best the order is computed, without
+programs and messages, unless their work alone (`bound`) takes longer than orders that are known; those whose
+order is shortest are simulated, and the shortest step that holds no more than there is memory counts.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-from secc.alloc.candidates import update_ns
+from secc.alloc.problem.candidates import update_ns
 from secc.baselines.bound import least
 from secc.baselines.layout import Base, Layout, base, planned
 from secc.baselines.packing import Batch, cuts
 from secc.baselines.schemes import SCHEMES, Scheme
 from secc.baselines.space import Space
 from secc.errors import UserError
-from secc.parallel import mapped
-from secc.runtime.costs import Costs
-from secc.runtime.lots import Lot
-from secc.runtime.plan import Plan, Section
-from secc.runtime.program import SampleMeta
-from secc.runtime.wavefront import Arranged
+from secc.process_map import mapped
+from secc.runtime.plan.predicted_costs import Costs
+from secc.runtime.plan.schema import Plan, Section
+from secc.runtime.plan.step_program import SampleMeta
+from secc.runtime.schedule.batch_packing import Lot
+from secc.runtime.schedule.scheduler import Arranged
 from secc.simulate.events import Simulated
 from secc.simulate.machine import simulate
 
@@ -37,7 +37,8 @@ LOOKED = 8  # whose orders are computed at a time
 
 @dataclass(frozen=True)
 class Found:
-    """A baseline's best: its step time, the devices that have work, and the layout as text. Without a layout that fits all are None."""
+    """A baseline's best: its step time, the devices that have work, and the layout as text. Without a layout
+    that fits all are None."""
 
     step_time_s: float | None
     gpus: int | None
@@ -45,11 +46,15 @@ class Found:
 
 
 def names_of(text: str) -> list[str]:
-    """The baselines named in `all` or a list such as `uniform,mimo`. Raises UserError for one that there is not."""
+    """The baselines named in `all` or a list such as `uniform,mimo`. Raises UserError for one that there is
+    not."""
     names = list(SCHEMES) if text == ALL else [name.strip() for name in text.split(",") if name.strip()]
     unknown = [name for name in names if name not in SCHEMES]
     if unknown or not names:
-        raise UserError(f"there is no baseline {', '.join(unknown) or text!r}", remedy=f"baselines are {', '.join(SCHEMES)}, or all")
+        raise UserError(
+            f"there is no baseline {', '.join(unknown) or text!r}",
+            remedy=f"baselines are {', '.join(SCHEMES)}, or all",
+        )
     return names
 
 
@@ -71,7 +76,9 @@ class Comparison:
             layouts = [layout for layout in layouts if layout not in some]
         return Found(None, None, "no layout fits")
 
-    def _shortest(self, layouts: Sequence[Layout], scheme: Scheme, batches: Sequence[Sequence[SampleMeta]]) -> Found | None:
+    def _shortest(
+        self, layouts: Sequence[Layout], scheme: Scheme, batches: Sequence[Sequence[SampleMeta]]
+    ) -> Found | None:
         """The layout with the shortest simulated steps, None where none of them fits."""
         if not layouts:
             return None
@@ -86,8 +93,8 @@ class Comparison:
         return Found(time / len(batches) / 1e9, layouts[i].ranks, describe(layouts[i]))
 
     def _ranked(self, layouts: Sequence[Layout], scheme: Scheme, samples: Sequence[SampleMeta]) -> list[int]:
-        """The places of those with the shortest orders. Those that could take the least are looked at first, until no other can be among
-        the shortest."""
+        """The places of those with the shortest orders. Those that could take the least are looked at first,
+        until no other can be among the shortest."""
         bounds = mapped(lambda layout: self._least(layout, scheme, samples) + self._update(layout), layouts)
         left = sorted(range(len(layouts)), key=lambda i: bounds[i])
         looks: list[tuple[int, int]] = []
@@ -110,7 +117,9 @@ class Comparison:
         parts = ((self.space.rank(n, p.chosen.tp, p.chosen.pp), p.chosen) for n, p in layout.parts.items())
         return max(update_ns(self.base.work, load, c.dp, c.sharding) for load, c in parts)
 
-    def _shorter(self, layout: Layout, scheme: Scheme, batches: Sequence[Sequence[SampleMeta]], most: int | None) -> int | None:
+    def _shorter(
+        self, layout: Layout, scheme: Scheme, batches: Sequence[Sequence[SampleMeta]], most: int | None
+    ) -> int | None:
         """Ns of the steps together, None where one of them does not fit, or they take longer than `most`."""
         found = [self._least(layout, scheme, samples) for samples in batches]
         for k, samples in enumerate(batches):
@@ -133,19 +142,24 @@ def arranged(plan: Plan, samples: Sequence[SampleMeta], scheme: Scheme, layout: 
 
 
 def step(plan: Plan, samples: Sequence[SampleMeta], scheme: Scheme, layout: Layout) -> Simulated:
-    """One step of a baseline. Raises ScheduleError for a schedule that must not run, which would be an error of this package."""
+    """One step of a baseline. Raises ScheduleError for a schedule that must not run, which would be an error
+    of this package."""
     return simulate(plan, samples, arranged(plan, samples, scheme, layout).schedule())
 
 
 def fullest(found: Simulated, layout: Layout) -> int:
-    """Bytes on the rank of a step that holds the most: what stays, and of each section the most that is in flight at once.
+    """Bytes on the rank of a step that holds the most: what stays, and of each section the most that is in
+    flight at once.
 
-    A sample that is larger than all that the plan lists counts as the largest of these: neither plans nor layouts are made for it.
+    A sample that is larger than all that the plan lists counts as the largest of these: neither plans nor
+    layouts are made for it.
     """
     plan, needs = found.plan, Counter[int]()
     costs = Costs(plan, found.samples)
     lots = {s.name: [m.samples for m in found.schedule.micro_batches[s.name]] for s in plan.sections}
-    kept = {s.name: _kept(costs, s, lots[s.name], layout.parts[s.whole].memory.largest) for s in plan.sections}
+    kept = {
+        s.name: _kept(costs, s, lots[s.name], layout.parts[s.whole].memory.largest) for s in plan.sections
+    }
     changes: dict[tuple[str, int], list[tuple[int, int, int]]] = defaultdict(list)
     for c in (c for c in found.compute if kept[c.section]):
         size = kept[c.section][c.micro]
@@ -155,13 +169,19 @@ def fullest(found: Simulated, layout: Layout) -> int:
         for rank in s.mesh.ranks[:: s.mesh.tp]:
             own = sorted(changes[s.name, rank])
             number, size = (max(accumulate(change[i] for change in own), default=0) for i in (1, 2))
-            needs[rank] += memory.total(1) if s.mode == "forward" else memory.total(number) - memory.kept(number) + size
+            needs[rank] += (
+                memory.total(1) if s.mode == "forward" else memory.total(number) - memory.kept(number) + size
+            )
     return max(needs.values())
 
 
 def _kept(costs: Costs, section: Section, lots: Sequence[Lot], largest: int) -> list[int]:
-    """Bytes that micro-batches keep; of one sample no more than the largest listed one does, where samples are listed."""
-    return [min(size, largest or size) if len(lot) == 1 else size for lot, size in zip(lots, costs.kept(section, lots), strict=False)]
+    """Bytes that micro-batches keep; of one sample no more than the largest listed one does, where samples
+    are listed."""
+    return [
+        min(size, largest or size) if len(lot) == 1 else size
+        for lot, size in zip(lots, costs.kept(section, lots), strict=False)
+    ]
 
 
 def describe(layout: Layout) -> str:

@@ -1,9 +1,11 @@
-"""A baseline's layout as a plan that the simulator executes: which ranks, replicas, stages and tensor parallelism each section has.
+"""A baseline's layout as a plan that the simulator executes: which ranks, replicas, stages and tensor
+parallelism each section has.
 
-The sections are those of the plan that is compared, taken whole from the IR that its directory keeps; times come from the same cost model.
-Three things are kinder to a baseline than they would be in truth. Stages are cut evenly wherever they are wanted, also where the
-model's layers were not captured one by one. What passes between stages costs a link's latency, but no bytes. And a parameter of several
-sections is reduced by one of them alone.
+The sections are those of the plan that is compared, taken whole from the IR that its directory keeps; times
+come from the same cost model. Three things are kinder to a baseline than they would be in truth. Stages are
+cut evenly wherever they are wanted, also where the model's layers were not captured one by one. What passes
+between stages costs a link's latency, but no bytes. And a parameter of several sections is reduced by one of
+them alone.
 """
 
 from __future__ import annotations
@@ -19,19 +21,20 @@ from typing import Any
 
 from xdsl.dialects.builtin import ModuleOp
 
-from secc import pipeline, whatif
-from secc.alloc.candidates import Load, Workload, on_rank, workload
-from secc.alloc.rooms import size
-from secc.alloc.types import Candidate
+from secc import pass_pipeline
+from secc.alloc.problem.candidates import Load, Workload, on_rank, workload
+from secc.alloc.problem.types import Candidate
+from secc.alloc.refine.in_flight_limits import size
+from secc.bounds.traffic import parameter_bytes
 from secc.cluster import Cluster, parse
 from secc.codegen import plan as plan_codegen
-from secc.cost.load import Pattern
-from secc.cost.memory import Memory
-from secc.ir import text
-from secc.ir.dialect import BodyOp, CallOp, ReceiveOp, graph_of
-from secc.runtime.expr import evaluate
-from secc.runtime.plan import Cost, Edge, Mesh, ModelRef, Plan, Section, load
-from secc.schedule.traffic import parameter_bytes
+from secc.cost.model.dataset_load import Pattern
+from secc.cost.model.memory import Memory
+from secc.driver import what_if
+from secc.ir.dialect.ops import BodyOp, CallOp, ReceiveOp, graph_of
+from secc.ir.text_io import text
+from secc.runtime.plan.expr_eval import evaluate
+from secc.runtime.plan.schema import Cost, Edge, Mesh, ModelRef, Plan, Section, load
 
 SEVERAL = 2  # calls behind an edge: more than a head beside the layers
 ANY = 1 << 30  # micro-batches in flight: more than a step has
@@ -39,10 +42,11 @@ ANY = 1 << 30  # micro-batches in flight: more than a step has
 
 @dataclass(frozen=True)
 class Base:
-    """What all baselines of a plan share: `plan` has every section whole, on rank 0; `ranks` is how many devices there are, also where the
-    plan leaves some idle.
+    """What all baselines of a plan share: `plan` has every section whole, on rank 0; `ranks` is how many
+    devices there are, also where the plan leaves some idle.
 
-    `late` has the edges that only the last stage of their consumer needs, such as a teacher's hidden states for a student's loss.
+    `late` has the edges that only the last stage of their consumer needs, such as a teacher's hidden states
+    for a student's loss.
     """
 
     plan: Plan
@@ -59,8 +63,9 @@ class Base:
 class Part:
     """A section under a layout: its configuration and its ranks, ordered (dp, pp, tp) with tp fastest.
 
-    `memory` is that of one of its ranks, `turns` how many micro-batches that counts where their number is not bounded, and `room` how
-    many more than 1F1B needs a stage may hold between forward and backward, None for as many as bytes allow.
+    `memory` is that of one of its ranks, `turns` how many micro-batches that counts where their number is not
+    bounded, and `room` how many more than 1F1B needs a stage may hold between forward and backward, None for
+    as many as bytes allow.
     """
 
     chosen: Candidate
@@ -92,7 +97,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Layout:
-    """Each section's part, by name. `samples`: how many mean samples' tokens fill a micro-batch. `ahead`: who does all forwards first."""
+    """Each section's part, by name. `samples`: how many mean samples' tokens fill a micro-batch. `ahead`: who
+    does all forwards first."""
 
     parts: Mapping[str, Part]
     samples: int
@@ -103,8 +109,13 @@ class Layout:
         return sum(part.needs(rank) for part in self.parts.values())
 
     def fullest(self) -> int:
-        """Bytes on the rank that needs the most. Parts of alike ranks: the first ones of their stages tell."""
-        return max(self.needs(r) for part in self.parts.values() for r in part.ranks[: part.chosen.tp * part.chosen.pp : part.chosen.tp])
+        """Bytes on the rank that needs the most. Parts of alike ranks: the first ones of their stages
+        tell."""
+        return max(
+            self.needs(r)
+            for part in self.parts.values()
+            for r in part.ranks[: part.chosen.tp * part.chosen.pp : part.chosen.tp]
+        )
 
     @property
     def ranks(self) -> int:
@@ -115,27 +126,42 @@ class Layout:
 def base(directory: Path) -> Base:
     """The base of the plan in `directory`. Raises UserError for a directory without the IR of a plan."""
     plan = load(directory)
-    steps, path = whatif.before_allocate(directory)
+    steps, path = what_if.before_allocate(directory)
     module = text.parse(path.read_text(), str(path))
     names = [s.sym.data for s in graph_of(module).sections]
     allocate: Any = steps[0]
     asked = dataclasses.replace(
-        allocate, ranks=1, global_batch=plan.global_batch, strategy="colocate", fit=False, set=tuple(f"{n}.micro_batch=1" for n in names)
+        allocate,
+        ranks=1,
+        global_batch=plan.global_batch,
+        strategy="colocate",
+        fit=False,
+        set=tuple(f"{n}.micro_batch=1" for n in names),
     )
-    pipeline.run(module, [asked, *steps[1:]])
+    pass_pipeline.run(module, [asked, *steps[1:]])
     whole = plan_codegen.build(module, plan.model, {})
     fresh = graph_of(text.parse(path.read_text(), str(path)))
     cluster = Cluster.from_dict(plan.cluster) or parse(asked.cluster)
     late = frozenset(e.name for e in whole.edges if not e.grad and not _reaches_layers(module, e))
     ranks = plan.world_size if allocate.objective == "gpus" else allocate.ranks or cluster.ranks
-    return Base(dataclasses.replace(whole, cluster=plan.cluster), workload(fresh, cluster, plan.global_batch), ranks, late)
+    return Base(
+        dataclasses.replace(whole, cluster=plan.cluster),
+        workload(fresh, cluster, plan.global_batch),
+        ranks,
+        late,
+    )
 
 
 def _reaches_layers(module: ModuleOp, edge: Edge) -> bool:
     """Whether several calls of its consumer depend on what an edge brings: then the first stage needs it."""
     for body in module.walk():
         if isinstance(body, BodyOp) and body.section.root_reference.data == edge.dst:
-            reached = {r for op in body.walk() if isinstance(op, ReceiveOp) and op.edge.data == edge.name for r in op.results}
+            reached = {
+                r
+                for op in body.walk()
+                if isinstance(op, ReceiveOp) and op.edge.data == edge.name
+                for r in op.results
+            }
             calls = 0
             for op in body.walk():
                 if not reached.isdisjoint(op.operands):
@@ -156,18 +182,31 @@ def planned(base: Base, layout: Layout) -> Plan:
     """The plan of a layout."""
     stages = {s.name: list(_stages(base, s, layout)) for s in base.plan.sections}
     edges = [
-        dataclasses.replace(e, src=stages[e.src][-1].name, dst=stages[e.dst][-1 if e.name in base.late else 0].name)
+        dataclasses.replace(
+            e, src=stages[e.src][-1].name, dst=stages[e.dst][-1 if e.name in base.late else 0].name
+        )
         for e in base.plan.edges
     ]
     edges += [
-        Edge(f"{a.name} to {b.name}", a.name, b.name, "float32", ("0",), -1, "", a.mode != "forward" and b.mode != "forward")
+        Edge(
+            f"{a.name} to {b.name}",
+            a.name,
+            b.name,
+            "float32",
+            ("0",),
+            -1,
+            "",
+            a.mode != "forward" and b.mode != "forward",
+        )
         for own in stages.values()
         for a, b in pairwise(own)
     ]
     sections = _once([s for own in stages.values() for s in own])
     world = 1 + max(r for s in sections for r in s.mesh.ranks)
     model = _on_rank(base.plan, sections)
-    return dataclasses.replace(base.plan, sections=tuple(sections), edges=tuple(edges), world_size=world, model=model, ties=())
+    return dataclasses.replace(
+        base.plan, sections=tuple(sections), edges=tuple(edges), world_size=world, model=model, ties=()
+    )
 
 
 def _stages(base: Base, section: Section, layout: Layout) -> Iterator[Section]:
@@ -175,7 +214,9 @@ def _stages(base: Base, section: Section, layout: Layout) -> Iterator[Section]:
     part = layout.parts[section.name]
     c = part.chosen
     rank = on_rank(base.work.loads[section.name], c.tp, c.pp, base.work.cluster)
-    cost = Cost(rank.forward_ns, rank.backward_ns[c.recompute], rank.label, saved=rank.under(c.recompute).saved)
+    cost = Cost(
+        rank.forward_ns, rank.backward_ns[c.recompute], rank.label, saved=rank.under(c.recompute).saved
+    )
     shares = list(_shares(base.plan, section.params, c.pp))
     for i in range(c.pp):
         own = tuple(r for k, r in enumerate(part.ranks) if k // c.tp % c.pp == i)
@@ -195,7 +236,8 @@ def _stages(base: Base, section: Section, layout: Layout) -> Iterator[Section]:
 
 
 def _room_bytes(work: Workload, load: Load, layout: Layout, stage: int) -> int:
-    """What the micro-batches of a stage may keep, as plans bound it (`secc.alloc.rooms`)."""
+    """What the micro-batches of a stage may keep, as plans bound it
+    (`secc.alloc.refine.in_flight_limits`)."""
     if load.mode == "forward":
         return 0
     part = layout.parts[load.name]

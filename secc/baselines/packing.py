@@ -1,7 +1,8 @@
 """Micro-batches of baselines: samples packed under a token budget, and the order in which replicas take them.
 
-One section, the *anchor*, has all or most samples (a language model, a student). Its micro-batches are packed first; the other sections
-take the same samples together, split where they have more replicas. A sample's tokens are the entries of its labels.
+One section, the *anchor*, has all or most samples (a language model, a student). Its micro-batches are packed
+first; the other sections take the same samples together, split where they have more replicas. A sample's
+tokens are the entries of its labels.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from secc.baselines.layout import tokens
-from secc.runtime.costs import Costs
-from secc.runtime.lots import Cut, halved
-from secc.runtime.plan import Plan, Section
-from secc.runtime.program import SampleMeta, active
+from secc.runtime.plan.predicted_costs import Costs
+from secc.runtime.plan.schema import Plan, Section
+from secc.runtime.plan.step_program import SampleMeta, active
+from secc.runtime.schedule.batch_packing import Cut, halved
 
 Lots = list[list[int]]  # of one replica, in their order
 
@@ -32,7 +33,9 @@ class Batch:
 
     def __post_init__(self) -> None:
         self.sections = {name: stages[0] for name, stages in self.plan.pipelines.items()}
-        self.anchor = max(self.sections, key=lambda name: (len(self.active(name)), list(self.sections).index(name)))
+        self.anchor = max(
+            self.sections, key=lambda name: (len(self.active(name)), list(self.sections).index(name))
+        )
         self.costs = Costs(self.plan, self.samples)
         self.tokens = [tokens(self.plan, s.sizes) for s in self.samples]
 
@@ -48,17 +51,21 @@ class Batch:
         return samples * sum(self.tokens) // max(1, len(self.tokens))
 
     def times(self, section: str) -> list[int]:
-        """Ns of each sample in a section (all its stages), forward and backward, 0 where it does not pass through."""
+        """Ns of each sample in a section (all its stages), forward and backward, 0 where it does not pass
+        through."""
         on = set(self.active(section))
         found = [0] * len(self.samples)
         for stage in self.plan.pipelines[section]:
             both = zip(*self.costs.alone(stage), strict=True)
-            found = [t + (f + b if p in on else 0) for p, (t, (f, b)) in enumerate(zip(found, both, strict=True))]
+            found = [
+                t + (f + b if p in on else 0) for p, (t, (f, b)) in enumerate(zip(found, both, strict=True))
+            ]
         return found
 
 
 def first_fit(positions: Iterable[int], weights: Sequence[int], budget: int) -> Lots:
-    """Each sample into the first lot that has room for it; one that is larger than the budget has a lot of its own."""
+    """Each sample into the first lot that has room for it; one that is larger than the budget has a lot of
+    its own."""
     lots: Lots = []
     room: list[int] = []
     for p in positions:
@@ -82,7 +89,8 @@ def level(positions: Iterable[int], weights: Sequence[int], parts: int) -> Lots:
     return found
 
 
-# -- orders: the anchor's lots and, where they differ, those that the other sections follow --------------------------------------------
+# -- orders: the anchor's lots and, where they differ, those that the other sections follow
+# --------------------------------------------
 
 Order = Callable[[Batch, int], tuple[list[Lots], list[Lots]]]
 
@@ -95,7 +103,8 @@ def in_turn(batch: Batch, samples: int) -> tuple[list[Lots], list[Lots]]:
 
 
 def largest_first(batch: Batch, samples: int) -> tuple[list[Lots], list[Lots]]:
-    """DistTrain: the largest first onto the least loaded replica; in a replica small micro-batches first, the p-1 smallest at the end."""
+    """DistTrain: the largest first onto the least loaded replica; in a replica small micro-batches first, the
+    p-1 smallest at the end."""
     work = [sum(times) for times in zip(*(batch.times(name) for name in batch.sections), strict=True)]
     tail = len(batch.plan.pipelines[batch.anchor]) - 1
     lots: list[Lots] = []
@@ -107,9 +116,15 @@ def largest_first(batch: Batch, samples: int) -> tuple[list[Lots], list[Lots]]:
 
 
 def stratified(batch: Batch, samples: int) -> tuple[list[Lots], list[Lots]]:
-    """Entrain: micro-batches of equal encoder load; what the anchor has too much of waits for later, lighter ones."""
+    """Entrain: micro-batches of equal encoder load; what the anchor has too much of waits for later, lighter
+    ones."""
     own = batch.times(batch.anchor)
-    others = [sum(times) for times in zip([0] * len(own), *(batch.times(n) for n in batch.sections if n != batch.anchor), strict=True)]
+    others = [
+        sum(times)
+        for times in zip(
+            [0] * len(own), *(batch.times(n) for n in batch.sections if n != batch.anchor), strict=True
+        )
+    ]
     deferred: list[Lots] = []
     lots: list[Lots] = []
     for dealt in level(batch.active(batch.anchor), own, batch.replicas(batch.anchor)):
@@ -150,7 +165,8 @@ def _defer(lots: Lots, own: Sequence[int], others: Sequence[int]) -> Lots:
 
 
 def cuts(batch: Batch, order: Order, samples: int) -> dict[str, Cut]:
-    """The micro-batches of every section: the anchor's, round by round over the replicas, and the others' after it.
+    """The micro-batches of every section: the anchor's, round by round over the replicas, and the others'
+    after it.
 
     Those of several samples are halved until a rank has room for them.
     """
@@ -162,7 +178,9 @@ def cuts(batch: Batch, order: Order, samples: int) -> dict[str, Cut]:
             continue
         on, dp = batch.active(name), batch.replicas(name)
         members = set(on)
-        mine = _following([[[p for p in lot if p in members] for lot in lots] for lots in followed], batch.times(name), dp)
+        mine = _following(
+            [[[p for p in lot if p in members] for lot in lots] for lots in followed], batch.times(name), dp
+        )
         alone = [p for p in on if p not in passed]
         for r in range(dp):
             mine[r] += first_fit(alone[r::dp], batch.tokens, batch.budget(samples))
@@ -171,8 +189,8 @@ def cuts(batch: Batch, order: Order, samples: int) -> dict[str, Cut]:
 
 
 def _following(followed: Sequence[Lots], times: Sequence[int], dp: int) -> list[Lots]:
-    """The lots of `dp` replicas: each lot of the anchor on one replica, or split over several; where neither number of replicas divides
-    the other, each round's samples spread evenly."""
+    """The lots of `dp` replicas: each lot of the anchor on one replica, or split over several; where neither
+    number of replicas divides the other, each round's samples spread evenly."""
     anchors, longest = len(followed), max(map(len, followed), default=0)
     mine: list[Lots] = [[] for _ in range(dp)]
     for i in range(longest):

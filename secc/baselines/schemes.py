@@ -1,14 +1,18 @@
-"""The published schemes: for each its layouts, the best first by closed form, and the order in which samples pass.
+"""The published schemes: for each its layouts, the best first by closed form, and the order in which samples
+pass.
 
 | name | devices | order |
 | --- | --- | --- |
-| uniform (Megatron-LM) | every section on all, one (tp, pp, dp); encoders in the first stage | dataset, 1F1B |
+| uniform (Megatron-LM) | every section on all, one (tp, pp, dp); encoders in the first stage | dataset, 1F1B
+|
 | colocate (FSDP2) | every section on every device, data parallel | dataset |
 | mimo (Megatron-Core MIMO) | apart, replicas in powers of two | dataset |
 | disttrain | apart | largest first to the least loaded, small micro-batches first |
 | entrain | apart, from mean loads | equal encoder load in each micro-batch, the rest deferred |
-| spindle | level by level on all devices, shared within a level so that all end together | dataset, wave by wave |
-| bubble (Optimus) | every device has encoders and the anchor, whose pipeline's bubbles encoders fill | dataset |
+| spindle | level by level on all devices, shared within a level so that all end together | dataset, wave by
+wave |
+| bubble (Optimus) | every device has encoders and the anchor, whose pipeline's bubbles encoders fill |
+dataset |
 
 docs/baselines.md says what of each is not modelled.
 """
@@ -23,7 +27,7 @@ from itertools import accumulate, product
 from secc.baselines.layout import Layout, Part
 from secc.baselines.packing import Order, in_turn, largest_first, stratified
 from secc.baselines.space import RANKED, SIZES, Chosen, Space
-from secc.cost.memory import Sums
+from secc.cost.model.memory import Sums
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,8 @@ def _summed(chosen: Chosen) -> int:
     return sum(c.time_ns for c in chosen.values())
 
 
-# -- sections apart --------------------------------------------------------------------------------------------------------------------
+# -- sections apart
+# --------------------------------------------------------------------------------------------------------------------
 
 
 def _mimo(space: Space, anchor: str) -> list[Layout]:
@@ -69,7 +74,8 @@ def _apart(space: Space, ways: Sequence[Chosen], anchor: str) -> list[Layout]:
     return found
 
 
-# -- sections together -----------------------------------------------------------------------------------------------------------------
+# -- sections together
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def _uniform(space: Space, anchor: str) -> list[Layout]:
@@ -77,7 +83,8 @@ def _uniform(space: Space, anchor: str) -> list[Layout]:
 
 
 def _meshes(space: Space, anchor: str) -> Iterator[tuple[int, Layout]]:
-    """One mesh on all devices; the other sections whole in the first stage, or cut into as many stages as the anchor."""
+    """One mesh on all devices; the other sections whole in the first stage, or cut into as many stages as the
+    anchor."""
     for tp, pp, dp, size in _everywhere(space, anchor):
         for deep in (False, True) if pp > 1 else (False,):
             stages = {n: pp if n == anchor or (deep and pp in space.depths(n)) else 1 for n in space.names}
@@ -86,12 +93,21 @@ def _meshes(space: Space, anchor: str) -> Iterator[tuple[int, Layout]]:
 
 
 def _meshed(space: Space, pp: int, size: int, chosen: Chosen) -> Layout:
-    first = {n: tuple(r for r in range(space.ranks) if r // c.tp % pp == 0) for n, c in chosen.items() if c.pp < pp}
-    return Layout({n: space.part(n, c, first.get(n, range(space.ranks)), pp if n in first else 0) for n, c in chosen.items()}, size)
+    first = {
+        n: tuple(r for r in range(space.ranks) if r // c.tp % pp == 0) for n, c in chosen.items() if c.pp < pp
+    }
+    return Layout(
+        {
+            n: space.part(n, c, first.get(n, range(space.ranks)), pp if n in first else 0)
+            for n, c in chosen.items()
+        },
+        size,
+    )
 
 
 def _everywhere(space: Space, anchor: str) -> Iterator[tuple[int, int, int, int]]:
-    """(tp, pp, dp, mean samples in a micro-batch) of an anchor that takes all devices, or as many as its replicas fill."""
+    """(tp, pp, dp, mean samples in a micro-batch) of an anchor that takes all devices, or as many as its
+    replicas fill."""
     for tp, pp, size in product(space.widths(), space.depths(anchor), SIZES):
         dp = space.ranks // (tp * pp)
         if dp and dp * tp * pp == space.ranks and size in space.sizes(anchor, dp):
@@ -99,7 +115,8 @@ def _everywhere(space: Space, anchor: str) -> Iterator[tuple[int, int, int, int]
 
 
 def _colocate(space: Space, anchor: str) -> list[Layout]:
-    """Parameters, gradients and optimizer states lie sharded over all devices; gathering them again is taken to cost nothing."""
+    """Parameters, gradients and optimizer states lie sharded over all devices; gathering them again is taken
+    to cost nothing."""
     return _best(_sharded(space, anchor))
 
 
@@ -110,7 +127,9 @@ def _sharded(space: Space, anchor: str) -> Iterator[tuple[int, Layout]]:
 
 
 def _spread(space: Space, size: int, chosen: Chosen) -> Layout:
-    return Layout({n: _over_all(space.part(n, c, range(space.ranks)), space.ranks) for n, c in chosen.items()}, size)
+    return Layout(
+        {n: _over_all(space.part(n, c, range(space.ranks)), space.ranks) for n, c in chosen.items()}, size
+    )
 
 
 def _over_all(part: Part, ranks: int) -> Part:
@@ -121,7 +140,8 @@ def _over_all(part: Part, ranks: int) -> Part:
 
 
 def _bubble(space: Space, anchor: str) -> list[Layout]:
-    """The anchor as in `uniform`; every device has a whole encoder (over tp), and runs it whenever its stage waits."""
+    """The anchor as in `uniform`; every device has a whole encoder (over tp), and runs it whenever its stage
+    waits."""
     return _best(_filling(space, anchor))
 
 
@@ -135,10 +155,13 @@ def _filling(space: Space, anchor: str) -> Iterator[tuple[int, Layout]]:
 
 
 def _filled(space: Space, anchor: str, size: int, chosen: Chosen) -> Layout:
-    return Layout({n: space.part(n, c, range(space.ranks), 0 if n == anchor else None) for n, c in chosen.items()}, size)
+    return Layout(
+        {n: space.part(n, c, range(space.ranks), 0 if n == anchor else None) for n, c in chosen.items()}, size
+    )
 
 
-# -- level by level --------------------------------------------------------------------------------------------------------------------
+# -- level by level
+# --------------------------------------------------------------------------------------------------------------------
 
 
 def _spindle(space: Space, anchor: str) -> list[Layout]:
@@ -160,8 +183,14 @@ def _waves(space: Space, anchor: str) -> Iterator[tuple[int, Layout]]:
             yield from space.fitting(ways, partial(_in_waves, space, first, size, ahead), time)
 
 
-def _in_waves(space: Space, first: Mapping[str, int], size: int, ahead: frozenset[str], chosen: Chosen) -> Layout:
-    return Layout({n: space.part(n, c, range(first[n], first[n] + c.ranks), None) for n, c in chosen.items()}, size, ahead)
+def _in_waves(
+    space: Space, first: Mapping[str, int], size: int, ahead: frozenset[str], chosen: Chosen
+) -> Layout:
+    return Layout(
+        {n: space.part(n, c, range(first[n], first[n] + c.ranks), None) for n, c in chosen.items()},
+        size,
+        ahead,
+    )
 
 
 def _shared(space: Space, level: Sequence[str], tp: int) -> Iterator[tuple[str, int, int]]:
@@ -186,7 +215,8 @@ def _alone(space: Space, section: str, tp: int) -> int:
 
 
 def _counts(work: Sequence[int], replicas: int) -> list[int]:
-    """How many of `replicas` each gets so that all end together: in proportion to their work, rounded down, the rest to the slowest."""
+    """How many of `replicas` each gets so that all end together: in proportion to their work, rounded down,
+    the rest to the slowest."""
     if replicas < len(work):
         return [0] * len(work)
     counts = [max(1, w * replicas // sum(work)) for w in work]

@@ -1,8 +1,10 @@
-"""The configurations that baselines search: a section's replicas, tensor parallelism, stages and micro-batches, ranked in closed form.
+"""The configurations that baselines search: a section's replicas, tensor parallelism, stages and
+micro-batches, ranked in closed form.
 
-Tensor parallelism is a power of two inside a node, stages a power of two up to the layers, micro-batches have 1 to 16 mean samples.
-Optimizer states are sharded wherever there is something to shard, as Megatron's distributed optimizer does, and layers are recomputed
-only as far as memory asks; memory is counted as plans count it (`secc.cost.memory`).
+Tensor parallelism is a power of two inside a node, stages a power of two up to the layers, micro-batches have
+1 to 16 mean samples. Optimizer states are sharded wherever there is something to shard, as Megatron's
+distributed optimizer does, and layers are recomputed only as far as memory asks; memory is counted as plans
+count it (`secc.cost.model.memory`).
 """
 
 from __future__ import annotations
@@ -16,11 +18,11 @@ from functools import cache
 from itertools import chain, product
 from math import ceil
 
-from secc.alloc.candidates import Load, candidate, in_turn, on_rank, room
-from secc.alloc.types import Candidate
+from secc.alloc.problem.candidates import Load, candidate, in_turn, on_rank, room
+from secc.alloc.problem.types import Candidate
 from secc.baselines.layout import Base, Layout, Part, layers
-from secc.cost.load import patterns
-from secc.cost.memory import Memory
+from secc.cost.model.dataset_load import patterns
+from secc.cost.model.memory import Memory
 
 SIZES = (1, 2, 4, 8, 16)
 WAYS = ("none", "selective", "full")  # to recompute, the fastest first
@@ -40,8 +42,12 @@ class Space:
         self.base, self.ranks = base, base.ranks
         self.capacity = base.work.cluster.device.usable
         self.names = list(base.work.loads)
-        self.awaited = {c.src for c in base.work.crossings if c.grad and base.work.loads[c.src].mode != "forward"}
-        self.mean = sum((p.share * self.base.tokens(p) for p in patterns(base.work.graph)), Fraction(0))  # tokens of a sample
+        self.awaited = {
+            c.src for c in base.work.crossings if c.grad and base.work.loads[c.src].mode != "forward"
+        }
+        self.mean = sum(
+            (p.share * self.base.tokens(p) for p in patterns(base.work.graph)), Fraction(0)
+        )  # tokens of a sample
         self.rank = cache(self._rank)
         self.ways = cache(self._ways)
         self.memory = cache(self._memory)
@@ -67,10 +73,16 @@ class Space:
         """A configuration with each way to recompute, the fastest first."""
         tp, pp, dp = mesh
         load, work = self.rank(section, tp, pp), self.base.work
-        sharding = "none" if not load.cost.trainable or load.mode == "forward" or work.unshardable else "zero1"
-        return [candidate(work, load, dp, size, sharding, way) for way in (WAYS if load.mode != "forward" else WAYS[:1])]
+        sharding = (
+            "none" if not load.cost.trainable or load.mode == "forward" or work.unshardable else "zero1"
+        )
+        return [
+            candidate(work, load, dp, size, sharding, way)
+            for way in (WAYS if load.mode != "forward" else WAYS[:1])
+        ]
 
-    # -- memory -------------------------------------------------------------------------------------------------------------------
+    # -- memory
+    # -------------------------------------------------------------------------------------------------------------------
 
     def _memory(self, section: str, c: Candidate) -> Memory:
         """Of a rank whose micro-batches hold as many of the largest samples as their tokens allow."""
@@ -91,9 +103,13 @@ class Space:
         return max(1, (self.capacity - memory.total(0)) // max(1, memory.activation))
 
     def fitting(
-        self, ways: Mapping[str, Sequence[Candidate]], made: Callable[[Chosen], Layout], time: Callable[[Chosen], int]
+        self,
+        ways: Mapping[str, Sequence[Candidate]],
+        made: Callable[[Chosen], Layout],
+        time: Callable[[Chosen], int],
     ) -> Iterator[tuple[int, Layout]]:
-        """The layout of the fastest way to recompute with which all ranks have memory, if there is one, and its time."""
+        """The layout of the fastest way to recompute with which all ranks have memory, if there is one, and
+        its time."""
         every = (dict(zip(ways, chosen, strict=True)) for chosen in product(*ways.values()))
         for chosen in sorted(every, key=time):
             layout = made(chosen)
@@ -101,18 +117,28 @@ class Space:
                 yield time(chosen), layout
                 return
 
-    # -- sections apart -----------------------------------------------------------------------------------------------------------
+    # -- sections apart
+    # -----------------------------------------------------------------------------------------------------------
 
     def _apart(self, powers: bool, anchor: str) -> list[Chosen]:
-        """The best ways to give each section its own devices, with `powers` of two as numbers of replicas or with any.
+        """The best ways to give each section its own devices, with `powers` of two as numbers of replicas or
+        with any.
 
-        What counts is the slowest section, a part of the others and the pipeline's fill, and for sections that cannot hold all their
-        micro-batches a round trip through the anchor for each time that they take their places.
+        What counts is the slowest section, a part of the others and the pipeline's fill, and for sections
+        that cannot hold all their micro-batches a round trip through the anchor for each time that they take
+        their places.
         """
         tables = [self._table(name, powers, name == anchor) for name in self.names]
-        awaited = ((n, c) for n, groups in zip(self.names, tables, strict=True) if n in self.awaited for c in chain(*groups))
+        awaited = (
+            (n, c)
+            for n, groups in zip(self.names, tables, strict=True)
+            if n in self.awaited
+            for c in chain(*groups)
+        )
         held = {(n, c): -(-c.micro_batches // self.in_flight(n, c)) for n, c in awaited}
-        best: defaultdict[int, list[tuple[int, int, Chosen]]] = defaultdict(list)  # by the anchor's configuration
+        best: defaultdict[int, list[tuple[int, int, Chosen]]] = defaultdict(
+            list
+        )  # by the anchor's configuration
         for number, some in enumerate(_products(tables, self.ranks)):
             alike = best[id(some[self.names.index(anchor)])]
             if len(alike) == ALIKE and max(c.time_ns for c in some) > -alike[0][0]:
@@ -124,24 +150,30 @@ class Space:
             heapq.heappush(alike, (-time, -number, chosen))
             if len(alike) > ALIKE:
                 heapq.heappop(alike)
-        every = sorted((entry for alike in best.values() for entry in alike), key=lambda entry: entry[:2], reverse=True)
+        every = sorted(
+            (entry for alike in best.values() for entry in alike), key=lambda entry: entry[:2], reverse=True
+        )
         return [chosen for _, _, chosen in every[:RANKED]]
 
     def _table(self, section: str, powers: bool, anchor: bool) -> list[list[Candidate]]:
-        """The fastest configuration for each number of devices, those that more devices do not make faster left out: for the anchor one
-        list for each size of micro-batches, for sections that wait for others' backwards one for each way to recompute."""
+        """The fastest configuration for each number of devices, those that more devices do not make faster
+        left out: for the anchor one list for each size of micro-batches, for sections that wait for others'
+        backwards one for each way to recompute."""
         fastest: defaultdict[tuple[str, int], dict[int, Candidate]] = defaultdict(dict)
         most = self.ranks - len(self.names) + 1
         for tp, pp in ((t, p) for t, p in product(self.widths(), self.depths(section)) if t * p <= most):
             for dp in _powers(most // (tp * pp)) if powers else range(1, most // (tp * pp) + 1):
                 for c in (c for n in self.sizes(section, dp) for c in self._useful(section, (tp, pp, dp), n)):
-                    found = fastest[c.recompute if section in self.awaited else "", c.micro_batch if anchor else 0]
+                    found = fastest[
+                        c.recompute if section in self.awaited else "", c.micro_batch if anchor else 0
+                    ]
                     if c.ranks not in found or c.time_ns < found[c.ranks].time_ns:
                         found[c.ranks] = c
         return [_pareto([found[ranks] for ranks in sorted(found)]) for found in fastest.values()]
 
     def _useful(self, section: str, mesh: Mesh, size: int) -> Iterator[Candidate]:
-        """The least recomputation that fits, and more while not all micro-batches that wait for others can be held."""
+        """The least recomputation that fits, and more while not all micro-batches that wait for others can be
+        held."""
         for c in self.ways(section, mesh, size):
             if self.memory(section, c).total(self._turns(section, c)) <= self.capacity:
                 yield c
@@ -159,7 +191,8 @@ def _pareto(found: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _products(tables: Sequence[Sequence[Sequence[Candidate]]], ranks: int) -> Iterator[tuple[Candidate, ...]]:
-    """One configuration of each table, on at most `ranks` devices; of each list of the last one the two with the most devices left."""
+    """One configuration of each table, on at most `ranks` devices; of each list of the last one the two with
+    the most devices left."""
     if len(tables) == 1:
         for found in tables[0]:
             fits = bisect_right(found, ranks, key=lambda c: c.ranks)

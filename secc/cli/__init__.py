@@ -1,7 +1,7 @@
 """The command line: a table of commands, each in a module of its own that is imported when it is used.
 
-Importing this package loads typer alone, so that `secc --help` answers at once and `secc opt` needs no torch. A `UserError` that a
-command lets through becomes one message on stderr and exit code 2.
+Importing this package loads typer alone, so that `secc --help` answers at once and `secc opt` needs no torch.
+A `UserError` that a command lets through becomes one message on stderr and exit code 2.
 """
 
 from __future__ import annotations
@@ -17,7 +17,20 @@ from typing import NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-COMMANDS = ("compile", "run", "check", "explain", "diff", "drift", "stats", "simulate", "cluster", "profile", "export", "opt")
+COMMANDS = (
+    "compile",
+    "run",
+    "check",
+    "explain",
+    "diff",
+    "drift",
+    "stats",
+    "simulate",
+    "cluster",
+    "profile",
+    "export",
+    "opt",
+)
 
 
 class Commands(TyperGroup):
@@ -31,7 +44,9 @@ class Commands(TyperGroup):
             return None
         app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         module = importlib.import_module(f"secc.cli.{cmd_name}")
-        app.command(cmd_name, no_args_is_help=True, context_settings=getattr(module, "CONTEXT", None))(module.command)
+        app.command(cmd_name, no_args_is_help=True, context_settings=getattr(module, "CONTEXT", None))(
+            module.command
+        )
         found = typer.main.get_command(app)
         assert isinstance(found, TyperCommand)
         return found
@@ -59,7 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _leave(code: str | int | None, ends: bool) -> NoReturn:
-    """Raise SystemExit; where the process `ends` with it, end it at once: taking apart all that it holds would take seconds."""
+    """Raise SystemExit; where the process `ends` with it, end it at once: taking apart all that it holds
+    would take seconds."""
     if ends and not isinstance(code, str):
         atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
         for stream in (sys.stdout, sys.stderr):

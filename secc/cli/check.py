@@ -19,13 +19,17 @@ def command(
     json: JSON = False,
 ) -> None:
     """Check that a model can be compiled and that its plan computes what plain PyTorch computes."""
-    from secc.check import checked
-    from secc.compiler import Options, compile_model
+    from secc.driver.compile import Options, compile_model
+    from secc.driver.exactness_check import checked
     from secc.report.facts import tables
 
     with progress(quiet=json) as show:
         options = Options(
-            cluster=f"local:{ranks}", global_batch=8 * ranks, stats_samples=stats_samples, small=small, accept=tuple(accept or ())
+            cluster=f"local:{ranks}",
+            global_batch=8 * ranks,
+            stats_samples=stats_samples,
+            small=small,
+            accept=tuple(accept or ()),
         )
         compiled = compile_model(model, options, show)
         show("compare with the eager model")

@@ -9,10 +9,14 @@ import typer
 
 from secc.cli.console import print_json, print_table
 
-SPEC = Annotated[str, typer.Argument(help="local, local:N, 4x8xH100, 4x8xH100+4x8xA800, or a YAML file", metavar="SPEC")]
+SPEC = Annotated[
+    str, typer.Argument(help="local, local:N, 4x8xH100, 4x8xH100+4x8xA800, or a YAML file", metavar="SPEC")
+]
 
 
-def command(spec: SPEC, json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False) -> None:
+def command(
+    spec: SPEC, json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False
+) -> None:
     """Show what a description of a cluster means."""
     from secc.cluster import parse
     from secc.cluster.presets import SOURCES

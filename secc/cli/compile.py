@@ -11,48 +11,90 @@ import typer
 from secc.cli.console import out, print_json, print_table, progress
 
 if TYPE_CHECKING:
-    from secc.compiler import Compiled
-    from secc.runtime.plan import Plan
+    from secc.driver.compile import Compiled
+    from secc.runtime.plan.schema import Plan
 
-MODEL = Annotated[Path, typer.Argument(help="the model file: plain PyTorch with model() and dataset()", metavar="MODEL.py")]
-ACCEPT = Annotated[list[str] | None, typer.Option(help="take an approximation of the loss: balance-loss", metavar="NAME")]
+MODEL = Annotated[
+    Path, typer.Argument(help="the model file: plain PyTorch with model() and dataset()", metavar="MODEL.py")
+]
+ACCEPT = Annotated[
+    list[str] | None, typer.Option(help="take an approximation of the loss: balance-loss", metavar="NAME")
+]
 JSON = Annotated[bool, typer.Option("--json", help="print the result as JSON, and no progress")]
 
-_FUSE = typer.Option("--fuse/--no-fuse", help="put fused operators into the model (default: on GPUs)", show_default=False)
+_FUSE = typer.Option(
+    "--fuse/--no-fuse", help="put fused operators into the model (default: on GPUs)", show_default=False
+)
 FUSE = Annotated[bool | None, _FUSE]
 
 
 def command(
     model: MODEL,
-    output: Annotated[Path, typer.Option("-o", "--output", help="the plan directory to write", metavar="PLAN/")],
-    cluster: Annotated[str, typer.Option(help="local, local:N (CPU processes), 4x8xH100 (nodes x devices x kind), or a file")] = "local",
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="the plan directory to write", metavar="PLAN/")
+    ],
+    cluster: Annotated[
+        str, typer.Option(help="local, local:N (CPU processes), 4x8xH100 (nodes x devices x kind), or a file")
+    ] = "local",
     global_batch: Annotated[int, typer.Option(help="samples in an optimizer step")] = 32,
-    strategy: Annotated[str, typer.Option(help="auto, apart (own devices), colocate (all sections on all ranks), uniform")] = "auto",
-    objective: Annotated[str, typer.Option(help="time: the fastest step; gpus: the fewest devices for a step of --step-time")] = "time",
-    step_time: Annotated[float, typer.Option(help="seconds that a step may take, for --objective gpus", metavar="SECONDS")] = 0.0,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="pin a choice: SECTION.KEY=VALUE", metavar="S.K=V")] = None,
-    section: Annotated[list[str] | None, typer.Option(help="your own section: NAME=module.path+module.path", metavar="N=PATHS")] = None,
+    strategy: Annotated[
+        str, typer.Option(help="auto, apart (own devices), colocate (all sections on all ranks), uniform")
+    ] = "auto",
+    objective: Annotated[
+        str, typer.Option(help="time: the fastest step; gpus: the fewest devices for a step of --step-time")
+    ] = "time",
+    step_time: Annotated[
+        float, typer.Option(help="seconds that a step may take, for --objective gpus", metavar="SECONDS")
+    ] = 0.0,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="pin a choice: SECTION.KEY=VALUE", metavar="S.K=V")
+    ] = None,
+    section: Annotated[
+        list[str] | None,
+        typer.Option(help="your own section: NAME=module.path+module.path", metavar="N=PATHS"),
+    ] = None,
     max_sections: Annotated[int | None, typer.Option(help="at most so many sections")] = None,
-    stats_samples: Annotated[int, typer.Option(help="samples of dataset() to draw for statistics and patterns")] = 64,
-    stats: Annotated[Path | None, typer.Option(help="statistics of the dataset, as `secc stats` writes them", metavar="FILE")] = None,
-    skip_bad_samples: Annotated[bool, typer.Option(help="leave samples that do not load out of those that are drawn")] = False,
-    widths: Annotated[str, typer.Option(help="auto, own or global: the padded width of micro-batches")] = "auto",
+    stats_samples: Annotated[
+        int, typer.Option(help="samples of dataset() to draw for statistics and patterns")
+    ] = 64,
+    stats: Annotated[
+        Path | None,
+        typer.Option(help="statistics of the dataset, as `secc stats` writes them", metavar="FILE"),
+    ] = None,
+    skip_bad_samples: Annotated[
+        bool, typer.Option(help="leave samples that do not load out of those that are drawn")
+    ] = False,
+    widths: Annotated[
+        str, typer.Option(help="auto, own or global: the padded width of micro-batches")
+    ] = "auto",
     fuse: FUSE = None,
-    no_fuse_rule: Annotated[list[str] | None, typer.Option(help="leave this fusion rule out", metavar="RULE")] = None,
-    explain_fusion: Annotated[bool, typer.Option("--explain-fusion", help="say what was fused, and why other places were not")] = False,
+    no_fuse_rule: Annotated[
+        list[str] | None, typer.Option(help="leave this fusion rule out", metavar="RULE")
+    ] = None,
+    explain_fusion: Annotated[
+        bool, typer.Option("--explain-fusion", help="say what was fused, and why other places were not")
+    ] = False,
     accept: ACCEPT = None,
-    costs: Annotated[str, typer.Option(help="a file of measured costs, made by secc profile", metavar="FILE")] = "",
-    dtype: Annotated[str, typer.Option(help="bf16: compute in it, with weights, gradient sums and optimizer in float32")] = "",
-    run_ahead: Annotated[str, typer.Option(help="memory on a rank for frozen sections to run ahead of the step: GIB or auto")] = "auto",
-    check: Annotated[bool, typer.Option(help="compare the plan with the eager model, if it fits here")] = True,
+    costs: Annotated[
+        str, typer.Option(help="a file of measured costs, made by secc profile", metavar="FILE")
+    ] = "",
+    dtype: Annotated[
+        str, typer.Option(help="bf16: compute in it, with weights, gradient sums and optimizer in float32")
+    ] = "",
+    run_ahead: Annotated[
+        str, typer.Option(help="memory on a rank for frozen sections to run ahead of the step: GIB or auto")
+    ] = "auto",
+    check: Annotated[
+        bool, typer.Option(help="compare the plan with the eager model, if it fits here")
+    ] = True,
     json: JSON = False,
 ) -> None:
     """Compile a model into a plan that torchrun executes."""
-    from secc.runtime.collector import collecting_seldom, collector_paused
+    from secc.runtime.host.gc_control import collecting_seldom, collector_paused
 
     with collector_paused():  # imports keep what they make
         from secc.codegen.write import check_output
-        from secc.compiler import Options, compile_model
+        from secc.driver.compile import Options, compile_model
     check_output(output)
     options = Options(
         cluster, global_batch, strategy, objective, step_time, tuple(set_ or ()), tuple(section or ()), max_sections, stats_samples, widths,
@@ -62,14 +104,14 @@ def command(
     with progress(quiet=json) as show, collecting_seldom():
         compiled = compile_model(model, options, show)
         if check:
-            from secc.check import checked
+            from secc.driver.exactness_check import checked
 
             show("compare with the eager model")
             compiled = checked(compiled)
         show("simulate a step")
         plan = _write(compiled, output)
     if json:
-        from secc.runtime.plan import to_dict
+        from secc.runtime.plan.schema import to_dict
 
         print_json(to_dict(plan))
         return
@@ -86,16 +128,22 @@ def command(
 
 def _write(compiled: Compiled, output: Path) -> Plan:
     """Write the plan directory; the plan comes back with what its simulated step says."""
-    from secc.preview import preview
+    from secc.driver.step_preview import preview
     from secc.report.page import page
 
     seen = preview(compiled)
-    dataclasses.replace(compiled, plan=seen.plan).write(output, lambda plan: page(plan, seen.drawing), seen.files)
+    dataclasses.replace(compiled, plan=seen.plan).write(
+        output, lambda plan: page(plan, seen.drawing), seen.files
+    )
     return seen.plan
 
 
 def _say_what_is_free(plan: Plan) -> None:
-    ranks = plan.world_size + int(plan.solver["free_ranks"]) if "free_ranks" in plan.solver else int(plan.cluster.get("ranks", 0))
+    ranks = (
+        plan.world_size + int(plan.solver["free_ranks"])
+        if "free_ranks" in plan.solver
+        else int(plan.cluster.get("ranks", 0))
+    )
     if plan.world_size < ranks:
         why = "are not needed" if plan.solver.get("objective") == "gpus" else "would not make a step shorter"
         out.print(f"  {ranks - plan.world_size} of {ranks} ranks {why} and stay free")

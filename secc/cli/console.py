@@ -1,4 +1,5 @@
-"""What commands print: progress and messages on stderr, results on stdout, as tables for people or as JSON for machines."""
+"""What commands print: progress and messages on stderr, results on stdout, as tables for people or as JSON
+for machines."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from rich.table import Table as RichTable
 
 from secc.report.table import Table
 
-WIDE = 140  # columns of what is not shown on a terminal: read in files and logs, which do not end at the eightieth
+# columns of what is not shown on a terminal: read in files and logs, which do not end at the eightieth
+WIDE = 140
 SHORT = 16  # a column of cells this long is not broken while the others keep as much
 
 out = Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE)
@@ -24,7 +26,8 @@ err = Console(stderr=True, highlight=False)
 
 @contextmanager
 def progress(quiet: bool) -> Iterator[Callable[[str], None]]:
-    """A function that shows which step is running: a spinner on a terminal, a line a step elsewhere, nothing if quiet."""
+    """A function that shows which step is running: a spinner on a terminal, a line a step elsewhere, nothing
+    if quiet."""
     if quiet:
         yield lambda _: None
     elif err.is_terminal:
@@ -41,7 +44,9 @@ def print_json(data: object) -> None:
 
 def print_table(table: Table) -> None:
     """A table for people."""
-    shown = RichTable(title=table.title, title_justify="left", caption=table.note or None, caption_justify="left")
+    shown = RichTable(
+        title=table.title, title_justify="left", caption=table.note or None, caption_justify="left"
+    )
     whole = _unbroken(table, out.width)
     for i, column in enumerate(table.columns):
         shown.add_column(column, overflow="fold", no_wrap=i in whole)
@@ -51,9 +56,13 @@ def print_table(table: Table) -> None:
 
 
 def _unbroken(table: Table, width: int) -> set[int]:
-    """The columns whose words stay whole on so wide a terminal: the shortest ones, as long as all others have room left."""
+    """The columns whose words stay whole on so wide a terminal: the shortest ones, as long as all others have
+    room left."""
     lengths = [max(map(len, column)) for column in zip(table.columns, *table.rows, strict=True)]
-    left, whole = width - 3 * len(lengths) - 1, set[int]()  # a border and a space on either side of each column
+    left, whole = (
+        width - 3 * len(lengths) - 1,
+        set[int](),
+    )  # a border and a space on either side of each column
     for i in sorted(range(len(lengths)), key=lengths.__getitem__):
         others = len(lengths) - len(whole) - 1
         if lengths[i] <= SHORT and left - lengths[i] >= SHORT * min(others, 1):

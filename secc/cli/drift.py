@@ -1,4 +1,5 @@
-"""`secc drift PLAN/ LOGDIR/`: what moved in a run since its plan was made, and what another plan would gain."""
+"""`secc drift PLAN/ LOGDIR/`: what moved in a run since its plan was made, and what another plan would
+gain."""
 
 from __future__ import annotations
 
@@ -13,23 +14,37 @@ from secc.cli.console import out, print_json
 from secc.cli.explain import PLAN
 
 if TYPE_CHECKING:
-    from secc.drift import Drift
+    from secc.driver.replan_from_run import Drift
 
 SMALL = 0.02  # a gain that is not worth a new plan
 
 
 def command(
     plan: PLAN,
-    log_dir: Annotated[Path, typer.Argument(help="the log directory of a run of the plan (PLAN/logs, or its --log-dir)", metavar="LOGDIR")],
+    log_dir: Annotated[
+        Path,
+        typer.Argument(
+            help="the log directory of a run of the plan (PLAN/logs, or its --log-dir)", metavar="LOGDIR"
+        ),
+    ],
     json: JSON = False,
 ) -> None:
-    """Compare a run with its plan: times of sections, the mix of samples, and the gain of a plan made for them."""
-    from secc.drift import drift
+    """Compare a run with its plan: times of sections, the mix of samples, and the gain of a plan made for
+    them."""
+    from secc.driver.replan_from_run import drift
 
     found = drift(plan, log_dir)
     if json:
         sections = {name: dataclasses.asdict(moved) for name, moved in found.sections.items()}
-        print_json({"steps": found.steps, "sections": sections, "mix": found.mix, "gain": found.gain, "set": found.set})
+        print_json(
+            {
+                "steps": found.steps,
+                "sections": sections,
+                "mix": found.mix,
+                "gain": found.gain,
+                "set": found.set,
+            }
+        )
         return
     _print(found, plan)
 
@@ -37,11 +52,20 @@ def command(
 def _print(found: Drift, directory: Path) -> None:
     from rich.table import Table
 
-    from secc.drift import choices
+    from secc.driver.replan_from_run import choices
 
-    table = Table("section", "forward", "backward", box=None, padding=(0, 2), title=f"measured over predicted, {found.steps} steps")
+    table = Table(
+        "section",
+        "forward",
+        "backward",
+        box=None,
+        padding=(0, 2),
+        title=f"measured over predicted, {found.steps} steps",
+    )
     for name, moved in found.sections.items():
-        table.add_row(name, *(f"{ratio:.3g}" if ratio is not None else "-" for ratio in (moved.forward, moved.backward)))
+        table.add_row(
+            name, *(f"{ratio:.3g}" if ratio is not None else "-" for ratio in (moved.forward, moved.backward))
+        )
     out.print(table)
     for when, (before, now) in found.mix.items() if len(found.mix) > 1 else ():
         out.print(f"  samples with {when}: {before:.1%} when the plan was made, {now:.1%} in the run")

@@ -15,7 +15,10 @@ PLAN = Annotated[Path, typer.Argument(help="a plan directory made by secc compil
 
 
 WHAT_IF = Annotated[
-    list[str] | None, typer.Option(help="compare with another choice: SECTION.KEY=VALUE, cluster=SPEC, strategy=…", metavar="CHOICE")
+    list[str] | None,
+    typer.Option(
+        help="compare with another choice: SECTION.KEY=VALUE, cluster=SPEC, strategy=…", metavar="CHOICE"
+    ),
 ]
 
 
@@ -25,11 +28,13 @@ def command(plan: PLAN, what_if: WHAT_IF = None, json: JSON = False) -> None:
         _compare(plan, what_if, json)
         return
     from secc.report.facts import summary, tables
-    from secc.runtime.plan import load
+    from secc.runtime.plan.schema import load
 
     loaded = load(plan)
     if json:
-        print_json({"summary": dict(summary(loaded)), "tables": [dataclasses.asdict(t) for t in tables(loaded)]})
+        print_json(
+            {"summary": dict(summary(loaded)), "tables": [dataclasses.asdict(t) for t in tables(loaded)]}
+        )
         return
     for name, value in summary(loaded):
         out.print(f"{name:>16}  {value}")
@@ -39,7 +44,7 @@ def command(plan: PLAN, what_if: WHAT_IF = None, json: JSON = False) -> None:
 
 def _compare(plan: Path, changes: list[str], json: bool) -> None:
     """What other choices would change, and the change in time."""
-    from secc import whatif
+    from secc.driver import what_if as whatif
     from secc.report.differences import differences
 
     print_differences(differences(*whatif.what_if(plan, changes)), json)

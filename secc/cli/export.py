@@ -12,24 +12,31 @@ from secc.cli.console import out, print_json
 
 
 def command(
-    checkpoint: Annotated[Path, typer.Argument(help="a directory that `secc run --save` wrote", metavar="DIR")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="the file to write", metavar="FILE.safetensors")],
+    checkpoint: Annotated[
+        Path, typer.Argument(help="a directory that `secc run --save` wrote", metavar="DIR")
+    ],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="the file to write", metavar="FILE.safetensors")
+    ],
     json: JSON = False,
 ) -> None:
     """Write a checkpoint's weights under the names of the user's model; load them with `load_state_dict`."""
     from safetensors.torch import save_file
 
     from secc.errors import UserError
-    from secc.runtime.checkpoint import load_full
+    from secc.runtime.parameters.checkpoint import load_full
 
     state = load_full(checkpoint)
-    # safetensors refuses tensors that share memory, so a tied parameter is written once for each of its names.
+    # safetensors refuses tensors that share memory, so a tied parameter is written once for each of its
+    # names.
     tensors = {name: tensor.detach().clone().contiguous() for name, tensor in state.items()}
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         save_file(tensors, output)
     except OSError as error:
-        raise UserError(f"cannot write the file: {error.strerror or error}", str(output), "choose another -o") from None
+        raise UserError(
+            f"cannot write the file: {error.strerror or error}", str(output), "choose another -o"
+        ) from None
     if json:
         print_json({"file": str(output), "tensors": len(tensors), "bytes": output.stat().st_size})
         return

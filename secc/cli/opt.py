@@ -1,4 +1,5 @@
-"""`secc opt FILE.mlir -p PIPELINE`: runs any passes on IR text, for tests, for debugging, and to make a dump of a plan again."""
+"""`secc opt FILE.mlir -p PIPELINE`: runs any passes on IR text, for tests, for debugging, and to make a dump
+of a plan again."""
 
 from __future__ import annotations
 
@@ -10,22 +11,33 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from secc.pipeline import Run
+    from secc.pass_pipeline import Run
 
 SEPARATOR = "// -----\n"
 
 
 def command(
     file: Annotated[Path, typer.Argument(help="IR text, - for stdin", metavar="FILE.mlir", allow_dash=True)],
-    pipeline: Annotated[str, typer.Option("-p", "--pipeline", help="passes with options: canonicalize,coarsen{max-sections=4}")] = "",
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="write the result here instead of to stdout")] = None,
-    print_between_passes: Annotated[bool, typer.Option("--print-between-passes", help="print the IR after each pass to stderr")] = False,
-    time_passes: Annotated[bool, typer.Option("--time-passes", help="print each pass's seconds to stderr")] = False,
-    split_input_file: Annotated[bool, typer.Option("--split-input-file", help="treat parts between lines `// -----` alone")] = False,
+    pipeline: Annotated[
+        str,
+        typer.Option("-p", "--pipeline", help="passes with options: canonicalize,coarsen{max-sections=4}"),
+    ] = "",
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="write the result here instead of to stdout")
+    ] = None,
+    print_between_passes: Annotated[
+        bool, typer.Option("--print-between-passes", help="print the IR after each pass to stderr")
+    ] = False,
+    time_passes: Annotated[
+        bool, typer.Option("--time-passes", help="print each pass's seconds to stderr")
+    ] = False,
+    split_input_file: Annotated[
+        bool, typer.Option("--split-input-file", help="treat parts between lines `// -----` alone")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the result and the seconds as JSON")] = False,
 ) -> None:
     """Run passes on IR text."""
-    from secc.ir import text
+    from secc.ir.text_io import text
 
     source = sys.stdin.read() if str(file) == "-" else text.load(file)
     parts = source.split(SEPARATOR) if split_input_file else [source]
@@ -39,14 +51,17 @@ def command(
         print(_times(seconds), file=sys.stderr)
     joined = SEPARATOR.join(results)
     if as_json:
-        joined = json.dumps({"ir": joined, "seconds": [{"pass": n, "seconds": s} for n, s in seconds]}, indent=2) + "\n"
+        joined = (
+            json.dumps({"ir": joined, "seconds": [{"pass": n, "seconds": s} for n, s in seconds]}, indent=2)
+            + "\n"
+        )
     _write(joined, output)
 
 
 def _transform(source: str, name: str, pipeline: str, dump: bool) -> tuple[str, Run]:
     """The text after the passes, and what happened."""
-    from secc import pipeline as passes
-    from secc.ir import text
+    from secc import pass_pipeline as passes
+    from secc.ir.text_io import text
 
     steps = passes.parse(pipeline)
     module = text.parse(source, name)

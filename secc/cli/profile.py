@@ -14,18 +14,29 @@ from secc.errors import UserError
 
 def command(
     model: Annotated[Path | None, typer.Argument(help="the model file", metavar="[MODEL.py]")] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="the file to write", metavar="FILE")] = None,
-    links: Annotated[bool, typer.Option("--links", help="measure this machine's links and rates into a cluster file")] = False,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="the file to write", metavar="FILE")
+    ] = None,
+    links: Annotated[
+        bool, typer.Option("--links", help="measure this machine's links and rates into a cluster file")
+    ] = False,
     small: Annotated[bool, typer.Option("--small", help="profile small_model()")] = False,
     sizes: Annotated[int, typer.Option(help="micro-batches of different sizes to time", min=6)] = 18,
     repeat: Annotated[int, typer.Option(help="runs of each, of which the median counts", min=1)] = 5,
-    ranks: Annotated[int, typer.Option(help="ranks of this machine that work at once; default: those of --cluster local", min=0)] = 0,
+    ranks: Annotated[
+        int,
+        typer.Option(
+            help="ranks of this machine that work at once; default: those of --cluster local", min=0
+        ),
+    ] = 0,
     json: JSON = False,
 ) -> None:
-    """Time a model's blocks and steps here, for `secc compile --costs FILE`; with --links, its links and rates, for `--cluster FILE`."""
+    """Time a model's blocks and steps here, for `secc compile --costs FILE`; with --links, its links and
+    rates, for `--cluster FILE`."""
     if links == (model is not None):
         raise UserError(
-            "give either a model file or --links", remedy="secc profile MODEL.py -o costs.json, or secc profile --links -o here.yaml"
+            "give either a model file or --links",
+            remedy="secc profile MODEL.py -o costs.json, or secc profile --links -o here.yaml",
         )
     with progress(quiet=json) as show:
         if links:

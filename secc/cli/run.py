@@ -11,7 +11,8 @@ from secc.cli.compile import JSON
 from secc.cli.console import print_json
 from secc.cli.explain import PLAN
 
-# Every other option is run.py's own, so that `secc run`, launch.sh and Slurm take the same ones; run.py refuses unknown ones.
+# Every other option is run.py's own, so that `secc run`, launch.sh and Slurm take the same ones; run.py
+# refuses unknown ones.
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 EPILOG = "Further options are those of the plan's run.py: `--steps 100 --clip 1.0 --save DIR --save-every 50 --resume DIR --trace FILE …`."
 
@@ -19,17 +20,25 @@ EPILOG = "Further options are those of the plan's run.py: `--steps 100 --clip 1.
 def command(
     context: typer.Context,
     plan: PLAN,
-    log_dir: Annotated[Path | None, typer.Option(help="where metrics.jsonl is appended to (default: PLAN/logs)")] = None,
+    log_dir: Annotated[
+        Path | None, typer.Option(help="where metrics.jsonl is appended to (default: PLAN/logs)")
+    ] = None,
     emulate: Annotated[
-        bool, typer.Option("--emulate", help="wait in place of training: real processes, the plan's modelled times")
+        bool,
+        typer.Option(
+            "--emulate", help="wait in place of training: real processes, the plan's modelled times"
+        ),
     ] = False,
     scale: Annotated[
-        float, typer.Option(min=0.001, help="with --emulate: stretch the times, small ones above this machine's overhead")
+        float,
+        typer.Option(
+            min=0.001, help="with --emulate: stretch the times, small ones above this machine's overhead"
+        ),
     ] = 1.0,
     json: JSON = False,
 ) -> None:
     """Train a plan here. --json prints the last step's metrics."""
-    from secc.runtime.launch import run_plan
+    from secc.runtime.training.launch import run_plan
 
     logs = (log_dir or plan / "logs").resolve()
     if emulate:
@@ -52,10 +61,10 @@ def _emulate(directory: Path, logs: Path, arguments: list[str], scale: float, js
 
     from secc.cli.console import out
     from secc.errors import UserError
-    from secc.runtime.emulate import FILE, to_json
-    from secc.runtime.launch import run_plan
-    from secc.runtime.options import parse
-    from secc.runtime.plan import load
+    from secc.runtime.plan.schema import load
+    from secc.runtime.training.emulation import FILE, to_json
+    from secc.runtime.training.launch import run_plan
+    from secc.runtime.training.options import parse
     from secc.simulate.batches import global_batches
     from secc.simulate.emulated import compared, table
 
@@ -67,7 +76,9 @@ def _emulate(directory: Path, logs: Path, arguments: list[str], scale: float, js
         (logs / FILE).unlink(missing_ok=True)
         times.write_text(to_json(table(plan, scale)))
     except OSError as error:
-        raise UserError(f"cannot write to the directory: {error.strerror}", str(logs), "give another --log-dir") from None
+        raise UserError(
+            f"cannot write to the directory: {error.strerror}", str(logs), "give another --log-dir"
+        ) from None
     code = run_plan(directory, [*arguments, "--log-dir", str(logs), "--emulate", str(times)])
     if code:
         return code
@@ -77,5 +88,7 @@ def _emulate(directory: Path, logs: Path, arguments: list[str], scale: float, js
     if json:
         print_json([{"step": s, "emulated_s": e, "simulated_s": m} for s, e, m in steps])
     for number, emulated, simulated in () if json else steps:
-        out.print(f"step {number}: emulated {emulated:.6g} s, simulated {simulated:.6g} s ({emulated / simulated:.3f})")
+        out.print(
+            f"step {number}: emulated {emulated:.6g} s, simulated {simulated:.6g} s ({emulated / simulated:.3f})"
+        )
     return 0

@@ -1,4 +1,5 @@
-"""`secc simulate PLAN/`: a plan's steps in modelled time, against certified bounds, drawn for people or as JSON and traces for machines."""
+"""`secc simulate PLAN/`: a plan's steps in modelled time, against certified bounds, drawn for people or as
+JSON and traces for machines."""
 
 from __future__ import annotations
 
@@ -15,27 +16,40 @@ from secc.cli.explain import PLAN
 
 if TYPE_CHECKING:
     from secc.baselines.compare import Found
-    from secc.runtime.plan import Plan
-    from secc.runtime.program import SampleMeta
+    from secc.runtime.plan.schema import Plan
+    from secc.runtime.plan.step_program import SampleMeta
     from secc.simulate.events import Simulated
     from secc.simulate.measures import Measures
 
 
 def command(
     plan: PLAN,
-    steps: Annotated[int, typer.Option(min=1, help="global batches to simulate; figures are means over them")] = 1,
+    steps: Annotated[
+        int, typer.Option(min=1, help="global batches to simulate; figures are means over them")
+    ] = 1,
     seed: Annotated[int, typer.Option(help="of the data order and of random samples, as in secc run")] = 0,
-    shuffle: Annotated[bool, typer.Option("--shuffle", help="permute the dataset in every epoch, as in secc run")] = False,
-    order: Annotated[str, typer.Option(help="wavefront, or dataset to take the samples as they come")] = "wavefront",
-    trace: Annotated[Path | None, typer.Option(help="write a Chrome trace of the steps", metavar="FILE")] = None,
-    draw: Annotated[Path | None, typer.Option(help="write a drawing of the first step: .svg or .html", metavar="FILE")] = None,
-    baselines: Annotated[str, typer.Option(help="compare with published schemes: all, or a list such as uniform,mimo")] = "",
+    shuffle: Annotated[
+        bool, typer.Option("--shuffle", help="permute the dataset in every epoch, as in secc run")
+    ] = False,
+    order: Annotated[
+        str, typer.Option(help="wavefront, or dataset to take the samples as they come")
+    ] = "wavefront",
+    trace: Annotated[
+        Path | None, typer.Option(help="write a Chrome trace of the steps", metavar="FILE")
+    ] = None,
+    draw: Annotated[
+        Path | None, typer.Option(help="write a drawing of the first step: .svg or .html", metavar="FILE")
+    ] = None,
+    baselines: Annotated[
+        str, typer.Option(help="compare with published schemes: all, or a list such as uniform,mimo")
+    ] = "",
     json: JSON = False,
 ) -> None:
-    """Simulate a plan's step programs: how long a step takes, how far that is from the best there can be, and who waits."""
-    from secc.runtime.plan import load
-    from secc.schedule.steady import steady_bound
-    from secc.schedule.work import Work
+    """Simulate a plan's step programs: how long a step takes, how far that is from the best there can be, and
+    who waits."""
+    from secc.bounds.steady import steady_bound
+    from secc.bounds.work import Work
+    from secc.runtime.plan.schema import load
     from secc.simulate.measures import mean, measure
 
     loaded = load(plan)
@@ -45,7 +59,10 @@ def command(
         show("draw samples")
         simulated = _simulated(plan, loaded, steps, seed, shuffle, order)
         show("compare with the bounds")
-        measures, batches = [measure(step) for step in simulated], [step.samples[: step.schedule.own] for step in simulated]
+        measures, batches = (
+            [measure(step) for step in simulated],
+            [step.samples[: step.schedule.own] for step in simulated],
+        )
         measured = mean(measures, steady_bound([Work(loaded, samples) for samples in batches]))
         _write(simulated, measures[0], trace, draw)
         compared = _compared(plan, batches, wanted, show)
@@ -58,7 +75,9 @@ def command(
 
 def as_json(measures: Measures, baselines: Mapping[str, Found]) -> dict[str, Any]:
     """The stable keys that other tools read, and what else there is to say."""
-    return dataclasses.asdict(measures) | {"baselines": {name: dataclasses.asdict(found) for name, found in baselines.items()}}
+    return dataclasses.asdict(measures) | {
+        "baselines": {name: dataclasses.asdict(found) for name, found in baselines.items()}
+    }
 
 
 def _baselines(text: str) -> list[str]:
@@ -67,7 +86,9 @@ def _baselines(text: str) -> list[str]:
     return names_of(text) if text else []
 
 
-def _compared(directory: Path, batches: list[tuple[SampleMeta, ...]], names: list[str], show: Callable[[str], None]) -> dict[str, Found]:
+def _compared(
+    directory: Path, batches: list[tuple[SampleMeta, ...]], names: list[str], show: Callable[[str], None]
+) -> dict[str, Found]:
     from secc.baselines.compare import Comparison
 
     if not names:
@@ -83,7 +104,7 @@ def _compared(directory: Path, batches: list[tuple[SampleMeta, ...]], names: lis
 
 def _check(draw: Path | None, order: str) -> None:
     from secc.errors import UserError
-    from secc.runtime.wavefront import ORDERS
+    from secc.runtime.schedule.scheduler import ORDERS
 
     if draw is not None and draw.suffix not in {".svg", ".html"}:
         raise UserError("a drawing is an .svg or an .html file", str(draw), "name it so")
@@ -91,7 +112,9 @@ def _check(draw: Path | None, order: str) -> None:
         raise UserError(f"there is no order {order!r}", remedy=f"orders are {', '.join(ORDERS)}")
 
 
-def _simulated(directory: Path, plan: Plan, steps: int, seed: int, shuffle: bool, order: str) -> list[Simulated]:
+def _simulated(
+    directory: Path, plan: Plan, steps: int, seed: int, shuffle: bool, order: str
+) -> list[Simulated]:
     from secc.errors import UserError
     from secc.simulate.batches import global_batches
     from secc.simulate.machine import simulate
@@ -101,7 +124,9 @@ def _simulated(directory: Path, plan: Plan, steps: int, seed: int, shuffle: bool
     try:
         return [simulate(plan, samples, programs) for samples, programs in steady(plan, batches, order)]
     except ValueError as error:
-        raise UserError(f"the plan cannot be simulated: {error}", str(directory), "compile with tp=1 and pp=1") from None
+        raise UserError(
+            f"the plan cannot be simulated: {error}", str(directory), "compile with tp=1 and pp=1"
+        ) from None
 
 
 def _write(simulated: list[Simulated], first: Measures, trace: Path | None, draw: Path | None) -> None:
@@ -117,7 +142,9 @@ def _write(simulated: list[Simulated], first: Measures, trace: Path | None, draw
         if draw is not None:
             draw.write_text(svg(simulated[0]) if draw.suffix == ".svg" else page(simulated[0], first))
     except OSError as error:
-        raise UserError(f"cannot write: {error.strerror}", str(error.filename), "name a file in a folder that exists") from None
+        raise UserError(
+            f"cannot write: {error.strerror}", str(error.filename), "name a file in a folder that exists"
+        ) from None
 
 
 def _print(step: Simulated, measures: Measures, steps: int) -> None:
@@ -137,10 +164,16 @@ def facts(m: Measures, steps: int) -> list[tuple[str, str]]:
     over = m.step_time_s / m.schedule_bound_s if m.schedule_bound_s else 1.0
     found = [
         ("step", f"{m.step_time_s:.6g} s" + (f" (mean of {steps})" if steps > 1 else "")),
-        ("schedule bound", f"{m.schedule_bound_s:.6g} s: the step takes {over:.3f} of it; what bounds it: {m.bound_reason}"),
+        (
+            "schedule bound",
+            f"{m.schedule_bound_s:.6g} s: the step takes {over:.3f} of it; what bounds it: {m.bound_reason}",
+        ),
         ("plan bound", f"{m.plan_bound_s:.6g} s: all work spread evenly over {m.gpus} ranks"),
         ("busy", ", ".join(f"{name} {share.busy:.0%} of {share.gpus}" for name, share in m.sections.items())),
-        ("waits of a rank", f"{m.waiting_s:.4g} s for other ranks, {m.exposed_communication_s:.4g} s for messages and reductions"),
+        (
+            "waits of a rank",
+            f"{m.waiting_s:.4g} s for other ranks, {m.exposed_communication_s:.4g} s for messages and reductions",
+        ),
         ("in flight", f"at most {m.in_flight} micro-batches on a rank"),
     ]
     if m.peak_memory_gib is not None:
@@ -170,7 +203,11 @@ def _print_baselines(measures: Measures, compared: Mapping[str, Found]) -> None:
     table = Table("baseline", "step", "of this plan's", "devices", "best layout", box=None, padding=(0, 2))
     for name, found in compared.items():
         time = f"{found.step_time_s:.6g} s" if found.step_time_s is not None else "-"
-        ratio = f"{found.step_time_s / measures.step_time_s:.3f}" if found.step_time_s is not None and measures.step_time_s else "-"
+        ratio = (
+            f"{found.step_time_s / measures.step_time_s:.3f}"
+            if found.step_time_s is not None and measures.step_time_s
+            else "-"
+        )
         table.add_row(name, time, ratio, str(found.gpus or "-"), found.layout)
     out.print()
     out.print(table)

@@ -1,4 +1,5 @@
-"""`secc stats MODEL.py -o FILE`: what a dataset's samples are on average, as a file that `secc compile --stats FILE` takes."""
+"""`secc stats MODEL.py -o FILE`: what a dataset's samples are on average, as a file that `secc compile
+--stats FILE` takes."""
 
 from __future__ import annotations
 
@@ -13,22 +14,28 @@ from secc.cli.console import out, print_json, print_table, progress
 
 def command(
     model: MODEL,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="write the statistics here", metavar="FILE")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="write the statistics here", metavar="FILE")
+    ] = None,
     stats_samples: Annotated[
-        int, typer.Option(help="samples of dataset() to draw; with sizes(i) in the model file many more are known")
+        int,
+        typer.Option(
+            help="samples of dataset() to draw; with sizes(i) in the model file many more are known"
+        ),
     ] = 64,
     skip_bad_samples: Annotated[bool, typer.Option(help="leave samples that do not load out")] = False,
     json: JSON = False,
 ) -> None:
-    """Draw samples of a dataset: how often each combination of optional inputs occurs, and how large its samples are."""
+    """Draw samples of a dataset: how often each combination of optional inputs occurs, and how large its
+    samples are."""
     import json as json_
 
     from secc.errors import UserError
-    from secc.frontend import statistics
-    from secc.frontend.inputs import describe
-    from secc.frontend.sampling import survey
+    from secc.frontend.dataset import statistics
+    from secc.frontend.dataset.input_symbols import describe
+    from secc.frontend.dataset.sampling import survey
     from secc.report.table import Table
-    from secc.runtime.user_model import load
+    from secc.runtime.model.user_file import load
 
     user = load(model)
     with progress(quiet=json) as show:
@@ -40,15 +47,26 @@ def command(
         try:
             output.write_text(text)
         except OSError as error:
-            raise UserError(f"cannot write the file: {error.strerror}", str(output), "name a file in a folder that exists") from None
+            raise UserError(
+                f"cannot write the file: {error.strerror}", str(output), "name a file in a folder that exists"
+            ) from None
     if json:
         print_json(json_.loads(text))
         return
     names = [s.name for s in inputs.symbols]
     rows = tuple(
-        (", ".join(sorted(m.when)) or "no optional inputs", f"{m.share:.1%}", *(f"{m.sizes[n]:.4g}" for n in names))
+        (
+            ", ".join(sorted(m.when)) or "no optional inputs",
+            f"{m.share:.1%}",
+            *(f"{m.sizes[n]:.4g}" for n in names),
+        )
         for m in statistics.means(inputs)
     )
-    print_table(Table("Samples", ("with", "share", *names), rows, f"Means over {len(inputs.patterns)} samples."))
+    print_table(
+        Table("Samples", ("with", "share", *names), rows, f"Means over {len(inputs.patterns)} samples.")
+    )
     if output is not None:
-        out.print(f"[bold]{output}[/]: change what is not so, and give it to secc compile --stats {output}", soft_wrap=True)
+        out.print(
+            f"[bold]{output}[/]: change what is not so, and give it to secc compile --stats {output}",
+            soft_wrap=True,
+        )

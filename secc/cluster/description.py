@@ -1,4 +1,5 @@
-"""Reading a cluster's description: `local`, `local:N`, `4x8xH100`, `4x8xH100+4x8xA800`, or a YAML file (`secc.cluster.files`).
+"""Reading a cluster's description: `local`, `local:N`, `4x8xH100`, `4x8xH100+4x8xA800`, or a YAML file
+(`secc.cluster.files`).
 
 Everything wrong with it is a UserError.
 """
@@ -8,15 +9,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
+from secc.cluster.assembly import FORMS, joined, preset
 from secc.cluster.presets import DEVICES, LINKS
-from secc.cluster.types import Cluster, Group, Link, mixed
+from secc.cluster.types import Cluster
 from secc.errors import UserError
 
 MAX_LOCAL_CPUS = 8  # processes that plain `local` starts on a machine without GPUs, at most
-FORMS = "use `local`, `local:N`, NODESxDEVICESxKIND such as 4x8xH100 (several with `+`), or the path of a .yaml file"
 
 
 def parse(text: str) -> Cluster:
@@ -40,38 +40,17 @@ def _part(text: str, part: str) -> Cluster:
     return preset(part.strip(), nodes, per_node, kind)
 
 
-def joined(name: str, parts: Sequence[Cluster], between: Link) -> Cluster:
-    """The cluster of several parts. Raises UserError where their nodes differ in more than the kind of device."""
-    if len(parts) == 1:
-        return dataclasses.replace(parts[0], name=name, between=between)
-    if len({p.per_node for p in parts}) > 1:
-        counts = " and ".join(str(p.per_node) for p in parts)
-        raise UserError(
-            f"the cluster {name!r} has nodes of {counts} devices", remedy="all nodes need equally many devices; use part of the larger"
-        )
-    if len({p.device.backend for p in parts}) > 1:
-        raise UserError(f"the cluster {name!r} mixes CPUs and GPUs", remedy="describe the GPUs alone")
-    return mixed(name, [Group(p.nodes, p.device, p.inside) for p in parts], parts[0].per_node, between)
-
-
-def preset(name: str, nodes: int, per_node: int, kind: str) -> Cluster:
-    if nodes < 1 or per_node < 1:
-        raise UserError(f"the cluster {name!r} has no devices", remedy=FORMS)
-    if kind.lower() not in DEVICES:
-        known = ", ".join(d.kind for d in DEVICES.values())
-        remedy = f"known kinds are {known}; describe others in a .yaml file"
-        raise UserError(f"the cluster {name!r} names an unknown device kind {kind!r}", remedy=remedy)
-    inside, between = LINKS[kind.lower()]
-    return Cluster(name, nodes, per_node, DEVICES[kind.lower()], inside, between)
-
-
-# -- this machine ---------------------------------------------------------------------------------------------------------------------
+# -- this machine
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def _local(text: str) -> Cluster:
     wanted = text.removeprefix("local").removeprefix(":")
     if wanted and (not wanted.isdecimal() or int(wanted) < 1):
-        raise UserError(f"cannot read the cluster {text!r}", remedy="local:N takes the number of processes, such as local:4")
+        raise UserError(
+            f"cannot read the cluster {text!r}",
+            remedy="local:N takes the number of processes, such as local:4",
+        )
     gpus = local_gpus()
     count = int(wanted or 0)
     if not gpus:
@@ -85,7 +64,8 @@ def _local(text: str) -> Cluster:
 
 
 def _local_gpus(text: str, count: int, name: str, memory: int) -> Cluster:
-    """GPUs by the name the driver gives; one that no preset knows gets the figures of L40S and the label "default"."""
+    """GPUs by the name the driver gives; one that no preset knows gets the figures of L40S and the label
+    "default"."""
     kind = next((k for k, d in DEVICES.items() if d.kind in name.replace("-", " ").split()), None)
     device = DEVICES[kind] if kind else dataclasses.replace(DEVICES["l40s"], kind=name, label="default")
     inside, between = LINKS[kind or "l40s"]

@@ -7,9 +7,10 @@
     inside: {gb_s: 450, latency_us: 3}    # a link, one direction for each device
     between: {gb_s: 50, latency_us: 8}
 
-A link may have `collectives`, as `secc profile --links` measures them: a list of {collective: all_reduce, ranks: 2, gb_s: 2.1,
-latency_us: 90}, what each message of the collective's ring takes. Nodes of several kinds stand under `groups`, each with these keys but
-`between`. A kind that is no preset needs `like: KIND`, whose figures hold where the file has none.
+A link may have `collectives`, as `secc profile --links` measures them: a list of {collective: all_reduce,
+ranks: 2, gb_s: 2.1, latency_us: 90}, what each message of the collective's ring takes. Nodes of several kinds
+stand under `groups`, each with these keys but `between`. A kind that is no preset needs `like: KIND`, whose
+figures hold where the file has none.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any, cast
 
 import yaml
 
-from secc.cluster.description import FORMS, joined, preset
+from secc.cluster.assembly import FORMS, joined, preset
 from secc.cluster.presets import DEVICES
 from secc.cluster.types import COLLECTIVES, GIB, Cluster, Device, Link, Ring
 from secc.errors import UserError
@@ -44,7 +45,9 @@ def read(path: Path) -> Cluster:
     groups = data["groups"]
     if not isinstance(groups, list) or not groups or data.keys() - {"groups", "between", "name"}:
         raise UserError(
-            "'groups' is not a list of nodes of several kinds", str(path), "give each kind's keys under its own entry, and only there"
+            "'groups' is not a list of nodes of several kinds",
+            str(path),
+            "give each kind's keys under its own entry, and only there",
         )
     parts = [_part(path, _mapping(path, g, _GROUP)) for g in cast("list[Any]", groups)]
     slowest = min((p.between for p in parts), key=lambda link: link.bytes_per_s)
@@ -62,24 +65,45 @@ def _load(path: Path) -> Any:
 
 def _mapping(path: Path, data: Any, keys: frozenset[str]) -> Data:
     if not isinstance(data, dict):
-        raise UserError("the cluster file is not a mapping of keys to figures", str(path), f"keys are {', '.join(sorted(keys))}")
+        raise UserError(
+            "the cluster file is not a mapping of keys to figures",
+            str(path),
+            f"keys are {', '.join(sorted(keys))}",
+        )
     found = cast("dict[Any, Any]", data)
     unknown = sorted(str(k) for k in found if k not in keys)
     if unknown:
-        raise UserError(f"the cluster file has an unknown key {unknown[0]!r}", str(path), f"keys are {', '.join(sorted(keys))}")
+        raise UserError(
+            f"the cluster file has an unknown key {unknown[0]!r}",
+            str(path),
+            f"keys are {', '.join(sorted(keys))}",
+        )
     return found
 
 
 def _part(path: Path, data: Data) -> Cluster:
     kind = _kind(path, data)
-    found = preset(path.stem, _whole(path, data, "nodes", 1), _whole(path, data, "devices", None), str(data.get("like", kind)))
-    return dataclasses.replace(found, device=_device(path, data, found.device, kind), inside=_link(path, data, "inside", found.inside))
+    found = preset(
+        path.stem,
+        _whole(path, data, "nodes", 1),
+        _whole(path, data, "devices", None),
+        str(data.get("like", kind)),
+    )
+    return dataclasses.replace(
+        found,
+        device=_device(path, data, found.device, kind),
+        inside=_link(path, data, "inside", found.inside),
+    )
 
 
 def _kind(path: Path, data: Data) -> str:
     kind = data.get("kind")
     if not isinstance(kind, str):
-        raise UserError("the cluster file lacks 'kind'", str(path), f"kinds are {', '.join(d.kind for d in DEVICES.values())}")
+        raise UserError(
+            "the cluster file lacks 'kind'",
+            str(path),
+            f"kinds are {', '.join(d.kind for d in DEVICES.values())}",
+        )
     if kind.lower() not in DEVICES and "like" not in data:
         remedy = "add `like: KIND`, a preset whose figures hold where the file has none"
         raise UserError(f"no preset has the figures of {kind!r}", str(path), remedy)
@@ -97,7 +121,9 @@ def _device(path: Path, data: Data, device: Device, kind: str) -> Device:
         kind=device.kind if kind.lower() in DEVICES else kind,
         gflops=tuple(rates.items()),
         memory=round(_number(path, data, "memory_gib", device.memory / GIB) * GIB),
-        memory_bytes_per_s=round(_number(path, data, "memory_gb_s", device.memory_bytes_per_s / 10**9) * 10**9),
+        memory_bytes_per_s=round(
+            _number(path, data, "memory_gb_s", device.memory_bytes_per_s / 10**9) * 10**9
+        ),
         efficiency_percent=_whole(path, data, "efficiency_percent", device.efficiency_percent),
     )
 
@@ -108,25 +134,39 @@ def _link(path: Path, data: Data, name: str, default: Link) -> Link:
     if figures is None:
         raise UserError(f"{name!r} is not a link", str(path), f"write {name}: {{gb_s: 50, latency_us: 8}}")
     listed = figures.get("collectives", [])
-    rings = [_ring(path, entry) for entry in cast("list[Any]", listed)] if isinstance(listed, list) else [_ring(path, listed)]
+    rings = (
+        [_ring(path, entry) for entry in cast("list[Any]", listed)]
+        if isinstance(listed, list)
+        else [_ring(path, listed)]
+    )
     return Link(*_rates(path, figures, default), tuple(rings))
 
 
 def _ring(path: Path, entry: Any) -> Ring:
     figures = _figures(entry, {"collective", "ranks", "gb_s", "latency_us"})
-    if figures is None or figures.get("collective") not in COLLECTIVES or not {"gb_s", "latency_us"} <= figures.keys():
+    if (
+        figures is None
+        or figures.get("collective") not in COLLECTIVES
+        or not {"gb_s", "latency_us"} <= figures.keys()
+    ):
         example = f"{{collective: {COLLECTIVES[0]}, ranks: 2, gb_s: 2.1, latency_us: 90}}"
         remedy = f"list entries such as {example}, or measure them (secc profile --links); collectives are {', '.join(COLLECTIVES)}"
         raise UserError(f"{entry!r} is not a measured collective", str(path), remedy)
     ranks = _whole(path, figures, "ranks", None)
     if ranks < 2:
-        raise UserError(f"'ranks' of a collective is {ranks}", str(path), "collectives are measured over 2 ranks or more")
+        raise UserError(
+            f"'ranks' of a collective is {ranks}", str(path), "collectives are measured over 2 ranks or more"
+        )
     return Ring(figures["collective"], ranks, *_rates(path, figures, Link(1, 1)))
 
 
 def _figures(table: Any, keys: set[str]) -> dict[str, Any] | None:
     """A mapping that has no other keys than these."""
-    return None if not isinstance(table, dict) or cast("dict[Any, Any]", table).keys() - keys else cast("dict[str, Any]", table)
+    return (
+        None
+        if not isinstance(table, dict) or cast("dict[Any, Any]", table).keys() - keys
+        else cast("dict[str, Any]", table)
+    )
 
 
 def _rates(path: Path, figures: Data, default: Link) -> tuple[int, int]:

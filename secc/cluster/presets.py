@@ -1,4 +1,5 @@
-"""Figures of known devices: peak rates of dense matrix products, memory, links, each with its source (`SOURCES`).
+"""Figures of known devices: peak rates of dense matrix products, memory, links, each with its source
+(`SOURCES`).
 
 Peaks are the vendor's; what large matrix products reach of them (`efficiency_percent`) is an
 assumption, 0.7 to 0.8 being usual in bf16. Latencies and the CPU's figures are assumptions, too.
@@ -11,15 +12,24 @@ from secc.cluster.types import GIB, Device, Link, Overheads
 GB = 10**9
 
 
-# Assumed: of the order of what one server core takes for Python around a job while the GPU computes, so that little of it shows.
+# Assumed: of the order of what one server core takes for Python around a job while the GPU computes, so that
+# little of it shows.
 ON_GPUS = Overheads(job=10_000, message=10_000, tensor=500, sample=5_000, step=500_000, label="default")
 # Assumed: of the order that small models took on one core; `secc profile MODEL.py` measures them.
-ON_CPUS = Overheads(job=300_000, message=150_000, tensor=30_000, sample=200_000, step=5_000_000, label="default")
+ON_CPUS = Overheads(
+    job=300_000, message=150_000, tensor=30_000, sample=200_000, step=5_000_000, label="default"
+)
 
 
 def _gpu(kind: str, bf16: float, f32: float, f64: float, memory: int, hbm_gb_s: int) -> Device:
-    """A GPU from TFLOP/s in bf16, f32 and f64 (CUDA cores, as torch multiplies float32 by default), bytes of memory and GB/s of HBM."""
-    rates = (("bf16", round(bf16 * 1000)), ("f16", round(bf16 * 1000)), ("f32", round(f32 * 1000)), ("f64", round(f64 * 1000)))
+    """A GPU from TFLOP/s in bf16, f32 and f64 (CUDA cores, as torch multiplies float32 by default), bytes of
+    memory and GB/s of HBM."""
+    rates = (
+        ("bf16", round(bf16 * 1000)),
+        ("f16", round(bf16 * 1000)),
+        ("f32", round(f32 * 1000)),
+        ("f64", round(f64 * 1000)),
+    )
     # One eager PyTorch operator takes the host about 5 us; a CUDA context with NCCL's buffers about 1.5 GiB.
     return Device(kind, "cuda", rates, memory, hbm_gb_s * GB, 70, 5_000, GIB * 3 // 2, "roofline", ON_GPUS)
 
@@ -28,13 +38,26 @@ H100 = _gpu("H100", 989, 67, 34, 80 * GIB, 3350)
 H200 = _gpu("H200", 989, 67, 34, 141 * GB, 4800)
 A100 = _gpu("A100", 312, 19.5, 9.7, 80 * GIB, 2039)
 A800 = _gpu("A800", 312, 19.5, 9.7, 80 * GIB, 2039)
-# Other sources give the B200 80 TFLOPS in f32 and 8 TB/s; the HGX board's figures are for eight GPUs as they are sold in nodes.
+# Other sources give the B200 80 TFLOPS in f32 and 8 TB/s; the HGX board's figures are for eight GPUs as they
+# are sold in nodes.
 B200 = _gpu("B200", 2250, 75, 37, 180 * GB, 7700)
 # Ada has one unit for f64 beside 64 for f32, unlike the others, which have one beside two.
 L40S = _gpu("L40S", 362, 91.6, 1.43, 48 * GB, 864)
 
-# One process with one thread: no vendor's figure fits, so these are defaults of the order that a server core reaches.
-CPU = Device("cpu", "cpu", (("bf16", 10), ("f16", 5), ("f32", 20), ("f64", 10)), 8 * GIB, 8 * GB, 50, 5_000, 0, "default", ON_CPUS)
+# One process with one thread: no vendor's figure fits, so these are defaults of the order that a server core
+# reaches.
+CPU = Device(
+    "cpu",
+    "cpu",
+    (("bf16", 10), ("f16", 5), ("f32", 20), ("f64", 10)),
+    8 * GIB,
+    8 * GB,
+    50,
+    5_000,
+    0,
+    "default",
+    ON_CPUS,
+)
 
 DEVICES = {d.kind.lower(): d for d in (H100, H200, A100, A800, B200, L40S, CPU)}
 
@@ -49,11 +72,16 @@ LINKS = {
     "cpu": (Link(300_000, 1 * GB), Link(300_000, 1 * GB)),
 }
 
-_NDR = "one NDR InfiniBand port a GPU, 400 Gb/s (NVIDIA DGX H100 user guide: eight ConnectX-7); latency assumed"
-_HDR = "one HDR InfiniBand port a GPU, 200 Gb/s (NVIDIA DGX A100 user guide: eight ConnectX-6); latency assumed"
+_NDR = (
+    "one NDR InfiniBand port a GPU, 400 Gb/s (NVIDIA DGX H100 user guide: eight ConnectX-7); latency assumed"
+)
+_HDR = (
+    "one HDR InfiniBand port a GPU, 200 Gb/s (NVIDIA DGX A100 user guide: eight ConnectX-6); latency assumed"
+)
 _ASSUMED = "assumed: of the order that one core of a server reaches; `secc profile` measures this machine"
 
-# Where each kind's figures come from: rates, memory (size and bandwidth), the link inside a node, the link between nodes.
+# Where each kind's figures come from: rates, memory (size and bandwidth), the link inside a node, the link
+# between nodes.
 SOURCES: dict[str, dict[str, str]] = {
     "h100": {
         "rates": "NVIDIA H100 Tensor Core GPU datasheet, SXM: 1,979 TFLOPS bf16 with sparsity (989 dense), 67 f32, 34 f64",
@@ -91,5 +119,10 @@ SOURCES: dict[str, dict[str, str]] = {
         "inside": "same datasheet: PCIe Gen4 x16, 64 GB/s in both directions; latency assumed",
         "between": "200 Gb/s Ethernet or InfiniBand, assumed",
     },
-    "cpu": {"rates": _ASSUMED, "memory": _ASSUMED, "inside": "assumed: gloo over TCP", "between": "assumed: gloo over TCP"},
+    "cpu": {
+        "rates": _ASSUMED,
+        "memory": _ASSUMED,
+        "inside": "assumed: gloo over TCP",
+        "between": "assumed: gloo over TCP",
+    },
 }

@@ -1,4 +1,5 @@
-"""What a cluster is: nodes of equal devices, a link inside a node and a link between nodes, all as plain data."""
+"""What a cluster is: nodes of equal devices, a link inside a node and a link between nodes, all as plain
+data."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
 
 @dataclass(frozen=True)
 class Ring:
-    """A collective that was measured over `ranks` ranks, as the messages of a ring: each takes a latency in ns and its bytes."""
+    """A collective that was measured over `ranks` ranks, as the messages of a ring: each takes a latency in
+    ns and its bytes."""
 
     collective: str  # one of COLLECTIVES
     ranks: int
@@ -24,7 +26,8 @@ class Ring:
 
 @dataclass(frozen=True)
 class Link:
-    """A path between two devices: latency of a message in ns, and bytes per second in one direction for each device.
+    """A path between two devices: latency of a message in ns, and bytes per second in one direction for each
+    device.
 
     `rings` holds the collectives that were measured on it.
     """
@@ -38,7 +41,8 @@ class Link:
         return self.latency_ns + size * 10**9 // self.bytes_per_s
 
     def ring(self, collective: str, ranks: int) -> Link | None:
-        """What a message of a collective's ring takes, as measured over the nearest number of ranks; None if it was not measured."""
+        """What a message of a collective's ring takes, as measured over the nearest number of ranks; None if
+        it was not measured."""
         known = [r for r in self.rings if r.collective == collective]
         nearest = min(known, key=lambda r: (max(ranks, r.ranks) / min(ranks, r.ranks), r.ranks), default=None)
         return Link(nearest.latency_ns, nearest.bytes_per_s) if nearest is not None else None
@@ -48,10 +52,11 @@ class Link:
 class Overheads:
     """What a rank does beside computing, in ns, which no size of a tensor tells.
 
-    `job` passes around each forward and backward (the batch taken, edges unpacked, the loss added), `message` when one is packed and
-    sent, `tensor` when the optimizer comes to a parameter and its gradient is counted for the norm, `sample` when the order of a global
-    batch is planned, for each of its samples, and `step` once a step: metadata and the loss are exchanged, metrics written. `label` is
-    "measured" (`secc profile MODEL.py`), "default" (assumed) or "none".
+    `job` passes around each forward and backward (the batch taken, edges unpacked, the loss added), `message`
+    when one is packed and sent, `tensor` when the optimizer comes to a parameter and its gradient is counted
+    for the norm, `sample` when the order of a global batch is planned, for each of its samples, and `step`
+    once a step: metadata and the loss are exchanged, metrics written. `label` is "measured" (`secc profile
+    MODEL.py`), "default" (assumed) or "none".
     """
 
     job: int = 0
@@ -68,11 +73,11 @@ class Overheads:
 
 @dataclass(frozen=True)
 class Device:
-    """A kind of device. `gflops` lists (dtype, peak GFLOP/s of dense matrix products); `efficiency_percent` is what
-    of it large ones reach (narrow ones less: `secc.cost.efficiency`).
+    """A kind of device. `gflops` lists (dtype, peak GFLOP/s of dense matrix products); `efficiency_percent`
+    is what of it large ones reach (narrow ones less: `secc.cost.model.gemm_efficiency`).
 
-    `op_ns` is the time that issuing one operation takes, `reserved` the bytes of `memory` that no tensor can have. `label` says where
-    the rates come from: "roofline" (the vendor's peaks) or "default" (assumed).
+    `op_ns` is the time that issuing one operation takes, `reserved` the bytes of `memory` that no tensor can
+    have. `label` says where the rates come from: "roofline" (the vendor's peaks) or "default" (assumed).
     """
 
     kind: str
@@ -87,7 +92,8 @@ class Device:
     overheads: Overheads = Overheads()
 
     def rate(self, dtype: str) -> int:
-        """Reachable FLOPs per microsecond in `dtype` (a short name such as "bf16"); that of f32 for a dtype that is not listed."""
+        """Reachable FLOPs per microsecond in `dtype` (a short name such as "bf16"); that of f32 for a dtype
+        that is not listed."""
         known = dict(self.gflops)
         return known.get(dtype, known["f32"]) * 1000 * self.efficiency_percent // 100
 
@@ -98,7 +104,8 @@ class Device:
 
     @property
     def usable(self) -> int:
-        """Bytes that tensors can have: memory less what is reserved, with a twentieth kept for fragmentation."""
+        """Bytes that tensors can have: memory less what is reserved, with a twentieth kept for
+        fragmentation."""
         return (self.memory - self.reserved) * 95 // 100
 
 
@@ -115,8 +122,8 @@ class Group:
 class Cluster:
     """`nodes` nodes of `per_node` devices; ranks are numbered node by node.
 
-    Where kinds are mixed, `groups` holds the nodes of each kind in order, and `device` and `inside` the worst figures among them, which
-    every rank can count on.
+    Where kinds are mixed, `groups` holds the nodes of each kind in order, and `device` and `inside` the worst
+    figures among them, which every rank can count on.
     """
 
     name: str
@@ -141,9 +148,18 @@ class Cluster:
         """The cluster that plan.json holds, None where it holds none."""
         if not {"device", "inside", "between", "nodes", "per_node"} <= data.keys():
             return None
-        groups = tuple(Group(int(g["nodes"]), _device(g["device"]), _link(g["inside"])) for g in data.get("groups", ()))
+        groups = tuple(
+            Group(int(g["nodes"]), _device(g["device"]), _link(g["inside"])) for g in data.get("groups", ())
+        )
         links = _link(data["inside"]), _link(data["between"])
-        return Cluster(str(data.get("name", "")), int(data["nodes"]), int(data["per_node"]), _device(data["device"]), *links, groups)
+        return Cluster(
+            str(data.get("name", "")),
+            int(data["nodes"]),
+            int(data["per_node"]),
+            _device(data["device"]),
+            *links,
+            groups,
+        )
 
     @property
     def kinds(self) -> tuple[Group, ...]:
@@ -156,10 +172,14 @@ class Cluster:
         if not self.groups:
             return (self,)
         names = (f"{g.nodes}x{self.per_node}x{g.device.kind}" for g in self.groups)
-        return tuple(Cluster(n, g.nodes, self.per_node, g.device, g.inside, self.between) for n, g in zip(names, self.groups, strict=True))
+        return tuple(
+            Cluster(n, g.nodes, self.per_node, g.device, g.inside, self.between)
+            for n, g in zip(names, self.groups, strict=True)
+        )
 
     def seen_by(self, ranks: Iterable[int]) -> Cluster:
-        """The cluster as these ranks see it: of one kind where they are all on that, else with the worst figures."""
+        """The cluster as these ranks see it: of one kind where they are all on that, else with the worst
+        figures."""
         wanted, start = set(ranks), 0
         for part in self.parts:
             if wanted and wanted <= set(range(start, start + part.ranks)):
@@ -171,15 +191,24 @@ class Cluster:
         """The cluster without the nodes that are not needed for so many ranks of each kind."""
         if not self.groups:
             return self
-        kept = [dataclasses.replace(g, nodes=-(-n // self.per_node)) for g, n in zip(self.groups, ranks, strict=True) if n]
+        kept = [
+            dataclasses.replace(g, nodes=-(-n // self.per_node))
+            for g, n in zip(self.groups, ranks, strict=True)
+            if n
+        ]
         if len(kept) > 1:
             return mixed(self.name, kept, self.per_node, self.between)
         return Cluster(self.name, kept[0].nodes, self.per_node, kept[0].device, kept[0].inside, self.between)
 
     def with_overheads(self, overheads: Overheads) -> Cluster:
         """The cluster with these overheads on every rank."""
-        groups = tuple(dataclasses.replace(g, device=dataclasses.replace(g.device, overheads=overheads)) for g in self.groups)
-        return dataclasses.replace(self, device=dataclasses.replace(self.device, overheads=overheads), groups=groups)
+        groups = tuple(
+            dataclasses.replace(g, device=dataclasses.replace(g.device, overheads=overheads))
+            for g in self.groups
+        )
+        return dataclasses.replace(
+            self, device=dataclasses.replace(self.device, overheads=overheads), groups=groups
+        )
 
     def device_of(self, rank: int) -> Device:
         """The device of a rank."""
@@ -191,7 +220,8 @@ class Cluster:
         raise IndexError(f"the cluster {self.name} has no rank {rank}")
 
     def to_json(self) -> str:
-        """The cluster as JSON text, as plan.json holds it; `groups` only where kinds are mixed, `rings` only where some were measured."""
+        """The cluster as JSON text, as plan.json holds it; `groups` only where kinds are mixed, `rings` only
+        where some were measured."""
         return json.dumps(dataclasses.asdict(self, dict_factory=_told) | {"ranks": self.ranks})
 
 
@@ -200,7 +230,9 @@ def _told(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _link(data: Mapping[str, Any]) -> Link:
-    return Link(int(data["latency_ns"]), int(data["bytes_per_s"]), tuple(Ring(**r) for r in data.get("rings", ())))
+    return Link(
+        int(data["latency_ns"]), int(data["bytes_per_s"]), tuple(Ring(**r) for r in data.get("rings", ()))
+    )
 
 
 def _device(data: Mapping[str, Any]) -> Device:
@@ -213,7 +245,9 @@ def mixed(name: str, groups: Sequence[Group], per_node: int, between: Link) -> C
     """A cluster of several kinds of nodes, all of `per_node` devices."""
     devices = [g.device for g in groups]
     inside = Link(max(g.inside.latency_ns for g in groups), min(g.inside.bytes_per_s for g in groups))
-    return Cluster(name, sum(g.nodes for g in groups), per_node, _worst(devices), inside, between, tuple(groups))
+    return Cluster(
+        name, sum(g.nodes for g in groups), per_node, _worst(devices), inside, between, tuple(groups)
+    )
 
 
 def _worst(devices: Sequence[Device]) -> Device:

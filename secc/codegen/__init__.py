@@ -1,1 +1,2 @@
-"""Codegen: planned IR in, a plan directory out. Text is rendered from `templates/`; a rank needs none of this package."""
+"""Codegen: planned IR in, a plan directory out. Text is rendered from `templates/`; a rank needs none of this
+package."""

@@ -1,4 +1,5 @@
-"""All files of a plan directory, as texts: a pure function of the plan, the lowered IR and the dumps, so goldens can pin it."""
+"""All files of a plan directory, as texts: a pure function of the plan, the lowered IR and the dumps, so
+goldens can pin it."""
 
 from __future__ import annotations
 
@@ -12,33 +13,47 @@ from secc.codegen.fused import fused_module
 from secc.codegen.names import class_name, identifier
 from secc.codegen.render import render
 from secc.codegen.sections import TERMS, constants_of, section_module, terms_module
-from secc.ir.dialect import graph_of
-from secc.runtime.plan import Plan, Section, to_json
+from secc.ir.dialect.ops import graph_of
+from secc.runtime.plan.schema import Plan, Section, to_json
 
 Files = dict[str, str | bytes]
 
 
 def plan_files(
-    plan: Plan, module: ModuleOp, dumps: Sequence[tuple[str, str]], constants: Mapping[str, torch.Tensor], source: str, report: str
+    plan: Plan,
+    module: ModuleOp,
+    dumps: Sequence[tuple[str, str]],
+    constants: Mapping[str, torch.Tensor],
+    source: str,
+    report: str,
 ) -> Files:
-    """Relative path -> content. `dumps` are (name, text) of the IR from capture to lowering; `source` is the text of the model file."""
+    """Relative path -> content. `dumps` are (name, text) of the IR from capture to lowering; `source` is the
+    text of the model file."""
     files: Files = {"plan.json": to_json(plan), "model.py.txt": source, "report.html": report}
     files |= {f"ir/{i:02d}-{name}.mlir": text for i, (name, text) in enumerate(dumps)}
     files |= section_files(plan, module, constants)
     files |= {f"ranks/rank_{rank:05d}.py": rank_file(plan, rank) for rank in range(plan.world_size)}
-    files |= {"run.py": render("run.py.j2"), "launch.sh": launcher(plan, "launch.sh.j2"), "slurm.sbatch": launcher(plan, "slurm.sbatch.j2")}
+    files |= {
+        "run.py": render("run.py.j2"),
+        "launch.sh": launcher(plan, "launch.sh.j2"),
+        "slurm.sbatch": launcher(plan, "slurm.sbatch.j2"),
+    }
     return files
 
 
 def section_files(plan: Plan, module: ModuleOp, constants: Mapping[str, torch.Tensor]) -> Files:
     """The modules under sections/, with the constants that they read."""
     graph = graph_of(module)
-    files: Files = {"sections/__init__.py": '"""The sections of this plan: the user\'s blocks in order, glue spelt out."""\n'}
+    files: Files = {
+        "sections/__init__.py": '"""The sections of this plan: the user\'s blocks in order, glue spelt out."""\n'
+    }
     files |= {plan.section(s.sym.data).module: section_module(graph, s) for s in graph.sections}
     files["sections/terms.py"] = terms_module(graph)
     if graph.rewrites:
         files["sections/fused.py"] = fused_module(graph)
-    read = sorted({key for s in [*(s.sym.data for s in graph.sections), TERMS] for key in constants_of(graph, s)})
+    read = sorted(
+        {key for s in [*(s.sym.data for s in graph.sections), TERMS] for key in constants_of(graph, s)}
+    )
     if read:
         buffer = io.BytesIO()
         torch.save({key: constants[key] for key in read}, buffer)
@@ -54,7 +69,14 @@ def rank_file(plan: Plan, rank: int) -> str:
         rank=rank,
         world_size=plan.world_size,
         sections=[
-            {"name": s.name, "module": identifier(s.name), "cls": class_name(s.name), "role": _role(s, rank), "mode": s.mode} for s in held
+            {
+                "name": s.name,
+                "module": identifier(s.name),
+                "cls": class_name(s.name),
+                "role": _role(s, rank),
+                "mode": s.mode,
+            }
+            for s in held
         ],
     )
 

@@ -6,16 +6,16 @@ import re
 from collections.abc import Sequence
 
 from secc.codegen.render import render
-from secc.ir.dialect import GraphOp, RewriteOp, strings
-from secc.runtime import plan
+from secc.ir.dialect.ops import GraphOp, RewriteOp, strings
+from secc.runtime.plan import schema
 
 _TORCH = ("device", "inf", "nan")
 
 
-def rewrites(graph: GraphOp) -> tuple[plan.Rewrite, ...]:
+def rewrites(graph: GraphOp) -> tuple[schema.Rewrite, ...]:
     """The plan's rewrites."""
     return tuple(
-        plan.Rewrite(
+        schema.Rewrite(
             op.sym.data,
             op.cls.data,
             op.method.data,
@@ -35,13 +35,27 @@ def fused_module(graph: GraphOp) -> str:
     imports = ["import torch"] if re.search(r"\btorch\.", text) else []
     imports += [f"from torch import {', '.join(named)}"] if named else []
     imports += [""] if imports else []
-    return render("fused.py.j2", imports=[*imports, "from secc.runtime.fusion import operators as fused"], functions=functions)
+    return render(
+        "fused.py.j2",
+        imports=[*imports, "from secc.runtime.fusion import operators as fused"],
+        functions=functions,
+    )
 
 
 def _function(op: RewriteOp) -> dict[str, str | Sequence[str]]:
     lines = [line.split(" ", 1) for line in strings(op.code)]
     paths, place = strings(op.modules), op.where.data if op.where else ""
-    site = f"`{op.function.data}` in `{op.cls.data}.{op.method.data}`" if op.function else f"`{op.cls.data}.{op.method.data}`"
+    site = (
+        f"`{op.function.data}` in `{op.cls.data}.{op.method.data}`"
+        if op.function
+        else f"`{op.cls.data}.{op.method.data}`"
+    )
     rules = ", ".join(dict.fromkeys(strings(op.rules)))
-    about = f"{site} ({place}) by {rules}: {paths[0]}{f' and {len(paths) - 1} more' if len(paths) > 1 else ''}."
-    return {"head": lines[0][1], "about": about, "body": [f"{text}  # {number}" for number, text in lines[1:]]}
+    about = (
+        f"{site} ({place}) by {rules}: {paths[0]}{f' and {len(paths) - 1} more' if len(paths) > 1 else ''}."
+    )
+    return {
+        "head": lines[0][1],
+        "about": about,
+        "body": [f"{text}  # {number}" for number, text in lines[1:]],
+    }

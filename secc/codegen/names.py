@@ -1,4 +1,5 @@
-"""Python names for SSA values, modules and classes: readable, unique in their scope, never a keyword or a name the templates use."""
+"""Python names for SSA values, modules and classes: readable, unique in their scope, never a keyword or a
+name the templates use."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import builtins
 import keyword
 import re
 
-from secc.ir.naming import unwrapped
+from secc.ir.dialect.readable_names import unwrapped
 
 _TAKEN = {"self", "batch", "edges", "torch", "aten", "device", "leaves", "size", "pattern"}
 
@@ -48,7 +49,11 @@ def attribute_names(paths: list[str], taken: frozenset[str] = frozenset()) -> di
         parts = unwrapped(path).split(".")
         tails = ["_".join(parts[-n:]) for n in range(1, len(parts) + 1)]
         others = [unwrapped(p).split(".") for p in paths if p != path]
-        unique = (t for n, t in enumerate(tails, 1) if not any("_".join(o[-n:]) == t for o in others) and not t[0].isdigit())
+        unique = (
+            t
+            for n, t in enumerate(tails, 1)
+            if not any("_".join(o[-n:]) == t for o in others) and not t[0].isdigit()
+        )
         free = (t for t in unique if identifier(t) not in taken)
         names[path] = identifier(next(free, "_".join(["block", *parts])))
     return names

@@ -1,7 +1,9 @@
-"""`plan.json`: the planned IR as the dataclasses of `secc.runtime.plan`, and the hash that ties a plan to its model.
+"""`plan.json`: the planned IR as the dataclasses of `secc.runtime.plan.schema`, and the hash that ties a plan
+to its model.
 
-The hash covers the lowered IR (graph, shapes, configuration), the model's source and parameters, and the versions of secc's plan format
-and of torch. Wall-clock times and paths stay out of it, so equal inputs give equal plans, byte for byte.
+The hash covers the lowered IR (graph, shapes, configuration), the model's source and parameters, and the
+versions of secc's plan format and of torch. Wall-clock times and paths stay out of it, so equal inputs give
+equal plans, byte for byte.
 """
 
 from __future__ import annotations
@@ -19,13 +21,27 @@ from secc.codegen.body import BodyPrinter
 from secc.codegen.fused import rewrites
 from secc.codegen.names import identifier
 from secc.codegen.sections import TERMS, bodies, slice_of
-from secc.ir import draws, expr, fusion, recorded
-from secc.ir.dialect import BodyOp, CallOp, EdgeOp, GraphOp, KeyOp, ParamOp, SectionOp, TermOp, TieOp, graph_of, section_of, strings
-from secc.ir.naming import ACCEPTED, LOGGED, OUT_OF_TURN
-from secc.ir.text import print_module
-from secc.ir.types import tensor
-from secc.runtime import plan
-from secc.runtime.plan import Plan
+from secc.ir.analysis import fusion_report, random_ops, recorded_glue
+from secc.ir.dialect import size_expr
+from secc.ir.dialect.ops import (
+    BodyOp,
+    CallOp,
+    EdgeOp,
+    GraphOp,
+    KeyOp,
+    ParamOp,
+    SectionOp,
+    TermOp,
+    TieOp,
+    graph_of,
+    section_of,
+    strings,
+)
+from secc.ir.dialect.readable_names import ACCEPTED, LOGGED, OUT_OF_TURN
+from secc.ir.dialect.tensor_type import tensor
+from secc.ir.text_io.text import print_module
+from secc.runtime.plan import schema
+from secc.runtime.plan.schema import Plan
 
 
 def attribute(op: Operation, name: str, default: Any) -> Any:
@@ -48,18 +64,21 @@ def _python(value: Attribute) -> Any:
             raise ValueError(f"no Python value for {value}")
 
 
-def build(module: ModuleOp, model: plan.ModelRef, versions: Mapping[str, str]) -> Plan:
-    """The plan of a lowered module. `versions` names what else the plan depends on, such as torch's version."""
+def build(module: ModuleOp, model: schema.ModelRef, versions: Mapping[str, str]) -> Plan:
+    """The plan of a lowered module. `versions` names what else the plan depends on, such as torch's
+    version."""
     graph = graph_of(module)
     sections = tuple(_section(graph, s, model) for s in graph.sections)
     made = Plan(
-        version=plan.VERSION,
+        version=schema.VERSION,
         hash="",
         model=model,
         world_size=attribute(graph, "world_size", 1),
         global_batch=attribute(graph, "global_batch", 1),
         widths=graph.widths.data if graph.widths else "global",
-        symbols=tuple(plan.Symbol(s.sym.data, s.kind.data, s.key.data, s.dim.data) for s in graph.symbols.values()),
+        symbols=tuple(
+            schema.Symbol(s.sym.data, s.kind.data, s.key.data, s.dim.data) for s in graph.symbols.values()
+        ),
         inputs=tuple(_input(op) for op in graph.body.block.ops if isinstance(op, KeyOp)),
         sections=sections,
         edges=tuple(_edge(graph, op) for op in graph.edges),
@@ -74,10 +93,10 @@ def build(module: ModuleOp, model: plan.ModelRef, versions: Mapping[str, str]) -
         labels_key=graph.labels.data if graph.labels else "",
         run_ahead_gib=attribute(graph, "run_ahead_gib", 0.0),
         recorded=_recorded(graph),
-        draws=draws.draws(graph.attributes.get(draws.ATTRIBUTE)),
-        fusions=fusion.fusions(graph),
+        draws=random_ops.draws(graph.attributes.get(random_ops.ATTRIBUTE)),
+        fusions=fusion_report.fusions(graph),
         rewrites=rewrites(graph),
-        fused=tuple(path for path, block in graph.blocks.items() if fusion.FUSED in block.attributes),
+        fused=tuple(path for path, block in graph.blocks.items() if fusion_report.FUSED in block.attributes),
     )
     return dataclasses.replace(made, hash=_hash(module, model, versions))
 
@@ -98,28 +117,43 @@ def _reasons(graph: GraphOp) -> dict[str, Any]:
     return found
 
 
-def _recorded(graph: GraphOp) -> tuple[plan.Recorded, ...]:
+def _recorded(graph: GraphOp) -> tuple[schema.Recorded, ...]:
     """The cases whose glue ranks record anew."""
-    taken = {name for body in _bodies(graph) for name in attribute(body, recorded.ANEW, ())}
-    found = [c for c in recorded.cases(graph.attributes.get(recorded.ATTRIBUTE)) if c["name"] in taken]
-    return tuple(plan.Recorded(c["name"], tuple(c["when"]), c["why"], c["where"], tuple(c["nodes"]), c["spare"]) for c in found)
+    taken = {name for body in _bodies(graph) for name in attribute(body, recorded_glue.ANEW, ())}
+    found = [
+        c for c in recorded_glue.cases(graph.attributes.get(recorded_glue.ATTRIBUTE)) if c["name"] in taken
+    ]
+    return tuple(
+        schema.Recorded(c["name"], tuple(c["when"]), c["why"], c["where"], tuple(c["nodes"]), c["spare"])
+        for c in found
+    )
 
 
-def _hash(module: ModuleOp, model: plan.ModelRef, versions: Mapping[str, str]) -> str:
-    parts = [print_module(module), model.sha256, json.dumps(model.parameters, sort_keys=True), json.dumps(dict(versions), sort_keys=True)]
+def _hash(module: ModuleOp, model: schema.ModelRef, versions: Mapping[str, str]) -> str:
+    parts = [
+        print_module(module),
+        model.sha256,
+        json.dumps(model.parameters, sort_keys=True),
+        json.dumps(dict(versions), sort_keys=True),
+    ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def _section(graph: GraphOp, op: SectionOp, model: plan.ModelRef) -> plan.Section:
+def _section(graph: GraphOp, op: SectionOp, model: schema.ModelRef) -> schema.Section:
     name = op.sym.data
-    return plan.Section(
+    return schema.Section(
         name=name,
         module=f"sections/{identifier(name)}.py",
         mode=op.mode.data if op.mode else "train",
         when=strings(op.when),
         blocks=strings(op.blocks),
         params=_params(graph, op, model),
-        mesh=plan.Mesh(attribute(op, "ranks", (0,)), attribute(op, "dp", 1), attribute(op, "pp", 1), attribute(op, "tp", 1)),
+        mesh=schema.Mesh(
+            attribute(op, "ranks", (0,)),
+            attribute(op, "dp", 1),
+            attribute(op, "pp", 1),
+            attribute(op, "tp", 1),
+        ),
         micro_batch=attribute(op, "micro_batch", 1),
         recompute=attribute(op, "recompute", "none"),
         sharding=attribute(op, "sharding", "none"),
@@ -132,15 +166,15 @@ def _section(graph: GraphOp, op: SectionOp, model: plan.ModelRef) -> plan.Sectio
         room_bytes=attribute(op, "room_bytes", 0),
         weight_permille=attribute(op, "weight_permille", 0),
         shards=tuple(_shard(text) for text in attribute(op, "shards", ())),
-        styles=tuple(plan.Style(*text.rsplit(" ", 1)) for text in attribute(op, "styles", ())),
+        styles=tuple(schema.Style(*text.rsplit(" ", 1)) for text in attribute(op, "styles", ())),
         partial=attribute(op, "partial", ()),
         units=_units(graph, op) if attribute(op, "sharding", "none") == "zero3" else (),
     )
 
 
 def _units(graph: GraphOp, op: SectionOp) -> tuple[str, ...]:
-    """The blocks that the section's cases call once each, in one order for all of them, whose layers run in turn, and of whose parameters
-    no glue reads any."""
+    """The blocks that the section's cases call once each, in one order for all of them, whose layers run in
+    turn, and of whose parameters no glue reads any."""
     found = bodies(graph, op.sym.data)
     read = {p.path.data for body in found for p in body.walk() if isinstance(p, ParamOp)}
     calls = [[c for c in body.walk() if isinstance(c, CallOp)] for body in found]
@@ -160,42 +194,55 @@ def _units(graph: GraphOp, op: SectionOp) -> tuple[str, ...]:
     return tuple(b for b in order if b not in out)
 
 
-def _shard(text: str) -> plan.Shard:
+def _shard(text: str) -> schema.Shard:
     """`"layer.weight 0 8,8"` -> its name, dim and parts."""
     name, dim, parts = text.split(" ")
-    return plan.Shard(name, int(dim), tuple(int(p) for p in parts.split(",")))
+    return schema.Shard(name, int(dim), tuple(int(p) for p in parts.split(",")))
 
 
-def _cost(op: SectionOp) -> plan.Cost:
-    known = {"forward_ns": "0", "backward_ns": "0", "label": "default", "flops": "", "backward_flops": "", "saved": "", "dtype": ""}
-    return plan.Cost(**{key: attribute(op, key, default) for key, default in known.items()})
+def _cost(op: SectionOp) -> schema.Cost:
+    known = {
+        "forward_ns": "0",
+        "backward_ns": "0",
+        "label": "default",
+        "flops": "",
+        "backward_flops": "",
+        "saved": "",
+        "dtype": "",
+    }
+    return schema.Cost(**{key: attribute(op, key, default) for key, default in known.items()})
 
 
-def _params(graph: GraphOp, op: SectionOp, model: plan.ModelRef) -> tuple[str, ...]:
-    """The parameters that a section holds: those of the blocks its bodies call, and those that its glue reads."""
+def _params(graph: GraphOp, op: SectionOp, model: schema.ModelRef) -> tuple[str, ...]:
+    """The parameters that a section holds: those of the blocks its bodies call, and those that its glue
+    reads."""
     found = bodies(graph, op.sym.data)
     read = {p.path.data for body in found for p in body.walk() if isinstance(p, ParamOp)}
     blocks = strings(op.blocks)
     return tuple(n for n in model.parameters if n in read or any(n.startswith(f"{b}.") for b in blocks))
 
 
-def _input(op: KeyOp) -> plan.Input:
-    pads = tuple((int(dim), side, float(value)) for dim, side, value in (p.split(" ") for p in strings(op.pads)))
-    dims = tuple(expr.text(d) for d in tensor(op.result).shape)
-    return plan.Input(op.key.data, tensor(op.result).torch_dtype, dims, op.optional is not None, pads)
+def _input(op: KeyOp) -> schema.Input:
+    pads = tuple(
+        (int(dim), side, float(value)) for dim, side, value in (p.split(" ") for p in strings(op.pads))
+    )
+    dims = tuple(size_expr.text(d) for d in tensor(op.result).shape)
+    return schema.Input(op.key.data, tensor(op.result).torch_dtype, dims, op.optional is not None, pads)
 
 
-def _edge(graph: GraphOp, op: EdgeOp) -> plan.Edge:
+def _edge(graph: GraphOp, op: EdgeOp) -> schema.Edge:
     """The plan's edge of an edge; `bytes_per_sample` is a mean over the dataset's patterns."""
     kind = tensor(op.result)
     src = next(s for s in graph.sections if s.sym.data == op.src.root_reference.data)
-    extents = tuple((int(dim), extent, side) for dim, extent, side in (_extent(e) for e in strings(op.extents)))
-    return plan.Edge(
+    extents = tuple(
+        (int(dim), extent, side) for dim, extent, side in (_extent(e) for e in strings(op.extents))
+    )
+    return schema.Edge(
         name=op.sym.data,
         src=src.sym.data,
         dst=op.dst.root_reference.data,
         dtype=kind.torch_dtype,
-        dims=tuple(expr.text(d) for d in kind.shape),
+        dims=tuple(size_expr.text(d) for d in kind.shape),
         dim=op.dim.data if op.dim is not None else -1,
         rows=op.rows.data if op.rows is not None else "",
         grad=kind.requires_grad,
@@ -219,16 +266,27 @@ def _bytes_per_sample(graph: GraphOp, op: EdgeOp) -> float:
         sizes = {name: attribute(pattern, name, 0) for name in graph.symbols}
         entries = 1.0
         for dim in kind.shape:
-            entries *= expr.evaluate(dim, sizes)
+            entries *= size_expr.evaluate(dim, sizes)
         total += float(pattern.share.data) * entries * kind.itemsize
     return round(total, 3)
 
 
-def _terms(graph: GraphOp) -> tuple[plan.Term, ...]:
-    owners = {op.sym.data: op for body in _bodies(graph) if section_of(body) != TERMS for op in body.walk() if isinstance(op, TermOp)}
+def _terms(graph: GraphOp) -> tuple[schema.Term, ...]:
+    owners = {
+        op.sym.data: op
+        for body in _bodies(graph)
+        if section_of(body) != TERMS
+        for op in body.walk()
+        if isinstance(op, TermOp)
+    }
     texts = {name: text for body in bodies(graph, TERMS) for name, text in _coefficients(graph, body).items()}
     return tuple(
-        plan.Term(name, section_of(op.parent_op() or op) or "", texts.get(name, "1"), op.where.data if op.where else "")
+        schema.Term(
+            name,
+            section_of(op.parent_op() or op) or "",
+            texts.get(name, "1"),
+            op.where.data if op.where else "",
+        )
         for name, op in owners.items()
     )
 
@@ -248,10 +306,14 @@ def _bodies(graph: GraphOp) -> list[BodyOp]:
     return [op for op in graph.body.block.ops if isinstance(op, BodyOp)]
 
 
-def _ties(graph: GraphOp, sections: tuple[plan.Section, ...]) -> tuple[plan.Tie, ...]:
+def _ties(graph: GraphOp, sections: tuple[schema.Section, ...]) -> tuple[schema.Tie, ...]:
     """Parameters under several names, and parameters under one name in several sections."""
     tied = [strings(op.names) for op in graph.body.block.ops if isinstance(op, TieOp)]
     named = {n for names in tied for n in names}
-    shared = {n for s in sections for n in s.params if n not in named and sum(n in o.params for o in sections) > 1}
+    shared = {
+        n for s in sections for n in s.params if n not in named and sum(n in o.params for o in sections) > 1
+    }
     groups = tied + [(n,) for n in sorted(shared)]
-    return tuple(plan.Tie(names, tuple(s.name for s in sections if set(names) & set(s.params))) for names in groups)
+    return tuple(
+        schema.Tie(names, tuple(s.name for s in sections if set(names) & set(s.params))) for names in groups
+    )

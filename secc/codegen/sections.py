@@ -1,4 +1,5 @@
-"""`sections/*.py`: one readable module for each section, and `terms.py` for the loss's leaves and coefficients."""
+"""`sections/*.py`: one readable module for each section, and `terms.py` for the loss's leaves and
+coefficients."""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ from xdsl.ir import Operation, OpResult, SSAValue
 from secc.codegen.body import BodyPrinter
 from secc.codegen.names import Scope, attribute_names, class_name, identifier
 from secc.codegen.render import render
-from secc.ir import recorded
-from secc.ir.analysis import texts_of
-from secc.ir.dialect import (
+from secc.ir.analysis import recorded_glue
+from secc.ir.analysis.dataflow import texts_of
+from secc.ir.dialect.ops import (
     BodyOp,
     CallOp,
     ConstOp,
@@ -28,11 +29,14 @@ from secc.ir.dialect import (
     section_of,
     strings,
 )
-from secc.ir.naming import BUFFER
-from secc.runtime.section import Section
+from secc.ir.dialect.readable_names import BUFFER
+from secc.runtime.sections.base import Section
 
 TERMS = "terms"
-_OWN = frozenset(dir(Section)) | {"constants", "draws"}  # attributes of every section: a block or a case of that name has another one
+_OWN = frozenset(dir(Section)) | {
+    "constants",
+    "draws",
+}  # attributes of every section: a block or a case of that name has another one
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,8 @@ class Method:
 
 @dataclass(frozen=True)
 class Guard:
-    """A method that reads a value again, what it must be (a Python literal), and where the user's forward reads it."""
+    """A method that reads a value again, what it must be (a Python literal), and where the user's forward
+    reads it."""
 
     name: str
     lines: list[str]
@@ -59,8 +64,8 @@ class Guard:
 
 @dataclass(frozen=True)
 class CaseText:
-    """One way through the section: the optional keys present, its guards, of which cases recorded glue is taken, the labels of that glue,
-    and whether the rest of the forward counts as well."""
+    """One way through the section: the optional keys present, its guards, of which cases recorded glue is
+    taken, the labels of that glue, and whether the rest of the forward counts as well."""
 
     when: tuple[str, ...]
     method: Method
@@ -99,12 +104,17 @@ def section_module(graph: GraphOp, section: SectionOp) -> str:
         optional=sorted({key for case in cases for key in case.when}),
         lists=any("listed(" in text for text in called),
         builds=any("built(" in text for text in called),
-        kernels=any(isinstance(op, GlueOp) and op.target.data.startswith("secc.") for body in found for op in body.walk()),
+        kernels=any(
+            isinstance(op, GlueOp) and op.target.data.startswith("secc.")
+            for body in found
+            for op in body.walk()
+        ),
     )
 
 
 def patterns(body: BodyOp) -> list[tuple[str, ...]]:
-    """The patterns for which a body holds: its `when`, and those of the attribute `also` that `lower` merged into it."""
+    """The patterns for which a body holds: its `when`, and those of the attribute `also` that `lower` merged
+    into it."""
     return [strings(body.when), *(tuple(filter(None, text.split(" "))) for text in strings(body.also))]
 
 
@@ -120,15 +130,22 @@ def _cases(graph: GraphOp, body: BodyOp, attributes: dict[str, str], name: str) 
         {op.sym.data: printer.value(op.numerator) for op in ops if isinstance(op, TermOp)},
         tuple(op.edge.data for op in ops if isinstance(op, ReceiveOp)),
     )
-    guards = tuple(_guard(graph, body, f"guard_{name}_{i}", op) for i, op in enumerate(o for o in ops if isinstance(o, GuardOp)))
-    anew = texts_of(body, recorded.ANEW)
-    takes = tuple(label for op in needed if (label := recorded.label(op)) is not None)
-    return [CaseText(when, method, guards, anew, takes, bool(method.terms) or any(map(_is_compiled, needed))) for when in patterns(body)]
+    guards = tuple(
+        _guard(graph, body, f"guard_{name}_{i}", op)
+        for i, op in enumerate(o for o in ops if isinstance(o, GuardOp))
+    )
+    anew = texts_of(body, recorded_glue.ANEW)
+    takes = tuple(label for op in needed if (label := recorded_glue.label(op)) is not None)
+    return [
+        CaseText(when, method, guards, anew, takes, bool(method.terms) or any(map(_is_compiled, needed)))
+        for when in patterns(body)
+    ]
 
 
 def _is_compiled(op: Operation) -> bool:
-    """Whether an op is glue of the captures, which only a whole recording shows to be the micro-batch's own."""
-    return isinstance(op, GlueOp) and recorded.label(op) is None
+    """Whether an op is glue of the captures, which only a whole recording shows to be the micro-batch's
+    own."""
+    return isinstance(op, GlueOp) and recorded_glue.label(op) is None
 
 
 def _computation(ops: Sequence[Operation]) -> list[Operation]:
@@ -184,13 +201,17 @@ def terms_module(graph: GraphOp) -> str:
 
 def constants_of(graph: GraphOp, section: str) -> list[str]:
     """The names of the constants that a section (or `terms`) reads."""
-    return sorted({op.key.data for body in bodies(graph, section) for op in body.walk() if isinstance(op, ConstOp)})
+    return sorted(
+        {op.key.data for body in bodies(graph, section) for op in body.walk() if isinstance(op, ConstOp)}
+    )
 
 
 def _leaf(graph: GraphOp, ops: Sequence[Operation], leaf: LeafOp) -> Method:
     printer = BodyPrinter(graph, {}, terms=True)
     lines = printer.lines(slice_of(ops, [leaf.value]))
-    return Method(identifier(f"leaf_{leaf.sym.data}"), lines, {}, {leaf.sym.data: printer.value(leaf.value)}, ())
+    return Method(
+        identifier(f"leaf_{leaf.sym.data}"), lines, {}, {leaf.sym.data: printer.value(leaf.value)}, ()
+    )
 
 
 def _constant(graph: GraphOp) -> str:

@@ -18,7 +18,9 @@ def check_output(directory: Path) -> None:
         raise UserError("the output is a file, not a directory", str(directory), "choose another -o")
     if directory.is_dir() and any(directory.iterdir()) and not (directory / "plan.json").exists():
         raise UserError(
-            "the output directory holds something that is not a plan", str(directory), "choose an empty or new directory for -o"
+            "the output directory holds something that is not a plan",
+            str(directory),
+            "choose an empty or new directory for -o",
         )
     parent = _existing_parent(directory)
     try:
@@ -26,12 +28,15 @@ def check_output(directory: Path) -> None:
             pass
     except OSError as error:
         raise UserError(
-            f"cannot write the plan: {error.strerror}", str(parent), "choose a directory that you may write to for -o"
+            f"cannot write the plan: {error.strerror}",
+            str(parent),
+            "choose a directory that you may write to for -o",
         ) from None
 
 
 def write(directory: Path, files: Mapping[str, str | bytes]) -> None:
-    """Write `files` (paths relative to `directory`), replacing a plan that is there. Raises UserError if that cannot be done."""
+    """Write `files` (paths relative to `directory`), replacing a plan that is there. Raises UserError if that
+    cannot be done."""
     check_output(directory)
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -46,7 +51,9 @@ def write(directory: Path, files: Mapping[str, str | bytes]) -> None:
         finally:
             shutil.rmtree(staged, ignore_errors=True)
     except OSError as error:
-        raise UserError(f"cannot write the plan: {error.strerror}", str(error.filename or directory), "choose another -o") from None
+        raise UserError(
+            f"cannot write the plan: {error.strerror}", str(error.filename or directory), "choose another -o"
+        ) from None
 
 
 def _write(path: Path, content: str | bytes) -> None:

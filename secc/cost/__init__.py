@@ -1,1 +1,2 @@
-"""Costs: FLOPs, bytes and memory of calls, sections and edges over the inputs' sizes, and the times they take on a cluster."""
+"""Costs: FLOPs, bytes and memory of calls, sections and edges over the inputs' sizes, and the times they take
+on a cluster."""

@@ -1,12 +1,14 @@
-"""Times a model's blocks for real, under the conditions of a step: forward and backward, over the sizes of the dataset's samples and
-micro-batches of them.
+"""Times a model's blocks for real, under the conditions of a step: forward and backward, over the sizes of
+the dataset's samples and micro-batches of them.
 
-Blocks take turns as in a step: all forwards of a micro-batch, then all backwards, gradients adding up over some micro-batches, so that a
-block finds the caches as other blocks left them. On a CPU other processes meanwhile do the same, as many as a node has other ranks, and a
-call counts the processor time of its thread, which waiting for a core does not add to; on a GPU events count. The median of the turns is
-taken: a step has many calls, and takes what they take in the mean. On CPUs the gauge comes before each micro-batch; its median says at
-what speed of the processor these times were taken, and prices are given for its mean speed, which a run of many steps has. Prices
-(`secc.cost.table`) are fitted to two thirds of the sizes, none negative, with relative errors weighing alike; the others tell the error.
+Blocks take turns as in a step: all forwards of a micro-batch, then all backwards, gradients adding up over
+some micro-batches, so that a block finds the caches as other blocks left them. On a CPU other processes
+meanwhile do the same, as many as a node has other ranks, and a call counts the processor time of its thread,
+which waiting for a core does not add to; on a GPU events count. The median of the turns is taken: a step has
+many calls, and takes what they take in the mean. On CPUs the gauge comes before each micro-batch; its median
+says at what speed of the processor these times were taken, and prices are given for its mean speed, which a
+run of many steps has. Prices (`secc.cost.model.measured_costs`) are fitted to two thirds of the sizes, none
+negative, with relative errors weighing alike; the others tell the error.
 """
 
 from __future__ import annotations
@@ -24,17 +26,17 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from xdsl.dialects.builtin import ModuleOp, StringAttr
 
-from secc.cost.estimate import entries
-from secc.cost.examples import values
-from secc.cost.table import PARTS, Entry, Prices, Table, here, key
-from secc.ir import expr
-from secc.ir.dialect import CallOp, CaseOp, graph_of, strings
-from secc.ir.types import TensorType, tensor
+from secc.cost.counting.example_arguments import values
+from secc.cost.model.default_estimate import entries
+from secc.cost.model.measured_costs import PARTS, Entry, Prices, Table, here, key
+from secc.ir.dialect import size_expr
+from secc.ir.dialect.ops import CallOp, CaseOp, graph_of, strings
+from secc.ir.dialect.tensor_type import TensorType, tensor
 from secc.profile.busy import busy
 from secc.profile.call import arguments
 from secc.profile.least_squares import nonnegative
 from secc.profile.speed import Gauge, at_mean_speed
-from secc.runtime.expr import evaluate
+from secc.runtime.plan.expr_eval import evaluate
 
 FITS_BYTES = 4 << 30  # of a block's parameters, and of a call's operands, that are built here
 HELD_OUT = 3  # every third size
@@ -52,7 +54,8 @@ class Batch:
 
 @dataclass(frozen=True)
 class Timed:
-    """One call at one size: what it works and moves, the nanoseconds of forward and backward, and whether it was held out."""
+    """One call at one size: what it works and moves, the nanoseconds of forward and backward, and whether it
+    was held out."""
 
     cost: Mapping[str, float]
     forward: float
@@ -81,7 +84,8 @@ def profile(
     progress: Callable[[str], None],
     ranks: int = 1,
 ) -> tuple[Table, list[Report]]:
-    """Time every kind of call once, as on one of `ranks` ranks of a node. `module` has counted costs; `model` may be on the meta device."""
+    """Time every kind of call once, as on one of `ranks` ranks of a node. `module` has counted costs; `model`
+    may be on the meta device."""
     kinds: dict[str, _Kind] = {}
     for case in graph_of(module).cases:
         for call in (op for op in case.ops if isinstance(op, CallOp)):
@@ -96,7 +100,9 @@ def profile(
         with busy(partial(_turn, group, 0, _Speeds(device)), ranks - 1 if device.type == "cpu" else 0):
             _time(group, repeat, speeds)
     reports = {name: k.report() for name, k in kinds.items()}
-    found = {name: r.entry.stretched(speeds.mean_over_median) for name, r in reports.items() if r.entry is not None}
+    found = {
+        name: r.entry.stretched(speeds.mean_over_median) for name, r in reports.items() if r.entry is not None
+    }
     return Table(here(device), found, gauge_ns=speeds.mean), list(reports.values())
 
 
@@ -106,7 +112,8 @@ def _is_of(module: ModuleOp, case: CaseOp, batch: Batch) -> bool:
 
 @dataclass
 class _Kind:
-    """One kind of call: a run for each size and the times of its turns; or `reason`, why it is not timed. `size`: bytes of parameters."""
+    """One kind of call: a run for each size and the times of its turns; or `reason`, why it is not timed.
+    `size`: bytes of parameters."""
 
     path: str
     cls: str
@@ -124,7 +131,13 @@ class _Kind:
         return Report(self.path, self.cls, timed, Entry(self.cls, _fit(timed, lambda t: t.forward), backward))
 
 
-def _kind(call: CallOp, block: nn.Module, batches: Sequence[Batch], constants: Mapping[str, torch.Tensor], device: torch.device) -> _Kind:
+def _kind(
+    call: CallOp,
+    block: nn.Module,
+    batches: Sequence[Batch],
+    constants: Mapping[str, torch.Tensor],
+    device: torch.device,
+) -> _Kind:
     size = sum(p.numel() * p.element_size() for p in block.parameters())
     found = _Kind(call.target.data, type(block).__name__, size)
     if size > FITS_BYTES:
@@ -159,7 +172,11 @@ def _real(block: nn.Module, device: torch.device) -> nn.Module:
             made = made.normal_(0.0, 0.02) if p.is_floating_point() else made.zero_()
             setattr(module, name, nn.Parameter(made, requires_grad=p.requires_grad))
         for name, b in list(module.named_buffers(recurse=False)):
-            setattr(module, name, torch.zeros(b.shape, dtype=b.dtype, device=device) if b.is_meta else b.to(device))
+            setattr(
+                module,
+                name,
+                torch.zeros(b.shape, dtype=b.dtype, device=device) if b.is_meta else b.to(device),
+            )
     return real
 
 
@@ -168,7 +185,7 @@ def _bytes(call: CallOp, batch: Batch) -> int:
 
 
 def _size(kind: TensorType, sizes: Mapping[str, int]) -> int:
-    return int(expr.evaluate(entries(kind), sizes)) * kind.itemsize
+    return int(size_expr.evaluate(entries(kind), sizes)) * kind.itemsize
 
 
 def _cost(call: CallOp, sizes: Mapping[str, int]) -> dict[str, float]:
@@ -177,9 +194,12 @@ def _cost(call: CallOp, sizes: Mapping[str, int]) -> dict[str, float]:
 
 
 class _Run:
-    """One call at one size: what it works and moves, and the nanoseconds that its forwards and backwards took."""
+    """One call at one size: what it works and moves, and the nanoseconds that its forwards and backwards
+    took."""
 
-    def __init__(self, call: CallOp, block: nn.Module, batch: Batch, known: Any, device: torch.device) -> None:
+    def __init__(
+        self, call: CallOp, block: nn.Module, batch: Batch, known: Any, device: torch.device
+    ) -> None:
         self.sizes, self.block, self.cost = batch.sizes, block, _cost(call, batch.sizes)
         self._call, self._known, self._device = call, known, device
         self._owes = call.no_grad is None and any(tensor(r).requires_grad for r in call.results)
@@ -251,14 +271,20 @@ class _Speeds:
 
 
 def _time(kinds: Sequence[_Kind], repeat: int, speeds: _Speeds) -> None:
-    """`repeat` turns after one to warm up, and more where they are short. What does not run on drawn values is left out from then on."""
+    """`repeat` turns after one to warm up, and more where they are short. What does not run on drawn values
+    is left out from then on."""
     for kind in kinds:
         try:
             for run in kind.runs:
                 run.forward()
                 run.backward()
                 run.forget()
-        except (RuntimeError, ValueError, IndexError, TypeError) as error:  # whatever the user's code does on drawn values
+        except (
+            RuntimeError,
+            ValueError,
+            IndexError,
+            TypeError,
+        ) as error:  # whatever the user's code does on drawn values
             kind.reason = f"it does not run on drawn values: {type(error).__name__}: {str(error)[:120]}"
     running = [kind for kind in kinds if not kind.reason]
     start, turn = time.process_time(), 0

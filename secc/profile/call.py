@@ -1,4 +1,5 @@
-"""Arguments of a block's call at given sizes: drawn numbers, and the values of integers that inputs decide."""
+"""Arguments of a block's call at given sizes: drawn numbers, and the values of integers that inputs
+decide."""
 
 from __future__ import annotations
 
@@ -8,17 +9,22 @@ from typing import Any
 import sympy
 import torch
 
-from secc.cost.examples import Values
-from secc.ir import expr
-from secc.ir.dialect import CallOp
-from secc.ir.template import Name, Ref
-from secc.ir.types import TensorType, tensor
-from secc.runtime.nesting import listed
+from secc.cost.counting.example_arguments import Values
+from secc.ir.dialect import size_expr
+from secc.ir.dialect.argument_template import Name, Ref
+from secc.ir.dialect.ops import CallOp
+from secc.ir.dialect.tensor_type import TensorType, tensor
+from secc.runtime.model.nested_batch import listed
 
 
-def arguments(call: CallOp, sizes: Mapping[str, int], known: Values, device: torch.device) -> tuple[list[Any], dict[str, Any]]:
-    """Fresh arguments, so that a call may write into them. Integers and masks that nobody knows are 0 and true."""
-    operands = [known[o].to(device) if o in known else _drawn(tensor(o), sizes, device) for o in call.operands]
+def arguments(
+    call: CallOp, sizes: Mapping[str, int], known: Values, device: torch.device
+) -> tuple[list[Any], dict[str, Any]]:
+    """Fresh arguments, so that a call may write into them. Integers and masks that nobody knows are 0 and
+    true."""
+    operands = [
+        known[o].to(device) if o in known else _drawn(tensor(o), sizes, device) for o in call.operands
+    ]
 
     def value(leaf: Any) -> Any:
         match leaf:
@@ -29,7 +35,7 @@ def arguments(call: CallOp, sizes: Mapping[str, int], known: Values, device: tor
             case Name(text=text):
                 return getattr(torch, text.removeprefix("torch."))
             case sympy.Expr():
-                return expr.evaluate(leaf, sizes)
+                return size_expr.evaluate(leaf, sizes)
             case _:
                 return leaf
 
@@ -38,7 +44,7 @@ def arguments(call: CallOp, sizes: Mapping[str, int], known: Values, device: tor
 
 
 def _drawn(kind: TensorType, sizes: Mapping[str, int], device: torch.device) -> torch.Tensor:
-    dims, dtype = [int(expr.evaluate(d, sizes)) for d in kind.shape], getattr(torch, kind.torch_dtype)
+    dims, dtype = [int(size_expr.evaluate(d, sizes)) for d in kind.shape], getattr(torch, kind.torch_dtype)
     if dtype == torch.bool:
         return torch.ones(dims, dtype=dtype, device=device)
     if not dtype.is_floating_point:

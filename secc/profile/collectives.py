@@ -1,7 +1,8 @@
-"""What collectives take on this machine, by the number of ranks: all-reduces, reduce-scatters and all-gathers of several sizes.
+"""What collectives take on this machine, by the number of ranks: all-reduces, reduce-scatters and all-gathers
+of several sizes.
 
-The median time of each size is fitted with a latency and a bandwidth, relative errors weighing alike, and kept as what one message of a
-ring takes (`secc.cluster.Ring`), so that it holds for other numbers of ranks.
+The median time of each size is fitted with a latency and a bandwidth, relative errors weighing alike, and
+kept as what one message of a ring takes (`secc.cluster.Ring`), so that it holds for other numbers of ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from secc.cluster import COLLECTIVES, Ring
 from secc.profile.least_squares import nonnegative
-from secc.runtime.sharding import all_gather, reduce_scatter
+from secc.runtime.parameters.sharded_optimizer import all_gather, reduce_scatter
 
 SIZES = tuple(4**k for k in range(6, 13))  # bytes of the whole tensor: 4 KiB to 16 MiB
 REPEAT, SHORT = 12, 40  # runs of a size, and of one up to 1 MiB
@@ -25,7 +26,10 @@ Times = Mapping[str, Mapping[int, float]]  # ns by collective and size
 
 def timed(device: torch.device) -> Times:
     """The median time of each collective and size on this rank, over all ranks. Collective."""
-    return {collective: {size: _median_ns(collective, size, device) for size in SIZES} for collective in COLLECTIVES}
+    return {
+        collective: {size: _median_ns(collective, size, device) for size in SIZES}
+        for collective in COLLECTIVES
+    }
 
 
 def _median_ns(collective: str, size: int, device: torch.device) -> float:

@@ -9,7 +9,8 @@ import numpy as np
 
 
 def nonnegative(rows: Sequence[Sequence[float]], wanted: Sequence[float]) -> np.ndarray[Any, Any]:
-    """Least squares of relative errors, none of the unknowns negative: the best over all sets of unknowns that may differ from 0."""
+    """Least squares of relative errors, none of the unknowns negative: the best over all sets of unknowns
+    that may differ from 0."""
     table, times = np.array(rows), np.array(wanted)
     scale = np.maximum(np.abs(table).max(axis=0), 1e-30)
     relative, target = table / scale / times[:, None], np.ones(len(times))

@@ -1,8 +1,10 @@
-"""This machine's links and rates: what processes exchange and sum, what memory moves, what products of matrices reach.
+"""This machine's links and rates: what processes exchange and sum, what memory moves, what products of
+matrices reach.
 
-Two gloo processes on CPUs (NCCL where there are two GPUs) send messages to and fro: the smallest give the latency, the largest the
-bandwidth. Collectives are timed over two processes and, as devices allow, over 4 and 8 (`secc.profile.collectives`). A product's rate is
-the best of several runs at several shapes; the fall-off with the smallest dim is reported beside it.
+Two gloo processes on CPUs (NCCL where there are two GPUs) send messages to and fro: the smallest give the
+latency, the largest the bandwidth. Collectives are timed over two processes and, as devices allow, over 4 and
+8 (`secc.profile.collectives`). A product's rate is the best of several runs at several shapes; the fall-off
+with the smallest dim is reported beside it.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from secc.cluster import GIB, Ring
-from secc.cost.table import here
+from secc.cost.model.measured_costs import here
 from secc.errors import UserError
 from secc.profile import collectives
 from secc.report import facts
@@ -34,7 +36,8 @@ DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Probed:
-    """What was measured. `rates`: GFLOP/s of large products by dtype; `narrow`: percent of that by the smallest dim; bytes per second."""
+    """What was measured. `rates`: GFLOP/s of large products by dtype; `narrow`: percent of that by the
+    smallest dim; bytes per second."""
 
     hardware: str
     backend: str
@@ -57,14 +60,19 @@ class Probed:
 
     def tables(self) -> list[facts.Table]:
         rows = [(f"large product, {n}", f"{r:.4g} GFLOP/s") for n, r in self.rates.items()]
-        rows += [(f"product with smallest dim {d}", f"{p:.0f}% of that in f32") for d, p in self.narrow.items()]
+        rows += [
+            (f"product with smallest dim {d}", f"{p:.0f}% of that in f32") for d, p in self.narrow.items()
+        ]
         rows += [
             ("memory", f"{self.memory_bytes_per_s / 1e9:.3g} GB/s"),
             ("link, latency", f"{self.latency_ns / 1e3:.3g} us"),
             ("link, bandwidth", f"{self.bytes_per_s / 1e9:.3g} GB/s"),
         ]
         rows += [
-            (f"{r.collective} over {r.ranks}, a message of its ring", f"{r.latency_ns / 1e3:.3g} us, {r.bytes_per_s / 1e9:.3g} GB/s")
+            (
+                f"{r.collective} over {r.ranks}, a message of its ring",
+                f"{r.latency_ns / 1e3:.3g} us, {r.bytes_per_s / 1e9:.3g} GB/s",
+            )
             for r in self.rings
         ]
         return [facts.Table(self.hardware, ("figure", "measured"), tuple(rows), f"{self.devices} devices")]
@@ -108,9 +116,13 @@ def probe(progress: Callable[[str], None]) -> Probed:
     latency, largest = times[SIZES[0]], SIZES[-1]
     bandwidth = largest * 1e9 / max(times[largest] - latency, 1.0)
     progress("time collectives")
-    rings = [r for n in RANKS if n <= max(2, devices) for r in collectives.rings(n, collectives_over(n, backend))]
+    rings = [
+        r for n in RANKS if n <= max(2, devices) for r in collectives.rings(n, collectives_over(n, backend))
+    ]
     capacity = torch.cuda.get_device_properties(0).total_memory if gpus else _host_memory() // devices
-    return Probed(here(device).text, device.type, devices, capacity, rates, narrow, memory, latency, bandwidth, rings)
+    return Probed(
+        here(device).text, device.type, devices, capacity, rates, narrow, memory, latency, bandwidth, rings
+    )
 
 
 def _host_memory() -> int:
@@ -124,13 +136,18 @@ def _least_ns(run: Callable[[], Any], device: torch.device, repeat: int = 8) -> 
         run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        least = min(least, (time.perf_counter_ns() if device.type == "cuda" else time.process_time_ns()) - start)
+        least = min(
+            least, (time.perf_counter_ns() if device.type == "cuda" else time.process_time_ns()) - start
+        )
     return max(least, 1.0)
 
 
 def _gflops(size: int, narrow: int, dtype: torch.dtype, device: torch.device) -> float:
     """Of [size, narrow] x [narrow, size], in GFLOP/s."""
-    a, b = torch.randn(size, narrow, device=device).to(dtype), torch.randn(narrow, size, device=device).to(dtype)
+    a, b = (
+        torch.randn(size, narrow, device=device).to(dtype),
+        torch.randn(narrow, size, device=device).to(dtype),
+    )
     return 2 * size * size * narrow / _least_ns(lambda: a @ b, device)
 
 
@@ -155,7 +172,10 @@ def _spawned(measure: Callable[[torch.device], Any], ranks: int, backend: str) -
     try:
         while not context.join(timeout=1):
             if time.monotonic() > deadline:
-                raise UserError("processes of this machine do not reach each other", remedy="look at firewalls and GLOO_SOCKET_IFNAME")
+                raise UserError(
+                    "processes of this machine do not reach each other",
+                    remedy="look at firewalls and GLOO_SOCKET_IFNAME",
+                )
     finally:
         for process in context.processes:
             if process.is_alive():
@@ -170,7 +190,9 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def _rank(rank: int, backend: str, port: int, ranks: int, measure: Callable[[torch.device], Any], queue: Any) -> None:
+def _rank(
+    rank: int, backend: str, port: int, ranks: int, measure: Callable[[torch.device], Any], queue: Any
+) -> None:
     """One of the processes."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -1,4 +1,5 @@
-"""Profiling a model file: capture, micro-batches of the dataset's own sizes, timing, and what to say of it."""
+"""Profiling a model file: capture, micro-batches of the dataset's own sizes, timing, and what to say of
+it."""
 
 from __future__ import annotations
 
@@ -13,19 +14,19 @@ from pathlib import Path
 import torch
 
 from secc.cluster import Overheads, parse
-from secc.compiler import Options, front
-from secc.cost.examples import Samples
-from secc.cost.measure import measure
-from secc.cost.table import Table
+from secc.cost.counting.annotate_calls import measure
+from secc.cost.counting.example_arguments import Samples
+from secc.cost.model.measured_costs import Table
+from secc.driver.compile import Options, front
 from secc.errors import UserError
-from secc.frontend import import_ir
-from secc.frontend.inputs import Inputs
-from secc.frontend.survey import Survey
+from secc.frontend.capture import to_ir
+from secc.frontend.dataset.input_symbols import Inputs
+from secc.frontend.dataset.survey import Survey
 from secc.profile.blocks import Batch, Report, Timed, profile
 from secc.profile.overheads import overheads
 from secc.report import facts
-from secc.runtime.sizes import sizes_of
-from secc.runtime.user_model import UserModel
+from secc.runtime.model.user_file import UserModel
+from secc.runtime.plan.batch_sizes import sizes_of
 
 OVERHEADS = {
     "job": "a forward or backward", "message": "a message sent", "tensor": "a parameter's norm and update",
@@ -44,14 +45,20 @@ class Profile:
 
     def as_dict(self) -> dict[str, object]:
         found = self.table.overheads
-        known = {"overheads": asdict(found)} if found is not None else {"overheads": None, "reason": self.unknown}
+        known = (
+            {"overheads": asdict(found)} if found is not None else {"overheads": None, "reason": self.unknown}
+        )
         return {"hardware": self.table.hardware.text, "blocks": [_block(r) for r in self.reports], **known}
 
     def tables(self) -> list[facts.Table]:
         """For people: errors on sizes that were not profiled."""
         rows = tuple(_row(r) for r in self.reports)
-        note = f"measured on {self.table.hardware.text}; errors are medians over sizes that the fit did not see"
-        blocks = facts.Table("Blocks", ("block", "sizes", "forward", "error", "backward", "error"), rows, note)
+        note = (
+            f"measured on {self.table.hardware.text}; errors are medians over sizes that the fit did not see"
+        )
+        blocks = facts.Table(
+            "Blocks", ("block", "sizes", "forward", "error", "backward", "error"), rows, note
+        )
         return [blocks, facts.Table("Overheads", ("of", "time"), tuple(self._beside()), self.unknown)]
 
     def _beside(self) -> Iterator[tuple[str, str]]:
@@ -60,11 +67,14 @@ class Profile:
                 yield what, f"{getattr(found, name) / 1e3:.4g} us"
 
 
-def profile_model(path: Path, small: bool, sizes: int, repeat: int, progress: Callable[[str], None], ranks: int = 0) -> Profile:
-    """Time the blocks of a model file, and what its steps take beside them, on `ranks` ranks of this machine (0: those of `local`).
+def profile_model(
+    path: Path, small: bool, sizes: int, repeat: int, progress: Callable[[str], None], ranks: int = 0
+) -> Profile:
+    """Time the blocks of a model file, and what its steps take beside them, on `ranks` ranks of this machine
+    (0: those of `local`).
 
-    Raises UserError for what is wrong with it, and where nothing can be timed. Steps of a small model say nothing of the whole one's, so
-    that with `small` blocks alone are timed.
+    Raises UserError for what is wrong with it, and where nothing can be timed. Steps of a small model say
+    nothing of the whole one's, so that with `small` blocks alone are timed.
     """
     ranks = ranks or parse("local").ranks
 
@@ -74,23 +84,45 @@ def profile_model(path: Path, small: bool, sizes: int, repeat: int, progress: Ca
         yield
 
     user, meta, _, drawn, inputs, captured = front(path, Options(small=small), step)
-    module = import_ir.to_ir(captured)
+    module = to_ir.to_ir(captured)
     with step("measure blocks"):
-        samples = Samples([user.collate([d.sample]) for d in drawn.drawn if d.sample is not None], captured.constants)
+        samples = Samples(
+            [user.collate([d.sample]) for d in drawn.drawn if d.sample is not None], captured.constants
+        )
         measure(module, meta, samples)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(1)  # as ranks on CPUs have
-    table, reports = profile(module, meta, _batches(user, drawn, inputs, sizes), captured.constants, device, repeat, progress, ranks)
+    table, reports = profile(
+        module,
+        meta,
+        _batches(user, drawn, inputs, sizes),
+        captured.constants,
+        device,
+        repeat,
+        progress,
+        ranks,
+    )
     if not table.entries:
         reasons = "; ".join(f"{r.path}: {r.reason}" for r in reports)
-        raise UserError(f"no block could be timed here: {reasons}", str(path), "profile with --small, or where the model fits")
-    found, why = (None, "steps of small_model() were not trained") if small else _overheads(path, ranks, table, step)
+        raise UserError(
+            f"no block could be timed here: {reasons}",
+            str(path),
+            "profile with --small, or where the model fits",
+        )
+    found, why = (
+        (None, "steps of small_model() were not trained") if small else _overheads(path, ranks, table, step)
+    )
     return Profile(replace(table, overheads=found), reports, why)
 
 
-def _overheads(path: Path, ranks: int, table: Table, step: Callable[[str], AbstractContextManager[None]]) -> tuple[Overheads | None, str]:
+def _overheads(
+    path: Path, ranks: int, table: Table, step: Callable[[str], AbstractContextManager[None]]
+) -> tuple[Overheads | None, str]:
     """What the model's steps take beside blocks, or why that is not known."""
-    with step(f"train some steps on {ranks} ranks"), tempfile.NamedTemporaryFile("w", suffix=".json") as costs:
+    with (
+        step(f"train some steps on {ranks} ranks"),
+        tempfile.NamedTemporaryFile("w", suffix=".json") as costs,
+    ):
         costs.write(table.to_json())
         costs.flush()
         try:

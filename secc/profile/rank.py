@@ -1,7 +1,9 @@
-"""One rank of a plan that is trained to be measured: `python -m secc.profile.rank PLAN` and the options of run.py.
+"""One rank of a plan that is trained to be measured: `python -m secc.profile.rank PLAN` and the options of
+run.py.
 
-As the plan's own ranks, but between two steps the processor's speed is gauged, outside of what counts as the step. Each rank writes
-what its steps took, and what the gauge took behind them, to `steps_RANK.json` among the logs.
+As the plan's own ranks, but between two steps the processor's speed is gauged, outside of what counts as the
+step. Each rank writes what its steps took, and what the gauge took behind them, to `steps_RANK.json` among
+the logs.
 """
 
 from __future__ import annotations
@@ -14,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from secc.profile.speed import Gauge
-from secc.runtime.launch import main
-from secc.runtime.options import Options
-from secc.runtime.run import Run
-from secc.runtime.section import load_section
-from secc.runtime.trainer import Trainer
+from secc.runtime.sections.base import load_section
+from secc.runtime.training.launch import main
+from secc.runtime.training.options import Options
+from secc.runtime.training.rank_context import Run
+from secc.runtime.training.trainer import Trainer
 
 
 def train(plan: Path, options: Options) -> None:

@@ -1,8 +1,8 @@
 """How fast this processor computes just now.
 
-A processor that a machine shares with others, or whose clock follows its heat, does the same work in 34 ms now and in 52 ms ten seconds
-later, without waiting for a core. So a fixed piece of work, the gauge, is timed beside what is measured: times of different moments
-compare at one speed.
+A processor that a machine shares with others, or whose clock follows its heat, does the same work in 34 ms
+now and in 52 ms ten seconds later, without waiting for a core. So a fixed piece of work, the gauge, is timed
+beside what is measured: times of different moments compare at one speed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ GOES = 2  # behind one that fills the caches
 def at_mean_speed(found: Sequence[float]) -> float:
     """What the gauge takes at the mean of the speeds at which it was found to take so long.
 
-    A core that shares its hardware with others' work has two speeds, between which it changes within a second: a run of many steps has
-    their mean, while a median is one of the two.
+    A core that shares its hardware with others' work has two speeds, between which it changes within a
+    second: a run of many steps has their mean, while a median is one of the two.
     """
     return 1 / fmean(1 / ns for ns in found)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from secc.errors import UserError
 from secc.profile.links import free_port
 from secc.profile.speed import at_mean_speed
-from secc.runtime.launch import environment
+from secc.runtime.training.launch import environment
 
 LIMIT_S = 300
 
@@ -26,22 +26,46 @@ class Trained:
     gauges: Sequence[Sequence[int]]
 
     def gauge_ns(self, warm: int, weights: Sequence[float] = ()) -> float:
-        """What the gauge took at the mean speed behind the first `warm` steps, of the ranks in proportion to `weights` (alike without)."""
+        """What the gauge took at the mean speed behind the first `warm` steps, of the ranks in proportion to
+        `weights` (alike without)."""
         shares = weights or [1.0] * len(self.gauges)
-        speed = sum(share / at_mean_speed(rank[warm:]) for share, rank in zip(shares, self.gauges, strict=True) if all(rank))
+        speed = sum(
+            share / at_mean_speed(rank[warm:])
+            for share, rank in zip(shares, self.gauges, strict=True)
+            if all(rank)
+        )
         return sum(shares) / speed if speed else 0.0
 
 
 def train(plan: Path, ranks: int, steps: int, log_dir: Path, arguments: Sequence[str] = ()) -> Trained:
     """Train a plan for some steps, its ranks as processes of this one. Raises UserError where one fails.
 
-    torchrun would start each in a session of its own, for which Linux forgets how nice this process is to others.
+    torchrun would start each in a session of its own, for which Linux forgets how nice this process is to
+    others.
     """
-    place = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    place = {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     with environment():
         own = [os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-    command = [sys.executable, "-m", "secc.profile.rank", str(plan), "--steps", str(steps), "--log-dir", str(log_dir), *arguments]
-    running = [subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for env in own]
+    command = [
+        sys.executable,
+        "-m",
+        "secc.profile.rank",
+        str(plan),
+        "--steps",
+        str(steps),
+        "--log-dir",
+        str(log_dir),
+        *arguments,
+    ]
+    running = [
+        subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        for env in own
+    ]
     try:
         said = [process.communicate(timeout=LIMIT_S)[1] for process in running]
     except subprocess.TimeoutExpired:

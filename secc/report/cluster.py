@@ -11,9 +11,15 @@ OVERHEADS = ("job", "message", "tensor", "sample", "step")
 
 def tables(cluster: Cluster) -> list[Table]:
     """The whole, then each kind."""
-    rows = [(g.device.kind, str(g.nodes), str(cluster.per_node), str(g.nodes * cluster.per_node)) for g in cluster.kinds]
+    rows = [
+        (g.device.kind, str(g.nodes), str(cluster.per_node), str(g.nodes * cluster.per_node))
+        for g in cluster.kinds
+    ]
     note = f"{cluster.ranks} ranks; between nodes {_link(cluster.between)}"
-    return [Table(cluster.name, ("kind", "nodes", "devices each", "ranks"), tuple(rows), note), *map(_figures, cluster.kinds)]
+    return [
+        Table(cluster.name, ("kind", "nodes", "devices each", "ranks"), tuple(rows), note),
+        *map(_figures, cluster.kinds),
+    ]
 
 
 def _figures(group: Group) -> Table:
@@ -25,7 +31,12 @@ def _figures(group: Group) -> Table:
 
     memory = f"{device.memory / GIB:.4g} GiB, of which tensors can have {device.usable / GIB:.4g}"
     rates = [
-        row(f"peak {name}", f"{gflops / 1000:g} TFLOP/s", "rates", known is not None and (name, gflops) in known.gflops)
+        row(
+            f"peak {name}",
+            f"{gflops / 1000:g} TFLOP/s",
+            "rates",
+            known is not None and (name, gflops) in known.gflops,
+        )
         for name, gflops in device.gflops
     ]
     same = known is not None and device.memory_bytes_per_s == known.memory_bytes_per_s
@@ -34,9 +45,19 @@ def _figures(group: Group) -> Table:
         row("memory", memory, "memory", known is not None and device.memory == known.memory),
         row("memory rate", f"{device.memory_bytes_per_s / 1e9:g} GB/s", "memory", same),
         row("inside a node", _link(group.inside), "inside", links is not None and group.inside == links[0]),
-        *((f"{r.collective} over {r.ranks}", f"{_rates(r)} (a message of its ring)", "measured") for r in group.inside.rings),
+        *(
+            (f"{r.collective} over {r.ranks}", f"{_rates(r)} (a message of its ring)", "measured")
+            for r in group.inside.rings
+        ),
         ("issuing an operation", f"{device.op_ns / 1000:g} us", "assumed"),
-        *((f"overhead of a {name}", f"{getattr(device.overheads, name) / 1000:g} us", device.overheads.label) for name in OVERHEADS),
+        *(
+            (
+                f"overhead of a {name}",
+                f"{getattr(device.overheads, name) / 1000:g} us",
+                device.overheads.label,
+            )
+            for name in OVERHEADS
+        ),
     )
     return Table(device.kind, ("figure", "value", "source"), rows, f"the rates are labelled {device.label}")
 

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 
 from secc.report.table import braced
-from secc.runtime.plan import Plan, Section
+from secc.runtime.plan.schema import Plan, Section
 
 WORDS = {
     "colwise": "cut by outputs",
@@ -23,7 +23,8 @@ WORDS = {
 
 
 def rows(plan: Plan) -> tuple[tuple[str, ...], ...]:
-    """(section, modules, how many of each, what happens to them); the stages of a pipeline count as the section that they are of."""
+    """(section, modules, how many of each, what happens to them); the stages of a pipeline count as the
+    section that they are of."""
     counts: dict[str, Counter[tuple[str, str]]] = {}  # by section: of (modules, what happens to them)
     for section in plan.sections:
         counts[section.whole] = counts.get(section.whole, Counter()) + _found(plan, section)

@@ -1,7 +1,8 @@
 """What differs between two plans, as tables: what a reader wants to know before one takes the other's place.
 
-Only differences are shown; equal plans give no table. Predictions stand beside each other with their ratio, because a change of layout
-is judged by what it does to the step. Sections are whole: how their stages are cut is no matter between plans.
+Only differences are shown; equal plans give no table. Predictions stand beside each other with their ratio,
+because a change of layout is judged by what it does to the step. Sections are whole: how their stages are cut
+is no matter between plans.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from secc.report.table import Table, bytes_text, ranks_text
-from secc.runtime.plan import Edge, Plan, Section, Term
+from secc.runtime.plan.schema import Edge, Plan, Section, Term
 
 T = TypeVar("T")
 Fields = Mapping[str, Callable[[T], str]]
@@ -25,7 +26,11 @@ def differences(a: Plan, b: Plan) -> list[Table]:
         _table("Sections", "section", _named(a.whole_sections), _named(b.whole_sections), SECTION),
         _table("Edges", "edge", _named(_between(a)), _named(_between(b)), EDGE),
         _table("Loss", "term", _named(_terms(a)), _named(_terms(b)), TERM),
-        Table("Parameters", ("parameter", "first", "second"), tuple(_pairs(a.model.parameters, b.model.parameters))),
+        Table(
+            "Parameters",
+            ("parameter", "first", "second"),
+            tuple(_pairs(a.model.parameters, b.model.parameters)),
+        ),
     ]
     return [t for t in found if t.rows]
 
@@ -67,13 +72,17 @@ def _named(items: tuple[Any, ...]) -> dict[str, Any]:
     return {item.name: item for item in items}
 
 
-def _table(title: str, what: str, first: Mapping[str, T], second: Mapping[str, T], fields: Fields[T]) -> Table:
+def _table(
+    title: str, what: str, first: Mapping[str, T], second: Mapping[str, T], fields: Fields[T]
+) -> Table:
     """One row for each field that differs; what only one plan has is one row."""
     rows: list[tuple[str, ...]] = []
     for name in [*first, *(n for n in second if n not in first)]:
         x, y = first.get(name), second.get(name)
         if x is None or y is None:
-            rows.append((name, "", "there" if x is not None else ABSENT, "there" if y is not None else ABSENT))
+            rows.append(
+                (name, "", "there" if x is not None else ABSENT, "there" if y is not None else ABSENT)
+            )
             continue
         rows += [(name, field, read(x), read(y)) for field, read in fields.items() if read(x) != read(y)]
     return Table(title, (what, "", "first", "second"), tuple(rows))

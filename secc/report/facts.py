@@ -9,9 +9,9 @@ from typing import Any
 from secc.cluster import Cluster
 from secc.report import cuts, reasons
 from secc.report.table import Table, blocks_text, bytes_text, count_text, ranks_text, seconds_text
-from secc.runtime.ahead import sections
-from secc.runtime.graph import Graph
-from secc.runtime.plan import Edge, Plan, Recorded, Section
+from secc.runtime.plan.schema import Edge, Plan, Recorded, Section
+from secc.runtime.plan.section_graph import Graph
+from secc.runtime.schedule.cross_step_prefetch import sections
 
 WHAT_MODES_OWE = {
     "train": "forward, and backward to weights and inputs",
@@ -58,9 +58,21 @@ def summary(plan: Plan) -> list[tuple[str, str]]:
     ]
     if plan.run_ahead_gib:
         names = ", ".join(dict.fromkeys(s.whole for s in sections(plan, Graph(plan))))
-        facts.insert(-1, ("ahead of the step", f"{names}: a rank keeps up to {plan.run_ahead_gib:.3g} GiB of results for the next one"))
+        facts.insert(
+            -1,
+            (
+                "ahead of the step",
+                f"{names}: a rank keeps up to {plan.run_ahead_gib:.3g} GiB of results for the next one",
+            ),
+        )
     if plan.dtype:
-        facts.insert(-1, ("precision", f"modules compute in {plan.dtype}; masters, gradient sums and optimizer in float32"))
+        facts.insert(
+            -1,
+            (
+                "precision",
+                f"modules compute in {plan.dtype}; masters, gradient sums and optimizer in float32",
+            ),
+        )
     return facts
 
 
@@ -68,7 +80,11 @@ def _tried(plan: Plan) -> str:
     """What the order made of the step when the plan was chosen."""
     simulated, tried = plan.solver.get("simulated_s"), plan.solver.get("tried", 1)
     others = f", the shortest of {tried} plans tried" if tried > 1 else ""
-    return f" by closed forms, {float(simulated):.4g} s in the order that ranks run{others}" if simulated is not None else ""
+    return (
+        f" by closed forms, {float(simulated):.4g} s in the order that ranks run{others}"
+        if simulated is not None
+        else ""
+    )
 
 
 def _widths(plan: Plan) -> str:
@@ -81,33 +97,79 @@ def _sections(plan: Plan) -> Table:
     def row(s: Section) -> tuple[str, ...]:
         active = "samples with " + " or ".join(s.when) if s.when else "every sample"
         layout = f"dp {s.mesh.dp}, pp {s.mesh.pp}, tp {s.mesh.tp}"
-        return (s.name, s.mode, active, _ranks(plan, s), layout, str(s.micro_batch), s.recompute, s.sharding, blocks_text(s.blocks))
+        return (
+            s.name,
+            s.mode,
+            active,
+            _ranks(plan, s),
+            layout,
+            str(s.micro_batch),
+            s.recompute,
+            s.sharding,
+            blocks_text(s.blocks),
+        )
 
-    columns = ("section", "mode", "active for", "ranks", "layout", "micro-batch", "recompute", "sharding", "blocks")
-    return Table("Sections", columns, tuple(row(s) for s in plan.whole_sections), "Sections on the same ranks share their time and memory.")
+    columns = (
+        "section",
+        "mode",
+        "active for",
+        "ranks",
+        "layout",
+        "micro-batch",
+        "recompute",
+        "sharding",
+        "blocks",
+    )
+    return Table(
+        "Sections",
+        columns,
+        tuple(row(s) for s in plan.whole_sections),
+        "Sections on the same ranks share their time and memory.",
+    )
 
 
 def _simulated(plan: Plan) -> list[tuple[str, str]]:
-    """What a simulated step says beside its bounds (`secc.preview`)."""
+    """What a simulated step says beside its bounds (`secc.driver.step_preview`)."""
     found: dict[str, Any] = plan.prediction.get("simulated", {})
     if not found:
         return []
     step, bound = float(found["step_time_s"]), float(found["schedule_bound_s"])
-    over = f", {step / bound:.3f} of the least that any order can take ({found['bound_reason']})" if bound else ""
-    return [("simulated step", f"{step:.4g} s{over}; {found['plan_bound_s']:.4g} s if all work were spread evenly")]
+    over = (
+        f", {step / bound:.3f} of the least that any order can take ({found['bound_reason']})"
+        if bound
+        else ""
+    )
+    return [
+        (
+            "simulated step",
+            f"{step:.4g} s{over}; {found['plan_bound_s']:.4g} s if all work were spread evenly",
+        )
+    ]
 
 
 def _ranks(plan: Plan, section: Section) -> str:
     """Ranks, with the kind of their devices where the cluster has several."""
     cluster = Cluster.from_dict(plan.cluster)
-    kind = f" ({cluster.seen_by(section.mesh.ranks).device.kind})" if cluster is not None and cluster.groups else ""
+    kind = (
+        f" ({cluster.seen_by(section.mesh.ranks).device.kind})"
+        if cluster is not None and cluster.groups
+        else ""
+    )
     return ranks_text(section.mesh.ranks) + kind
 
 
 def _stages(plan: Plan) -> Table:
     def row(s: Section) -> tuple[str, ...]:
         held = "any" if s.mode == "forward" or not s.in_flight else str(s.in_flight)
-        return (s.name, s.mode, ranks_text(s.mesh.ranks), _weights(plan, s), f"{s.memory_gib:.3g}", held, blocks_text(s.blocks))
+        return (
+            s.name,
+            s.mode,
+            ranks_text(s.mesh.ranks),
+            _weights(plan, s),
+            f"{s.memory_gib:.3g}",
+            held,
+            blocks_text(s.blocks),
+        )
 
     columns = ("stage", "mode", "ranks", "weights", "GiB a rank", "in flight", "blocks")
     note = "Sections that run as pipelines; in flight: how many micro-batches a stage may hold between forward and backward."
@@ -127,11 +189,21 @@ def _work(plan: Plan) -> Table:
 
     def row(s: Section) -> tuple[str, ...]:
         busy = (f"{float(shares[s.name]['busy']):.0%}",) if simulated else ()
-        return (s.name, WHAT_MODES_OWE.get(s.mode, s.mode), _weights(plan, s), f"{s.memory_gib:.3g}", *busy, s.cost.label)
+        return (
+            s.name,
+            WHAT_MODES_OWE.get(s.mode, s.mode),
+            _weights(plan, s),
+            f"{s.memory_gib:.3g}",
+            *busy,
+            s.cost.label,
+        )
 
     columns = ("section", "owes", "weights", "GiB a rank", *(("busy",) if simulated else ()), "costs are")
     return Table(
-        "Work and memory", columns, tuple(row(s) for s in plan.whole_sections), "Predictions rest on costs of the kind in the last column."
+        "Work and memory",
+        columns,
+        tuple(row(s) for s in plan.whole_sections),
+        "Predictions rest on costs of the kind in the last column.",
     )
 
 
@@ -158,7 +230,10 @@ def _edges(plan: Plan) -> Table:
 
     columns = ("edge", "from → to", "tensor of a micro-batch", "carried as", "bytes a sample", "direction")
     return Table(
-        "Edges", columns, tuple(row(e) for e in plan.edges), "What travels between sections, in the mean over the dataset's patterns."
+        "Edges",
+        columns,
+        tuple(row(e) for e in plan.edges),
+        "What travels between sections, in the mean over the dataset's patterns.",
     )
 
 
@@ -171,7 +246,12 @@ def _terms(plan: Plan) -> Table:
 def fused(plan: Plan) -> Table:
     """What fused operators took the place of."""
     rows = tuple((f.rule, f.what, f.where) for f in plan.fusions if not f.why)
-    return Table("Fused", ("rule", "in place of", "at"), rows, "One operator in place of several of yours; docs/fusion.md has the rules.")
+    return Table(
+        "Fused",
+        ("rule", "in place of", "at"),
+        rows,
+        "One operator in place of several of yours; docs/fusion.md has the rules.",
+    )
 
 
 def left_unfused(plan: Plan) -> Table:
@@ -189,7 +269,12 @@ def _recorded(plan: Plan) -> Table:
         return (", ".join(case.when) or "no optional inputs", taken, str(tensors), case.why, case.where)
 
     note = "Recorded for each micro-batch ahead of its step, where it is loaded; see a run's metrics (recorded, recording_s, exposed_s)."
-    return Table("Glue recorded anew", ("pattern", "taken", "tensors", "why", "where"), tuple(map(row, plan.recorded)), note)
+    return Table(
+        "Glue recorded anew",
+        ("pattern", "taken", "tensors", "why", "where"),
+        tuple(map(row, plan.recorded)),
+        note,
+    )
 
 
 def _checks(plan: Plan) -> Table:
@@ -201,7 +286,12 @@ def _checks(plan: Plan) -> Table:
         for c in plan.checks.get("patterns", ())
     )  # fmt: skip
     note = "Against the eager model; errors in units of the tolerance (1 is the limit)."
-    return Table("Checks", ("pattern", "samples", "result", "loss error", "gradient error", "worst gradient"), rows, note)
+    return Table(
+        "Checks",
+        ("pattern", "samples", "result", "loss error", "gradient error", "worst gradient"),
+        rows,
+        note,
+    )
 
 
 def _cuts(plan: Plan) -> Table:
@@ -210,7 +300,11 @@ def _cuts(plan: Plan) -> Table:
 
 
 def _notes(plan: Plan) -> Table:
-    notes: Sequence[str] = (*plan.checks.get("accepted", ()), *plan.checks.get("logged", ()), *plan.checks.get("notes", ()))
+    notes: Sequence[str] = (
+        *plan.checks.get("accepted", ()),
+        *plan.checks.get("logged", ()),
+        *plan.checks.get("notes", ()),
+    )
     return Table("Notes", ("why",), tuple((n,) for n in notes))
 
 

@@ -7,16 +7,24 @@ from collections import defaultdict
 from secc.codegen.render import render
 from secc.report.facts import summary, tables
 from secc.report.table import ranks_text
-from secc.runtime.plan import Plan
+from secc.runtime.plan.schema import Plan
 
 
 def page(plan: Plan, drawing: str = "") -> str:
     """The text of the page, with the drawing of a simulated step (HTML) if there is one."""
-    return render("report.html.j2", plan=plan, summary=summary(plan), tables=tables(plan), lanes=_lanes(plan), drawing=drawing)
+    return render(
+        "report.html.j2",
+        plan=plan,
+        summary=summary(plan),
+        tables=tables(plan),
+        lanes=_lanes(plan),
+        drawing=drawing,
+    )
 
 
 def _lanes(plan: Plan) -> list[tuple[str, str]]:
-    """(ranks, what they hold) for the drawing of the layout: a card for all ranks that hold the same sections, in the sections' order."""
+    """(ranks, what they hold) for the drawing of the layout: a card for all ranks that hold the same
+    sections, in the sections' order."""
     alike: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
     held: defaultdict[int, list[str]] = defaultdict(list)
     for s in plan.sections:

@@ -17,8 +17,11 @@ class Table:
 
 
 def blocks_text(paths: Sequence[str]) -> str:
-    """Module paths, layers in a row as one and what all begin with once: `model.{embed, layers.0-31, norm}`."""
-    spans: list[tuple[str, int, int]] = []  # what stands before a number, the first and the last one; -1 where there is none
+    """Module paths, layers in a row as one and what all begin with once: `model.{embed, layers.0-31,
+    norm}`."""
+    spans: list[
+        tuple[str, int, int]
+    ] = []  # what stands before a number, the first and the last one; -1 where there is none
     for path in paths:
         head, dot, number = path.rpartition(".")
         if not number.isdecimal():
@@ -27,7 +30,12 @@ def blocks_text(paths: Sequence[str]) -> str:
             spans[-1] = (head + dot, spans[-1][1], int(number))
         else:
             spans.append((head + dot, int(number), int(number)))
-    return braced([head if first < 0 else f"{head}{first}" + (f"-{last}" if last > first else "") for head, first, last in spans])
+    return braced(
+        [
+            head if first < 0 else f"{head}{first}" + (f"-{last}" if last > first else "")
+            for head, first, last in spans
+        ]
+    )
 
 
 def braced(paths: Sequence[str]) -> str:
@@ -35,7 +43,10 @@ def braced(paths: Sequence[str]) -> str:
     shared = 0
     if len(paths) > 1:
         parents = [path.split(".")[:-1] for path in paths]
-        shared = next((i for i, names in enumerate(zip(*parents, strict=False)) if len(set(names)) > 1), min(map(len, parents)))
+        shared = next(
+            (i for i, names in enumerate(zip(*parents, strict=False)) if len(set(names)) > 1),
+            min(map(len, parents)),
+        )
     if not shared:
         return ", ".join(paths)
     prefix = ".".join(paths[0].split(".")[:shared])

@@ -1,1 +1,2 @@
-"""Running a plan's step programs in modelled time, before any process starts, and showing where the time goes."""
+"""Running a plan's step programs in modelled time, before any process starts, and showing where the time
+goes."""

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from secc.runtime.declared import Declared
-from secc.runtime.epochs import Epochs
-from secc.runtime.loader import Loader, Share
-from secc.runtime.metadata import Record, Records
-from secc.runtime.plan import Plan
-from secc.runtime.program import SampleMeta
-from secc.runtime.weights import load_user_model
+from secc.runtime.data.declared_sizes import Declared
+from secc.runtime.data.epoch_order import Epochs
+from secc.runtime.data.sample_loader import Loader, Share
+from secc.runtime.data.sample_metadata import Record, Records
+from secc.runtime.parameters.rank_weights import load_user_model
+from secc.runtime.plan.schema import Plan
+from secc.runtime.plan.step_program import SampleMeta
 
 
-def global_batches(directory: Path, plan: Plan, seed: int = 0, shuffle: bool = False, steps: int = 1) -> Iterator[tuple[SampleMeta, ...]]:
-    """The samples of the first `steps` global batches, as the ranks draw them from the plan's model file, or as its `sizes(i)` says.
+def global_batches(
+    directory: Path, plan: Plan, seed: int = 0, shuffle: bool = False, steps: int = 1
+) -> Iterator[tuple[SampleMeta, ...]]:
+    """The samples of the first `steps` global batches, as the ranks draw them from the plan's model file, or
+    as its `sizes(i)` says.
 
     Raises UserError if the model file is missing or no longer the one that the plan was made from.
     """

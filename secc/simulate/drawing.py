@@ -1,8 +1,10 @@
-"""A simulated step as a picture: rows are ranks, colours are sections, what is dark computes and what is blank is idle.
+"""A simulated step as a picture: rows are ranks, colours are sections, what is dark computes and what is
+blank is idle.
 
-The same rows are drawn with characters for a terminal and as SVG in a page of its own, without scripts or outside resources. Forwards
-are drawn full, backwards lighter, reductions and the optimizer grey; where a rank waits for a message on its way, not for others to
-compute, that is marked. Rows are those of `secc.simulate.rows`.
+The same rows are drawn with characters for a terminal and as SVG in a page of its own, without scripts or
+outside resources. Forwards are drawn full, backwards lighter, reductions and the optimizer grey; where a rank
+waits for a message on its way, not for others to compute, that is marked. Rows are those of
+`secc.simulate.rows`.
 """
 
 from __future__ import annotations
@@ -23,23 +25,29 @@ LABEL = 30  # characters of a row's label
 ROW, GAP, LEFT, WIDTH, FOOT = 18, 4, 200, 1200, 40  # of the SVG, in pixels
 
 
-# -- terminal ---------------------------------------------------------------------------------------------------------------------
+# -- terminal
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def text(step: Simulated, width: int) -> list[list[tuple[str, str]]]:
-    """Lines of (characters, style of rich) for a terminal of `width` columns; the last ones tell when and what is what."""
+    """Lines of (characters, style of rich) for a terminal of `width` columns; the last ones tell when and
+    what is what."""
     drawn = rows(step, IN_TERMINAL)
     shown = [_short(row.label) for row in drawn.rows]
     labels = max(map(len, shown), default=0)
     columns = max(20, width - labels - 2)
     lines = [
-        [(label.ljust(labels) + " ", "dim"), *_cells(row.bars, columns, step.end)] for label, row in zip(shown, drawn.rows, strict=True)
+        [(label.ljust(labels) + " ", "dim"), *_cells(row.bars, columns, step.end)]
+        for label, row in zip(shown, drawn.rows, strict=True)
     ]
     lines.append([(" " * (labels + 1) + _scale(columns, step.end), "dim")])
     if drawn.left_out:
         lines.append([(_left_out(drawn), "dim")])
     legend = [(f"█ {s.name}  ", _style(i)) for i, s in enumerate(step.plan.whole_sections)]
-    return [*lines, [*legend, ("█ forward  ▒ backward  ─ reduce, optimizer  ~ message on its way  · idle", "dim")]]
+    return [
+        *lines,
+        [*legend, ("█ forward  ▒ backward  ─ reduce, optimizer  ~ message on its way  · idle", "dim")],
+    ]
 
 
 def _short(label: str) -> str:
@@ -65,7 +73,9 @@ def _cells(bars: Sequence[Bar], columns: int, end: int) -> list[tuple[str, str]]
     share: list[dict[tuple[int, str], int]] = [{} for _ in range(columns)]
     for bar in bars:
         what = (bar.section, bar.kind)
-        for c in range(bar.start * columns // max(end, 1), min(columns, -(-bar.end * columns // max(end, 1)))):
+        for c in range(
+            bar.start * columns // max(end, 1), min(columns, -(-bar.end * columns // max(end, 1)))
+        ):
             inside = min(bar.end * columns, (c + 1) * end) - max(bar.start * columns, c * end)
             share[c][what] = share[c].get(what, 0) + max(0, inside)
     cells: list[tuple[str, str]] = []
@@ -84,14 +94,17 @@ def _style(section: int) -> str:
     return "dim" if section == NO_SECTION else TERMINAL[section % len(TERMINAL)]
 
 
-# -- SVG and page -----------------------------------------------------------------------------------------------------------------
+# -- SVG and page
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def svg(step: Simulated) -> str:
     """The step as an SVG element; hovering over a bar tells what it is."""
     drawn = rows(step, IN_PAGE)
     height = len(drawn.rows) * (ROW + GAP) + FOOT
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + WIDTH + 10} {height}" font-family="sans-serif" font-size="11">']
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + WIDTH + 10} {height}" font-family="sans-serif" font-size="11">'
+    ]
     for i, row in enumerate(drawn.rows):
         y = i * (ROW + GAP)
         parts.append(
@@ -107,22 +120,34 @@ def svg(step: Simulated) -> str:
 
 def _rect(bar: Bar, y: int, end: int) -> str:
     x, w = LEFT + bar.start * WIDTH / max(end, 1), (bar.end - bar.start) * WIDTH / max(end, 1)
-    colour = WAITING if bar.kind == WAIT else GREY if bar.section == NO_SECTION else COLOURS[bar.section % len(COLOURS)]
+    colour = (
+        WAITING
+        if bar.kind == WAIT
+        else GREY
+        if bar.section == NO_SECTION
+        else COLOURS[bar.section % len(COLOURS)]
+    )
     opacity = {"B": "0.55", "W": "0.3"}.get(bar.kind, "1")
-    shape = f'<rect x="{x:.2f}" y="{y}" width="{w:.2f}" height="{ROW}" fill="{colour}" fill-opacity="{opacity}"'
+    shape = (
+        f'<rect x="{x:.2f}" y="{y}" width="{w:.2f}" height="{ROW}" fill="{colour}" fill-opacity="{opacity}"'
+    )
     return f"{shape} stroke='white' stroke-width='0.3'><title>{escape(bar.title)}, {(bar.end - bar.start) / 1e6:.3f} ms</title></rect>"
 
 
 def _axis(y: int, end: int) -> list[str]:
     ticks = [(LEFT + WIDTH * k / 5, end * k / 5) for k in range(6)]
     anchors = ["start", *["middle"] * 4, "end"]
-    return [f'<text x="{x:.0f}" y="{y + 14}" text-anchor="{a}">{_time(int(ns))}</text>' for (x, ns), a in zip(ticks, anchors, strict=True)]
+    return [
+        f'<text x="{x:.0f}" y="{y + 14}" text-anchor="{a}">{_time(int(ns))}</text>'
+        for (x, ns), a in zip(ticks, anchors, strict=True)
+    ]
 
 
 def figure(step: Simulated, measures: Measures) -> str:
     """The drawing for an HTML page, below its legend."""
     named = [
-        (COLOURS[i % len(COLOURS)], f"{s.name} (busy {measures.sections[s.name].busy:.0%})") for i, s in enumerate(step.plan.whole_sections)
+        (COLOURS[i % len(COLOURS)], f"{s.name} (busy {measures.sections[s.name].busy:.0%})")
+        for i, s in enumerate(step.plan.whole_sections)
     ]
     legend = " ".join(
         f'<span><i style="{SWATCH};background:{colour}"></i>{escape(name)}</span>'

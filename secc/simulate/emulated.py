@@ -6,10 +6,10 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from secc.runtime.emulate import FILE, Table
-from secc.runtime.plan import Plan
-from secc.runtime.program import SampleMeta
-from secc.schedule.traffic import FREE, Traffic
+from secc.bounds.traffic import FREE, Traffic
+from secc.runtime.plan.schema import Plan
+from secc.runtime.plan.step_program import SampleMeta
+from secc.runtime.training.emulation import FILE, Table
 from secc.simulate.machine import simulate
 from secc.simulate.steady import consecutive
 
@@ -25,13 +25,23 @@ def table(plan: Plan, scale: float = 1.0) -> Table:
     held = sorted(traffic.held, key=lambda h: len(h.sections) > 1)  # tied over sections: reduced at the end
     sums = tuple((h.sections, h.ranks, traffic.reduce_ns(h)) for h in held if len(h.ranks) > 1)
     per_node = cluster.per_node if cluster is not None else plan.world_size
-    return Table(scale, per_node, (inside, between), sums, tuple(traffic.optimizer_ns(r) for r in range(plan.world_size)))
+    return Table(
+        scale,
+        per_node,
+        (inside, between),
+        sums,
+        tuple(traffic.optimizer_ns(r) for r in range(plan.world_size)),
+    )
 
 
-def compared(plan: Plan, log_dir: Path, batches: Sequence[Sequence[SampleMeta]], order: str) -> Iterator[tuple[int, float, float]]:
-    """(step, emulated seconds of its program in modelled time, simulated seconds) of the last emulated run's steps.
+def compared(
+    plan: Plan, log_dir: Path, batches: Sequence[Sequence[SampleMeta]], order: str
+) -> Iterator[tuple[int, float, float]]:
+    """(step, emulated seconds of its program in modelled time, simulated seconds) of the last emulated run's
+    steps.
 
-    Neither has what a step takes beside its program: an emulated run plans and exchanges for real, before its program starts.
+    Neither has what a step takes beside its program: an emulated run plans and exchanges for real, before its
+    program starts.
     """
     overheads = Traffic(plan).overheads
     lines = [json.loads(line) for line in (log_dir / FILE).read_text().splitlines()][-len(batches) :]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from secc.runtime.plan import Plan
-from secc.runtime.program import SampleMeta, Schedule
+from secc.runtime.plan.schema import Plan
+from secc.runtime.plan.step_program import SampleMeta, Schedule
 
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """F or B of a micro-batch on a rank, which was free from `free` on; from `waited` on it waited for nothing but a message on its way."""
+    """F or B of a micro-batch on a rank, which was free from `free` on; from `waited` on it waited for
+    nothing but a message on its way."""
 
     rank: int
     kind: str
@@ -55,7 +56,8 @@ class Reduction:
 class Simulated:
     """One simulated step.
 
-    `stepped`: when each rank reached the end of its program; `synced`: when all gradients were summed; `end`: when the step ends.
+    `stepped`: when each rank reached the end of its program; `synced`: when all gradients were summed; `end`:
+    when the step ends.
     """
 
     plan: Plan

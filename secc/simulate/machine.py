@@ -1,14 +1,17 @@
 """The simulator: executes the programs that ranks execute, in modelled time, as the engine executes them.
 
-Computation takes the plan's costs, and the ranks of a replica compute together, as do replicas that gather parameters. As in
-`runtime/comm.py`, a send is posted and never blocks, receives are posted a window ahead of the program, a message moves once both its
-ends are posted and the links are free, and a computation waits for the messages that it consumes. A reduction starts when all its ranks
-have reached it and runs beside what follows; one rank's reductions follow each other. At the end of its program a rank waits for its sends
-and reductions, then all ranks wait for each other (the global norm), then each takes its optimizer step. What a rank does beside
-computing counts, too: a job's overhead is in its costs, a message's keeps the sender busy, a step's (planning, metadata) stands at its end.
+Computation takes the plan's costs, and the ranks of a replica compute together, as do replicas that gather
+parameters. As in `runtime/comm/p2p_channels.py`, a send is posted and never blocks, receives are posted a
+window ahead of the program, a message moves once both its ends are posted and the links are free, and a
+computation waits for the messages that it consumes. A reduction starts when all its ranks have reached it and
+runs beside what follows; one rank's reductions follow each other. At the end of its program a rank waits for
+its sends and reductions, then all ranks wait for each other (the global norm), then each takes its optimizer
+step. What a rank does beside computing counts, too: a job's overhead is in its costs, a message's keeps the
+sender busy, a step's (planning, metadata) stands at its end.
 
-Every simulation checks the schedule first (`runtime/check.py`): completeness, dependencies, order of channels, no deadlock. Events are
-processed in order of time and rank, so the same input gives the same result.
+Every simulation checks the schedule first (`runtime/validation/full_check.py`): completeness, dependencies,
+order of channels, no deadlock. Events are processed in order of time and rank, so the same input gives the
+same result.
 """
 
 from __future__ import annotations
@@ -18,24 +21,36 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from secc.runtime.check import check
-from secc.runtime.collector import collector_paused
-from secc.runtime.comm import WINDOW
-from secc.runtime.costs import Costs
-from secc.runtime.edges import EdgeLayout
-from secc.runtime.gradients import Holders
-from secc.runtime.plan import Plan
-from secc.runtime.program import COMPUTE, Instruction, SampleMeta, Schedule, returns_gradient, rounds, weight_part
-from secc.runtime.routes import bounds, replicas, routes
-from secc.schedule.traffic import Traffic
+from secc.bounds.traffic import Traffic
+from secc.runtime.comm.edge_messages import EdgeLayout
+from secc.runtime.comm.p2p_channels import WINDOW
+from secc.runtime.host.gc_control import collector_paused
+from secc.runtime.parameters.gradient_reduction import Holders
+from secc.runtime.plan.predicted_costs import Costs
+from secc.runtime.plan.replica_routes import bounds, replicas, routes
+from secc.runtime.plan.schema import Plan
+from secc.runtime.plan.step_program import (
+    COMPUTE,
+    Instruction,
+    SampleMeta,
+    Schedule,
+    returns_gradient,
+    rounds,
+    weight_part,
+)
+from secc.runtime.validation.full_check import check
 from secc.simulate.events import Compute, Reduction, Simulated, Transfer
 from secc.simulate.network import Network
 
-Key = tuple[str, str, int, int, int, int]  # edge, direction, producer's and consumer's micro-batch, sender, receiver
+Key = tuple[
+    str, str, int, int, int, int
+]  # edge, direction, producer's and consumer's micro-batch, sender, receiver
 Job = tuple[str, str, int, int]  # kind, section, micro-batch, rank
 
 
-def simulate(plan: Plan, samples: Sequence[SampleMeta], schedule: Schedule, traffic: Traffic | None = None) -> Simulated:
+def simulate(
+    plan: Plan, samples: Sequence[SampleMeta], schedule: Schedule, traffic: Traffic | None = None
+) -> Simulated:
     """One step under the plan's costs and cluster. Raises ScheduleError for a schedule that must not run."""
     with collector_paused():
         check(plan, samples, schedule)
@@ -58,7 +73,8 @@ class _Message:
 
 @dataclass(slots=True)
 class _Rank:
-    """Where a rank is: the next instruction, since when it is free, its receives in program order and how many it passed."""
+    """Where a rank is: the next instruction, since when it is free, its receives in program order and how
+    many it passed."""
 
     program: Sequence[Instruction]
     at: int = 0
@@ -72,11 +88,15 @@ class _Rank:
 
 
 class _Machine:
-    def __init__(self, plan: Plan, samples: Sequence[SampleMeta], schedule: Schedule, traffic: Traffic) -> None:
+    def __init__(
+        self, plan: Plan, samples: Sequence[SampleMeta], schedule: Schedule, traffic: Traffic
+    ) -> None:
         self.plan, self.samples, self.schedule, self.traffic = plan, tuple(samples), schedule, traffic
         self.network = Network(traffic)
         costs = Costs(plan, samples, schedule.own)
-        self.durations = {s.name: costs.of(s, [m.samples for m in schedule.micro_batches[s.name]]) for s in plan.sections}
+        self.durations = {
+            s.name: costs.of(s, [m.samples for m in schedule.micro_batches[s.name]]) for s in plan.sections
+        }
         self.sections = {s.name: s for s in plan.sections}
         self.messages, self.needs = self._messages()
         self.ranks = [self._rank(program, rank) for rank, program in enumerate(schedule.programs)]
@@ -132,14 +152,19 @@ class _Machine:
                 case _:
                     raise ValueError(f"cannot simulate `{i}`")
 
-    # -- computation --------------------------------------------------------------------------------------------------------------
+    # -- computation
+    # --------------------------------------------------------------------------------------------------------------
 
     def start(self, index: int, i: Instruction) -> bool:
-        """Compute, if the arrival of all that is needed is known; otherwise the rank will be woken by the first that is not.
+        """Compute, if the arrival of all that is needed is known; otherwise the rank will be woken by the
+        first that is not.
 
         The last rank of a replica lets the others start, too.
         """
-        rank, messages = self.ranks[index], [self.messages[k] for k in self.needs[i.kind, i.section, i.micro, index]]
+        rank, messages = (
+            self.ranks[index],
+            [self.messages[k] for k in self.needs[i.kind, i.section, i.micro, index]],
+        )
         missing = next((m for m in messages if m.arrival is None), None)
         if missing is not None:
             missing.waiting = True
@@ -162,7 +187,9 @@ class _Machine:
 
     def _compute(self, index: int, i: Instruction, waited: int, start: int, end: int) -> None:
         rank = self.ranks[index]
-        self.compute.append(Compute(index, i.kind, i.section, i.replica, i.stage, i.micro, rank.free, waited, start, end))
+        self.compute.append(
+            Compute(index, i.kind, i.section, i.replica, i.stage, i.micro, rank.free, waited, start, end)
+        )
         rank.free = end
         heapq.heappush(self.wakes, (end, index))
 
@@ -171,7 +198,8 @@ class _Machine:
         weight = weight_part(self.sections[i.section], backward)
         return {"F": forward, "B": backward - weight, "W": weight}[i.kind]
 
-    # -- messages -----------------------------------------------------------------------------------------------------------------
+    # -- messages
+    # -----------------------------------------------------------------------------------------------------------------
 
     def packed(self, rank: _Rank, index: int, time: int) -> bool:
         """Whether a rank has packed the message that it sends; otherwise it starts to, and will be woken."""
@@ -198,14 +226,20 @@ class _Machine:
         if m.sent is None or m.expected is None:
             return
         start, m.arrival = self.network.send(m.sender, m.receiver, m.size, time)
-        self.transfers.append(Transfer(*key[:4], m.sender, m.receiver, m.samples, m.size, m.sent, start, m.arrival))
+        self.transfers.append(
+            Transfer(*key[:4], m.sender, m.receiver, m.samples, m.size, m.sent, start, m.arrival)
+        )
         self.ranks[m.sender].sent = max(self.ranks[m.sender].sent, m.arrival)
         if m.waiting:
             heapq.heappush(self.wakes, (time, m.receiver))
 
     def _messages(self) -> tuple[dict[Key, _Message], dict[Job, list[Key]]]:
         """Every message between ranks, and which of them each computation consumes."""
-        place = {(n, m.index): replicas(self.sections[n])[m.replica] for n, micros in self.schedule.micro_batches.items() for m in micros}
+        place = {
+            (n, m.index): replicas(self.sections[n])[m.replica]
+            for n, micros in self.schedule.micro_batches.items()
+            for m in micros
+        }
         messages: dict[Key, _Message] = {}
         needs: dict[Job, list[Key]] = defaultdict(list)
         for e in self.plan.edges:
@@ -214,7 +248,11 @@ class _Machine:
             for pair, shared in layout.pairs.items():
                 a, b, entries = place[e.src, pair[0]], place[e.dst, pair[1]], layout.numel(pair)
                 ways = [("fwd", ("F", e.dst, pair[1]), routes(a, b))]
-                ways += [("bwd", ("B", e.src, pair[0]), routes(b, a))] if returns_gradient(e, self.sections) else []
+                ways += (
+                    [("bwd", ("B", e.src, pair[0]), routes(b, a))]
+                    if returns_gradient(e, self.sections)
+                    else []
+                )
                 for direction, used, parts in ways:
                     for part in parts:
                         start, stop = bounds(entries, part.index, part.count)
@@ -231,7 +269,8 @@ class _Machine:
         ends = (index, i.peer) if i.kind == "SEND" else (i.peer, index)
         return i.edge, i.direction, i.src_micro, i.dst_micro, *ends
 
-    # -- the end of the step ------------------------------------------------------------------------------------------------------
+    # -- the end of the step
+    # ------------------------------------------------------------------------------------------------------
 
     def arrive(self, i: Instruction, index: int, time: int) -> None:
         """A rank reaches the reduction of a section; the last one starts it."""

@@ -1,4 +1,5 @@
-"""What a simulated step says about a plan: time against the bounds, who is busy, what waits show, memory, and use of the hardware."""
+"""What a simulated step says about a plan: time against the bounds, who is busy, what waits show, memory, and
+use of the hardware."""
 
 from __future__ import annotations
 
@@ -7,14 +8,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from secc.runtime.ahead import result_bytes
-from secc.runtime.costs import Costs
-from secc.runtime.expr import evaluate
-from secc.runtime.plan import Section
-from secc.runtime.program import computations
-from secc.schedule.bounds import Bound, work_bound, work_plan_bound
-from secc.schedule.traffic import Traffic
-from secc.schedule.work import Work
+from secc.bounds.bounds import Bound, work_bound, work_plan_bound
+from secc.bounds.traffic import Traffic
+from secc.bounds.work import Work
+from secc.runtime.plan.expr_eval import evaluate
+from secc.runtime.plan.predicted_costs import Costs
+from secc.runtime.plan.schema import Section
+from secc.runtime.plan.step_program import computations
+from secc.runtime.schedule.cross_step_prefetch import result_bytes
 from secc.simulate.events import Simulated
 
 Amount = Callable[[str, int], int]  # of a section's micro-batch
@@ -34,10 +35,12 @@ class Share:
 
 @dataclass(frozen=True)
 class Measures:
-    """One simulated step. Times in seconds; `mfu` and `peak_memory_gib` (of the fullest rank) are None where the plan does not say enough.
+    """One simulated step. Times in seconds; `mfu` and `peak_memory_gib` (of the fullest rank) are None where
+    the plan does not say enough.
 
-    `exposed_communication_s` is what a rank waits in the mean for messages and reductions that are on their way, `waiting_s` what it waits
-    for other ranks to compute. `in_flight`: the most micro-batches that any rank holds between forward and backward.
+    `exposed_communication_s` is what a rank waits in the mean for messages and reductions that are on their
+    way, `waiting_s` what it waits for other ranks to compute. `in_flight`: the most micro-batches that any
+    rank holds between forward and backward.
     """
 
     step_time_s: float
@@ -60,7 +63,10 @@ def measure(step: Simulated) -> Measures:
     bound: Bound = work_bound(work)
     exposed, waiting = _waits(step)
     ranks = max(1, step.plan.world_size)
-    memory = [max((bytes_ for _, bytes_ in memory_over_time(step, rank, traffic) or ()), default=None) for rank in range(ranks)]
+    memory = [
+        max((bytes_ for _, bytes_ in memory_over_time(step, rank, traffic) or ()), default=None)
+        for rank in range(ranks)
+    ]
     known = [m for m in memory if m is not None]
     return Measures(
         step_time_s=step.end / 1e9,
@@ -78,10 +84,17 @@ def measure(step: Simulated) -> Measures:
 
 
 def mean(steps: Sequence[Measures], bound: Bound) -> Measures:
-    """Measures over several steps: means of times, peaks of memory; `bound` is that on the mean step (`secc.schedule.steady`)."""
+    """Measures over several steps: means of times, peaks of memory; `bound` is that on the mean step
+    (`secc.bounds.steady`)."""
     n, last = len(steps), steps[-1]
-    sections = {name: Share(sum(m.sections[name].busy for m in steps) / n, share.gpus) for name, share in last.sections.items()}
-    mfus, peaks = [m.mfu for m in steps if m.mfu is not None], [m.peak_memory_gib for m in steps if m.peak_memory_gib is not None]
+    sections = {
+        name: Share(sum(m.sections[name].busy for m in steps) / n, share.gpus)
+        for name, share in last.sections.items()
+    }
+    mfus, peaks = (
+        [m.mfu for m in steps if m.mfu is not None],
+        [m.peak_memory_gib for m in steps if m.peak_memory_gib is not None],
+    )
     return Measures(
         step_time_s=sum(m.step_time_s for m in steps) / n,
         schedule_bound_s=bound.ns / 1e9,
@@ -109,11 +122,14 @@ def _shares(step: Simulated) -> dict[str, Share]:
 
 
 def _waits(step: Simulated) -> tuple[int, int]:
-    """(time on the way, time of others), summed over the ranks: before computations, and at the end until all gradients are summed."""
+    """(time on the way, time of others), summed over the ranks: before computations, and at the end until all
+    gradients are summed."""
     exposed = sum(c.start - c.waited for c in step.compute)
     waiting = sum(c.waited - c.free for c in step.compute)
     for rank, stepped in enumerate(step.stepped):
-        late = sum(r.end - max(stepped, r.start) for r in step.reductions if rank in r.ranks and r.end > stepped)
+        late = sum(
+            r.end - max(stepped, r.start) for r in step.reductions if rank in r.ranks and r.end > stepped
+        )
         exposed += late
         waiting += max(0, step.synced - stepped - late)
     return exposed, waiting
@@ -121,9 +137,11 @@ def _waits(step: Simulated) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Busiest:
-    """The rank that computes longest, which a shorter step must relieve, and what its step consists of, in seconds.
+    """The rank that computes longest, which a shorter step must relieve, and what its step consists of, in
+    seconds.
 
-    `exposed_s`: waits for messages that are on their way, `waiting_s`: for other ranks to compute; `closing_s` is behind its last backward.
+    `exposed_s`: waits for messages that are on their way, `waiting_s`: for other ranks to compute;
+    `closing_s` is behind its last backward.
     """
 
     rank: int
@@ -160,29 +178,38 @@ def _mfu(step: Simulated, traffic: Traffic) -> float | None:
         peaks = dict(traffic.cluster.seen_by(s.mesh.ranks).device.gflops)
         for m in (m for m in step.schedule.micro_batches[s.name] if not step.schedule.is_later(m)):
             at = sizes.together(m.samples)
-            flops = evaluate(s.cost.flops, at) + (evaluate(s.cost.backward_flops or "0", at) if s.mode != "forward" else 0)
+            flops = evaluate(s.cost.flops, at) + (
+                evaluate(s.cost.backward_flops or "0", at) if s.mode != "forward" else 0
+            )
             busy += flops / peaks.get(s.cost.dtype, peaks["f32"])
     return busy / (step.plan.world_size * step.end)
 
 
-# -- memory over time -------------------------------------------------------------------------------------------------------------
+# -- memory over time
+# -------------------------------------------------------------------------------------------------------------
 
 
 def in_flight(step: Simulated, rank: int) -> list[tuple[int, int]]:
-    """(time, micro-batches between the start of their forward and the end of their backward) of a rank, at each change."""
+    """(time, micro-batches between the start of their forward and the end of their backward) of a rank, at
+    each change."""
     return _running(_changes(step, rank, lambda section, micro: 1))
 
 
-def memory_over_time(step: Simulated, rank: int, traffic: Traffic | None = None) -> list[tuple[int, int]] | None:
-    """(time, bytes) on a rank at each change: parameters, gradients, optimizer states, what micro-batches in flight keep, and results
-    that are computed a step ahead.
+def memory_over_time(
+    step: Simulated, rank: int, traffic: Traffic | None = None
+) -> list[tuple[int, int]] | None:
+    """(time, bytes) on a rank at each change: parameters, gradients, optimizer states, what micro-batches in
+    flight keep, and results that are computed a step ahead.
 
     None where the plan does not say what micro-batches keep.
     """
     held = [s for s in step.plan.sections if rank in s.mesh.ranks]
     if any(s.mode != "forward" and not s.cost.saved for s in held):
         return None
-    fixed, sizes = _fixed(step, rank, traffic or Traffic(step.plan)), Costs(step.plan, step.samples, step.schedule.own)
+    fixed, sizes = (
+        _fixed(step, rank, traffic or Traffic(step.plan)),
+        Costs(step.plan, step.samples, step.schedule.own),
+    )
     saved = {s.name: s.cost.saved for s in held}
 
     def kept(section: str, micro: int) -> int:
@@ -193,7 +220,8 @@ def memory_over_time(step: Simulated, rank: int, traffic: Traffic | None = None)
 
 
 def _fixed(step: Simulated, rank: int, traffic: Traffic) -> int:
-    """Parameters, and for those that train gradients, masters and optimizer states, of which a sharded section's ranks have their part."""
+    """Parameters, and for those that train gradients, masters and optimizer states, of which a sharded
+    section's ranks have their part."""
     sections = {n: s for s in step.plan.sections if rank in s.mesh.ranks for n in s.params}
     trained = {n for n, what in step.plan.model.parameters.items() if what.endswith(" train")}
     return sum(_fixed_of(traffic, s, name, name in trained) for name, s in sections.items())
@@ -213,7 +241,10 @@ def _fixed_of(traffic: Traffic, section: Section, name: str, trained: bool) -> i
 
 def _running(found: Iterable[Change]) -> list[tuple[int, int]]:
     changes = sorted(found)
-    return [(time, total) for (time, _), total in zip(changes, accumulate(change for _, change in changes), strict=True)]
+    return [
+        (time, total)
+        for (time, _), total in zip(changes, accumulate(change for _, change in changes), strict=True)
+    ]
 
 
 def _changes(step: Simulated, rank: int, amount: Amount) -> Iterator[Change]:
@@ -227,7 +258,8 @@ def _changes(step: Simulated, rank: int, amount: Amount) -> Iterator[Change]:
 
 
 def _results_ahead(step: Simulated, rank: int, sizes: Costs) -> Iterator[Change]:
-    """What a rank keeps of results between steps: those of the step before until all are sent, those for the next one from their start."""
+    """What a rank keeps of results between steps: those of the step before until all are sent, those for the
+    next one from their start."""
     for section in (s for s in step.plan.sections if rank in s.mesh.ranks):
         out = {e.name: e for e in step.plan.edges if e.src == section.name}
         sent: Counter[int] = Counter()

@@ -1,7 +1,8 @@
 """The rows of a drawn step: which ranks get one, in which order, and what each does.
 
-The ranks of a replica compute the same, so they share a row. Rows stand section by section, replica by replica, stage below stage, however
-ranks are numbered. Where there are more than can be read, each section keeps replicas in proportion, the first and the last among them.
+The ranks of a replica compute the same, so they share a row. Rows stand section by section, replica by
+replica, stage below stage, however ranks are numbered. Where there are more than can be read, each section
+keeps replicas in proportion, the first and the last among them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from secc.runtime.routes import replicas
+from secc.runtime.plan.replica_routes import replicas
 from secc.simulate.events import Compute, Simulated
 
 NO_SECTION = -1
@@ -20,7 +21,8 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Bar:
-    """A stretch of a row: start and end in ns, the whole section's number (or NO_SECTION), its kind, and what a reader is told of it."""
+    """A stretch of a row: start and end in ns, the whole section's number (or NO_SECTION), its kind, and what
+    a reader is told of it."""
 
     start: int
     end: int
@@ -47,7 +49,8 @@ class Rows:
 
 @dataclass(frozen=True)
 class _Lane:
-    """Ranks that hold the same replicas of sections, and the replica of which whole section their row stands with."""
+    """Ranks that hold the same replicas of sections, and the replica of which whole section their row stands
+    with."""
 
     ranks: Ranks
     label: str
@@ -58,19 +61,27 @@ class _Lane:
 def rows(step: Simulated, most: int) -> Rows:
     """At most about `most` rows of a step; every section has at least a replica, with all its stages."""
     lanes = _lanes(step)
-    of = {name: sorted({lane.replica for lane in lanes if lane.whole == name}) for name in dict.fromkeys(x.whole for x in lanes)}
-    kept = {name: set(_spread(some, len(some) * min(most, len(lanes)) // len(lanes))) for name, some in of.items()}
+    of = {
+        name: sorted({lane.replica for lane in lanes if lane.whole == name})
+        for name in dict.fromkeys(x.whole for x in lanes)
+    }
+    kept = {
+        name: set(_spread(some, len(some) * min(most, len(lanes)) // len(lanes))) for name, some in of.items()
+    }
     shown = [lane for lane in lanes if lane.replica in kept[lane.whole]]
     computed: dict[int, list[Compute]] = {lane.ranks[0]: [] for lane in shown}
     for c in step.compute:
         if c.rank in computed:
             computed[c.rank].append(c)
     numbers = _numbers(step)
-    made = tuple(Row(lane.label, tuple(_bars(step, lane.ranks[0], computed[lane.ranks[0]], numbers))) for lane in shown)
+    made = tuple(
+        Row(lane.label, tuple(_bars(step, lane.ranks[0], computed[lane.ranks[0]], numbers))) for lane in shown
+    )
     return Rows(made, step.plan.world_size - sum(len(lane.ranks) for lane in shown))
 
 
-# -- which ranks ------------------------------------------------------------------------------------------------------------------
+# -- which ranks
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def _lanes(step: Simulated) -> list[_Lane]:
@@ -102,16 +113,27 @@ def _places(step: Simulated) -> dict[tuple[tuple[str, int], ...], Ranks]:
 
 def _spread(some: Sequence[int], count: int) -> Iterable[int]:
     """So many of them, evenly, with the first and the last; the first alone where there is room for fewer."""
-    return some if count >= len(some) else some[:1] if count < 2 else [some[k * (len(some) - 1) // (count - 1)] for k in range(count)]
+    return (
+        some
+        if count >= len(some)
+        else some[:1]
+        if count < 2
+        else [some[k * (len(some) - 1) // (count - 1)] for k in range(count)]
+    )
 
 
 def _told(ranks: Ranks) -> str:
     if len(ranks) == 1:
         return str(ranks[0])
-    return f"{ranks[0]}-{ranks[-1]}" if ranks[-1] - ranks[0] == len(ranks) - 1 else f"{ranks[0]} and {len(ranks) - 1} more"
+    return (
+        f"{ranks[0]}-{ranks[-1]}"
+        if ranks[-1] - ranks[0] == len(ranks) - 1
+        else f"{ranks[0]} and {len(ranks) - 1} more"
+    )
 
 
-# -- what they do -----------------------------------------------------------------------------------------------------------------
+# -- what they do
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def _numbers(step: Simulated) -> dict[str, int]:
@@ -124,15 +146,27 @@ def _bars(step: Simulated, rank: int, computed: Sequence[Compute], numbers: Mapp
     found = [bar for c in computed for bar in _of_computation(step, c, numbers[c.section])]
     for r in step.reductions:
         if rank in r.ranks and r.end > r.start:
-            found.append(Bar(r.start, r.end, NO_SECTION, "REDUCE", f"reduce the gradients of {', '.join(r.sections)}"))
+            found.append(
+                Bar(r.start, r.end, NO_SECTION, "REDUCE", f"reduce the gradients of {', '.join(r.sections)}")
+            )
     if step.end > step.synced:
-        found.append(Bar(step.synced, step.end, NO_SECTION, "STEP", "optimizer, and what a step takes beside its program"))
+        found.append(
+            Bar(
+                step.synced,
+                step.end,
+                NO_SECTION,
+                "STEP",
+                "optimizer, and what a step takes beside its program",
+            )
+        )
     return sorted(found, key=lambda b: b.start)
 
 
 def _of_computation(step: Simulated, c: Compute, section: int) -> Iterator[Bar]:
     if c.start > c.waited:
-        yield Bar(c.waited, c.start, NO_SECTION, WAIT, f"waits for a message to {c.kind} {c.section} {c.micro}")
+        yield Bar(
+            c.waited, c.start, NO_SECTION, WAIT, f"waits for a message to {c.kind} {c.section} {c.micro}"
+        )
     samples = step.schedule.micro_batches[c.section][c.micro].samples
     title = f"{c.kind} {c.section} {c.micro}: samples {', '.join(str(step.samples[p].id) for p in samples)}"
     yield Bar(c.start, c.end, section, c.kind, title)

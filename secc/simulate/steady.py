@@ -1,15 +1,15 @@
-"""Steps among others, for sections that run ahead (`runtime/ahead.py`): a step alone neither finds what was computed in the step before
-nor computes anything for the next one.
+"""Steps among others, for sections that run ahead (`runtime/schedule/cross_step_prefetch.py`): a step alone
+neither finds what was computed in the step before nor computes anything for the next one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from secc.runtime.ahead import spliced
-from secc.runtime.plan import Plan
-from secc.runtime.program import SampleMeta, Schedule
-from secc.runtime.wavefront import schedule
+from secc.runtime.plan.schema import Plan
+from secc.runtime.plan.step_program import SampleMeta, Schedule
+from secc.runtime.schedule.cross_step_prefetch import spliced
+from secc.runtime.schedule.scheduler import schedule
 
 Samples = Sequence[SampleMeta]
 Step = tuple[tuple[SampleMeta, ...], Schedule]  # the samples that the schedule speaks of

@@ -8,15 +8,16 @@ from itertools import product
 
 from hypothesis import strategies as st
 
-from secc.alloc.evaluate import Value, evaluate
-from secc.alloc.types import ALL, STRATEGIES, Assignment, Candidate, Edge, Pool, Problem
+from secc.alloc.problem.closed_form import Value, evaluate
+from secc.alloc.problem.types import ALL, STRATEGIES, Assignment, Candidate, Edge, Pool, Problem
 
 MIB = 1 << 20
 
 
 @st.composite
 def candidates(draw: st.DrawFn, ranks: int) -> tuple[Candidate, ...]:
-    """Two to four candidates; a replica more never takes longer, as in real tables, but memory and waits are free."""
+    """Two to four candidates; a replica more never takes longer, as in real tables, but memory and waits are
+    free."""
     number = st.integers(0, 40)
     memory = st.integers(0, 12).map(lambda n: n * MIB)
     return tuple(
@@ -42,7 +43,9 @@ def edges(draw: st.DrawFn, src: str, dst: str, sections: dict[str, tuple[Candida
     def times(section: str, scale: int = 1) -> tuple[int, ...]:
         return tuple(draw(st.integers(0, 40)) * scale for _ in sections[section])
 
-    return Edge(src, dst, times(src, MIB), times(dst, MIB), times(src), times(src), times(dst), times(dst), times(dst))
+    return Edge(
+        src, dst, times(src, MIB), times(dst, MIB), times(src), times(src), times(dst), times(dst), times(dst)
+    )
 
 
 @st.composite
@@ -95,4 +98,12 @@ def mixed(draw: st.DrawFn) -> Problem:
 
     sections = {s: tuple(map(on_a_kind, cs)) for s, cs in found.sections.items()}
     capacity = max(p.capacity for p in pools)
-    return replace(found, sections=sections, ranks=ranks, capacity=capacity, pools=pools, per_node=per_node, strategy="auto")
+    return replace(
+        found,
+        sections=sections,
+        ranks=ranks,
+        capacity=capacity,
+        pools=pools,
+        per_node=per_node,
+        strategy="auto",
+    )

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from secc.alloc.ahead import LEAD
+from secc.alloc.refine.prefetch_memory import LEAD
 from secc.codegen.plan import attribute
 from secc.errors import UserError
-from secc.ir.dialect import graph_of
+from secc.ir.dialect.ops import graph_of
 from tests.alloc.test_allocate import VLM, allocated, prediction, section
 
 FROZEN = (
@@ -35,7 +35,9 @@ def test_a_frozen_section_on_its_own_ranks_gets_room_for_what_its_consumers_want
 
 
 def test_nothing_waits_for_what_was_computed_before() -> None:
-    always = FROZEN.replace('when [] share "0.5"', 'when [] share "0.0"')  # no text to train on until the first images are encoded
+    always = FROZEN.replace(
+        'when [] share "0.5"', 'when [] share "0.0"'
+    )  # no text to train on until the first images are encoded
     pins = ("vision.dp=1", "lm.dp=2", "vision.micro_batch=1", "lm.micro_batch=2")
     found = [allocated(always, strategy="apart", run_ahead=text, set=pins) for text in ("auto", "0")]
     times = [prediction(module)["step_time_s"] for module in found]
@@ -46,7 +48,9 @@ def test_nothing_waits_for_what_was_computed_before() -> None:
 
 def test_memory_that_is_asked_for_is_part_of_the_sections() -> None:
     plain, more = (allocated(FROZEN, strategy="apart", run_ahead=text) for text in ("0", "0.5"))
-    assert section(more, "vision", "memory_gib") == pytest.approx(section(plain, "vision", "memory_gib") + 0.5, abs=1e-3)
+    assert section(more, "vision", "memory_gib") == pytest.approx(
+        section(plain, "vision", "memory_gib") + 0.5, abs=1e-3
+    )
     assert section(more, "lm", "memory_gib") == section(plain, "lm", "memory_gib")
 
 

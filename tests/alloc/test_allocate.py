@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from xdsl.dialects.builtin import ModuleOp, StringAttr
 
-from secc import pipeline
+from secc import pass_pipeline
 from secc.codegen.plan import attribute
 from secc.errors import UserError
-from secc.ir import text
-from secc.ir.dialect import graph_of
+from secc.ir.dialect.ops import graph_of
+from secc.ir.text_io import text
 from secc.passes.allocate import Allocate
 
 VLM = Path(__file__).parents[1] / "passes" / "allocate_vlm.mlir"
@@ -21,7 +21,7 @@ VLM = Path(__file__).parents[1] / "passes" / "allocate_vlm.mlir"
 
 def allocated(source: str = "", **options: Any) -> ModuleOp:
     module = text.parse(source or VLM.read_text())
-    pipeline.run(module, (Allocate(**({"cluster": "1x3xcpu", "global_batch": 16} | options)),))
+    pass_pipeline.run(module, (Allocate(**({"cluster": "1x3xcpu", "global_batch": 16} | options)),))
     return module
 
 
@@ -35,7 +35,9 @@ def prediction(module: ModuleOp) -> dict[str, Any]:
 
 def large(params: int, trainable: int = 0) -> str:
     """The example with a language model of `params` parameters."""
-    return VLM.read_text().replace('class "LM" params 1200000 trainable 1200000', f'class "LM" params {params} trainable {trainable}')
+    return VLM.read_text().replace(
+        'class "LM" params 1200000 trainable 1200000', f'class "LM" params {params} trainable {trainable}'
+    )
 
 
 def test_ranks_are_disjoint_or_equal_and_in_a_row() -> None:
@@ -59,24 +61,41 @@ def test_uniform_has_one_micro_batch_size() -> None:
 
 
 def test_auto_is_the_best_of_all() -> None:
-    times = {s: prediction(allocated(strategy=s))["step_time_s"] for s in ("auto", "apart", "colocate", "uniform")}
+    times = {
+        s: prediction(allocated(strategy=s))["step_time_s"] for s in ("auto", "apart", "colocate", "uniform")
+    }
     assert times["auto"] == min(times.values()) and times["colocate"] <= times["uniform"]
 
 
 def test_apart_wins_where_gradients_are_expensive_to_reduce() -> None:
     """An encoder with many parameters and little work: sharing its gradients costs more than it saves."""
-    heavy = VLM.read_text().replace('class "Vision" params 600000 trainable 600000', 'class "Vision" params 60000000 trainable 60000000')
-    heavy = heavy.replace('outs [""] in @vision', 'outs [""] in @vision {flops = "100000000*n", saved = "1000*n", ops = 20}')
+    heavy = VLM.read_text().replace(
+        'class "Vision" params 600000 trainable 600000', 'class "Vision" params 60000000 trainable 60000000'
+    )
+    heavy = heavy.replace(
+        'outs [""] in @vision', 'outs [""] in @vision {flops = "100000000*n", saved = "1000*n", ops = 20}'
+    )
     module = allocated(heavy)
     assert section(module, "vision", "dp") == 1 and section(module, "lm", "dp") == 2
 
 
 def test_fewest_ranks_for_a_step_time() -> None:
-    """The shortest step needs all ranks; twice as much takes no more than half of them and says what was asked."""
+    """The shortest step needs all ranks; twice as much takes no more than half of them and says what was
+    asked."""
     fastest = prediction(allocated(cluster="1x4xcpu"))["step_time_s"]
-    assert attribute(graph_of(allocated(cluster="1x4xcpu", objective="gpus", step_time=1.001 * fastest)), "world_size", 0) == 4
+    assert (
+        attribute(
+            graph_of(allocated(cluster="1x4xcpu", objective="gpus", step_time=1.001 * fastest)),
+            "world_size",
+            0,
+        )
+        == 4
+    )
     module = allocated(cluster="1x4xcpu", objective="gpus", step_time=2.2 * fastest)
-    assert attribute(graph_of(module), "world_size", 0) <= 2 and prediction(module)["step_time_s"] <= 2.2 * fastest
+    assert (
+        attribute(graph_of(module), "world_size", 0) <= 2
+        and prediction(module)["step_time_s"] <= 2.2 * fastest
+    )
     solver = json.loads(attribute(graph_of(module), "solver", "{}"))
     asked = {"status": "OPTIMAL", "gap": 0.0, "objective": "gpus", "deadline_s": pytest.approx(2.2 * fastest)}
     assert {key: solver[key] for key in asked} == asked
@@ -95,7 +114,8 @@ KINDS = "1x4xH100+1x4xA800"
 
 
 def test_sections_on_kinds_of_devices() -> None:
-    """What the mixed cluster takes is no longer than either kind alone or all ranks at the slower one's pace take."""
+    """What the mixed cluster takes is no longer than either kind alone or all ranks at the slower one's pace
+    take."""
     source = large(10**9, 10**9)
 
     def step(cluster: str, **options: Any) -> float:
@@ -109,7 +129,11 @@ def test_sections_on_kinds_of_devices() -> None:
 
 def test_pins_hold() -> None:
     module = allocated(set=("vision.dp=2", "lm.dp=1", "lm.micro_batch=3"))
-    assert (section(module, "vision", "dp"), section(module, "lm", "dp"), section(module, "lm", "micro_batch")) == (2, 1, 3)
+    assert (
+        section(module, "vision", "dp"),
+        section(module, "lm", "dp"),
+        section(module, "lm", "micro_batch"),
+    ) == (2, 1, 3)
     shared = allocated(set=("vision.with=lm", "lm.dp=2"))
     assert section(shared, "vision", "ranks") == section(shared, "lm", "ranks") == (0, 1)
 
@@ -132,14 +156,20 @@ def cuttable(source: str) -> str:
 def test_replicas_of_several_ranks_where_memory_demands_them() -> None:
     """40 GB of parameters and 120 GB of gradients and states: no device holds them, four do."""
     module = allocated(cuttable(large(10_000_000_000, 10_000_000_000)), cluster="1x8xH100")
-    assert section(module, "lm", "tp") * section(module, "lm", "pp") >= 4 and section(module, "lm", "tp") in (1, 2, 4)
+    assert section(module, "lm", "tp") * section(module, "lm", "pp") >= 4 and section(module, "lm", "tp") in (
+        1,
+        2,
+        4,
+    )
     plain = allocated(cuttable(VLM.read_text()), cluster="1x8xH100", global_batch=512)
     assert section(plain, "lm", "tp") == section(plain, "lm", "pp") == 1
 
 
 def test_no_more_stages_are_looked_at_than_calls_run_layers() -> None:
     """The stack has eight layers, and a forward calls two of them."""
-    source = cuttable(VLM.read_text()).replace(LM, LM + ' {flops = "2400000*B*S", ops = 20, layers = 2 : i64}')
+    source = cuttable(VLM.read_text()).replace(
+        LM, LM + ' {flops = "2400000*B*S", ops = 20, layers = 2 : i64}'
+    )
     module = allocated(source, cluster="1x8xH100", set=("lm.pp=2",))
     assert section(module, "lm", "pp") == 2  # and what else it could be was looked at, too
 
@@ -155,7 +185,9 @@ def test_what_was_refused_is_not_chosen_again() -> None:
 
 
 def test_replicas_stay_inside_a_node() -> None:
-    module = allocated(cuttable(large(10_000_000_000, 10_000_000_000)), cluster="2x4xH100", set=("lm.tp=4", "vision.dp=4"))
+    module = allocated(
+        cuttable(large(10_000_000_000, 10_000_000_000)), cluster="2x4xH100", set=("lm.tp=4", "vision.dp=4")
+    )
     ranks = section(module, "lm", "ranks")
     assert all(ranks[i] // 4 == ranks[i + 3] // 4 for i in range(0, len(ranks), 4))
 
@@ -165,8 +197,11 @@ def test_same_inputs_same_text() -> None:
 
 
 def test_micro_batches_shrink_to_fit_memory() -> None:
-    """16 KiB saved a position: all samples at once need more than half a GiB can hold, small micro-batches fit."""
-    greedy = VLM.read_text().replace('outs [""] in @lm', 'outs [""] in @lm {flops = "2400000*B*S", saved = "6000000*B*S", ops = 20}')
+    """16 KiB saved a position: all samples at once need more than half a GiB can hold, small micro-batches
+    fit."""
+    greedy = VLM.read_text().replace(
+        'outs [""] in @lm', 'outs [""] in @lm {flops = "2400000*B*S", saved = "6000000*B*S", ops = 20}'
+    )
     module = allocated(greedy, global_batch=96)
     assert section(module, "lm", "micro_batch") < 32
     assert section(module, "lm", "memory_gib") <= 8
@@ -179,7 +214,8 @@ LAYERS = 'flops = "2400000*B*S", ops = 20, units = 12, kept = "1000*B*S", workin
 
 @pytest.mark.parametrize(("saved", "way"), [(1, "none"), (150, "selective"), (1000, "full")])
 def test_recomputation_where_memory_asks_for_it(saved: int, way: str) -> None:
-    """A sample with an image has 80 positions, of each of which `saved` MiB are kept, and a device has 8 GiB."""
+    """A sample with an image has 80 positions, of each of which `saved` MiB are kept, and a device has 8
+    GiB."""
     source = VLM.read_text().replace(LM, f'{LM} {{{LAYERS}, saved = "{saved * MIB}*B*S"}}')
     module = allocated(source, set=("lm.micro_batch=1",))
     assert section(module, "lm", "recompute") == way
@@ -200,7 +236,9 @@ def test_larger_micro_batches_and_recomputation_are_weighed() -> None:
 def test_states_are_sharded_where_that_is_faster_or_fits() -> None:
     assert section(allocated(cluster="1x3xH100"), "lm", "sharding") == "zero1"
     assert section(allocated(), "lm", "sharding") == "none"  # gloo's reduce-scatter is slow
-    heavy = large(600_000_000, 600_000_000)  # 9.6 GB with AdamW's states, 6.4 GB with a third of them and gradients freed as they travel
+    heavy = large(
+        600_000_000, 600_000_000
+    )  # 9.6 GB with AdamW's states, 6.4 GB with a third of them and gradients freed as they travel
     assert section(allocated(heavy, set=("lm.dp=3",)), "lm", "sharding") == "zero2"
     with pytest.raises(UserError, match="does not fit"):
         allocated(heavy, set=("lm.sharding=none",))
@@ -217,7 +255,9 @@ def test_an_optimizer_that_is_not_elementwise_stays_whole() -> None:
 
 
 def test_what_a_frozen_section_does_not_have_cannot_be_pinned() -> None:
-    frozen = VLM.read_text().replace('sec.section "vision" mode "train"', 'sec.section "vision" mode "forward"')
+    frozen = VLM.read_text().replace(
+        'sec.section "vision" mode "train"', 'sec.section "vision" mode "forward"'
+    )
     frozen = frozen.replace('"Vision" params 600000 trainable 600000', '"Vision" params 600000 trainable 0')
     for choice, reason in (("recompute=full", "no backward"), ("sharding=zero2", "trains nothing")):
         with pytest.raises(UserError, match=reason) as error:
@@ -230,7 +270,9 @@ def test_predictions_are_labelled() -> None:
     assert prediction(allocated())["label"] == "default"
     measured = VLM.read_text()
     for s in ("vision", "lm"):
-        measured = measured.replace(f'outs [""] in @{s}', f'outs [""] in @{s} {{flops = "100000*B*S", saved = "1000*B*S", ops = 20}}')
+        measured = measured.replace(
+            f'outs [""] in @{s}', f'outs [""] in @{s} {{flops = "100000*B*S", saved = "1000*B*S", ops = 20}}'
+        )
     assert prediction(allocated(measured, cluster="1x3xH100"))["label"] == "roofline"
 
 
@@ -266,19 +308,26 @@ def test_impossible_requests(options: dict[str, Any], message: str) -> None:
 def test_too_large_names_section_memory_and_remedy() -> None:
     with pytest.raises(UserError) as error:
         allocated(large(10_000_000_000))
-    assert "section lm does not fit: its ranks need 37." in error.value.message and "8.00 GiB of each cpu" in error.value.message
+    assert (
+        "section lm does not fit: its ranks need 37." in error.value.message
+        and "8.00 GiB of each cpu" in error.value.message
+    )
     assert "at least 39." in error.value.remedy
 
 
 def test_too_large_together_asks_for_one_more_rank() -> None:
-    source = large(1_900_000_000).replace('"Vision" params 600000 trainable 600000', '"Vision" params 1900000000 trainable 0')
+    source = large(1_900_000_000).replace(
+        '"Vision" params 600000 trainable 600000', '"Vision" params 1900000000 trainable 0'
+    )
     with pytest.raises(UserError) as error:
         allocated(source, ranks=1)
     assert error.value.remedy == "give 2 ranks"
 
 
 def test_too_large_because_of_a_choice() -> None:
-    source = VLM.read_text().replace('outs [""] in @lm', 'outs [""] in @lm {flops = "2400000*B*S", saved = "60000000*B*S", ops = 20}')
+    source = VLM.read_text().replace(
+        'outs [""] in @lm', 'outs [""] in @lm {flops = "2400000*B*S", saved = "60000000*B*S", ops = 20}'
+    )
     with pytest.raises(UserError) as error:
         allocated(source, set=("lm.micro_batch=8",))
     assert error.value.remedy == "set lm.micro_batch=1 in place of 8"
@@ -288,7 +337,10 @@ def test_too_large_because_of_a_choice() -> None:
 def test_too_large_says_what_takes_the_memory() -> None:
     with pytest.raises(UserError) as error:
         allocated(large(10_000_000_000, 10_000_000_000), cluster="1x1xH100")
-    assert "149.02 GiB (weights 37.25, gradients 37.25, optimizer states 74.51, other sections 0.01)" in error.value.message
+    assert (
+        "149.02 GiB (weights 37.25, gradients 37.25, optimizer states 74.51, other sections 0.01)"
+        in error.value.message
+    )
 
 
 @pytest.mark.parametrize(
@@ -301,12 +353,24 @@ def test_too_large_says_what_takes_the_memory() -> None:
         # 140 GB of weights alone
         (35, 0, {"cluster": "1x1xH100"}, "give 2 devices (1x2xH100), or use B200 devices (168 GiB)"),
         # 4 GB of weights and 28 GB of states that replicas may share
-        (4, 3, {"cluster": "1x8xL40S", "set": ("lm.sharding=none", "lm.dp=8")}, "set lm.sharding=zero2 in place of none"),
+        (
+            4,
+            3,
+            {"cluster": "1x8xL40S", "set": ("lm.sharding=none", "lm.dp=8")},
+            "set lm.sharding=zero2 in place of none",
+        ),
         # 160 GB of weights and 480 GB of gradients and states: tp=4 on one node is not enough
-        (40, 40, {"cluster": "1x8xH100", "set": ("lm.recompute=none",), "refused": ("lm.pp",)}, "H200 devices"),
+        (
+            40,
+            40,
+            {"cluster": "1x8xH100", "set": ("lm.recompute=none",), "refused": ("lm.pp",)},
+            "H200 devices",
+        ),
     ],
 )
-def test_the_smallest_change_that_fits(params: int, trainable: int, options: dict[str, Any], remedy: str) -> None:
+def test_the_smallest_change_that_fits(
+    params: int, trainable: int, options: dict[str, Any], remedy: str
+) -> None:
     """Each remedy was tried by the solver: taking it gives a plan."""
     source = cuttable(large(params * 10**9, trainable * 10**9))
     if not remedy:

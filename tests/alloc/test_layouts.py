@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from secc.alloc.layouts import powers, replicas, unbeaten
-from secc.alloc.types import Candidate
+from secc.alloc.problem.candidate_pruning import powers, replicas, unbeaten
+from secc.alloc.problem.types import Candidate
 
 
 def test_counts_of_replicas() -> None:
     assert powers(1) == [1] and powers(80) == [1, 2, 4, 8, 16, 32, 64]
     assert list(replicas(2, 16, 8, 5)) == [1, 2, 3, 4, 5]  # small clusters rank by rank
-    assert [4 * n for n in replicas(4, 64, 8, 64)] == [4, 8, 16, 24, 32, 40, 48, 56, 64]  # large ones node by node
+    assert [4 * n for n in replicas(4, 64, 8, 64)] == [
+        4,
+        8,
+        16,
+        24,
+        32,
+        40,
+        48,
+        56,
+        64,
+    ]  # large ones node by node
 
 
 def test_only_what_is_better_in_something_is_left() -> None:
@@ -18,8 +28,15 @@ def test_only_what_is_better_in_something_is_left() -> None:
     smaller = Candidate(dp=1, micro_batch=1, time_ns=130, fill_ns=40, memory=10)
     beaten = Candidate(dp=1, micro_batch=2, time_ns=140, fill_ns=40, memory=100)
     elsewhere = Candidate(dp=2, micro_batch=2, time_ns=140, fill_ns=40, memory=100)
-    assert set(unbeaten([fast, waits_less, smaller, beaten, elsewhere], 1000)) == {fast, waits_less, smaller, elsewhere}
-    assert beaten in unbeaten([fast, smaller, beaten], 1000, alike=True)  # where sections must have one micro-batch size
+    assert set(unbeaten([fast, waits_less, smaller, beaten, elsewhere], 1000)) == {
+        fast,
+        waits_less,
+        smaller,
+        elsewhere,
+    }
+    assert beaten in unbeaten(
+        [fast, smaller, beaten], 1000, alike=True
+    )  # where sections must have one micro-batch size
 
 
 def test_of_equals_the_plainest_is_left() -> None:

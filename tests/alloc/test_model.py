@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from secc.alloc import model, parts
-from secc.alloc.evaluate import evaluate
-from secc.alloc.guess import guess
-from secc.alloc.model import least_memory, least_time, solve
-from secc.alloc.types import Assignment, Candidate, Edge, Problem, Solution
+from secc.alloc.problem.closed_form import evaluate
+from secc.alloc.problem.types import Assignment, Candidate, Edge, Problem, Solution
+from secc.alloc.solver import cpsat_model as model
+from secc.alloc.solver import subproblem
+from secc.alloc.solver.cpsat_model import least_memory, least_time, solve
+from secc.alloc.solver.greedy_start import guess
 from tests.alloc import instances
 
 GIB = 1 << 30
@@ -45,7 +46,7 @@ def test_what_a_large_problem_rules_out_is_not_missed(problem: Problem, deadline
 @settings(max_examples=60, deadline=None)
 @given(st.one_of(instances.problems(), instances.mixed()), st.integers(10, 200))
 def test_a_bound_leaves_every_assignment_within_it(problem: Problem, most: int) -> None:
-    left, whole = parts.within(problem, most), [(v.time_ns, v.ranks) for v in instances.values(problem)]
+    left, whole = subproblem.within(problem, most), [(v.time_ns, v.ranks) for v in instances.values(problem)]
     found = [] if left is None else [(v.time_ns, v.ranks) for v in instances.values(left.problem)]
     assert sorted(v for v in found if v[0] <= most) == sorted(v for v in whole if v[0] <= most)
     if left is not None:
@@ -62,7 +63,8 @@ def test_a_guess_is_an_assignment_within_the_bound(problem: Problem, most: int) 
 
 
 def test_a_guess_shares_out_the_ranks() -> None:
-    """Twelve ranks for works of one to two: four and eight of them, apart; on the same ones memory is short."""
+    """Twelve ranks for works of one to two: four and eight of them, apart; on the same ones memory is
+    short."""
     few = [Candidate(n, 1, 1200 // n, memory=3 * GIB) for n in (2, 4, 8)]
     many = [Candidate(n, 1, 2400 // n, memory=3 * GIB) for n in (2, 4, 8)]
     problem = Problem({"a": tuple(few), "b": tuple(many)}, (), 12, 4 * GIB)
@@ -100,7 +102,10 @@ def test_fewest_ranks_for_a_time_agree_with_brute_force(problem: Problem, deadli
     solution = solve(asked)
     if solution is None or best is None:
         assert solution is None and best is None
-        least, fits = least_time(asked), [v.time_ns for v in instances.values(replace(asked, deadline=1 << 40))]
+        least, fits = (
+            least_time(asked),
+            [v.time_ns for v in instances.values(replace(asked, deadline=1 << 40))],
+        )
         assert least == min(fits, default=None) and (least is None or least > deadline)
         return
     assert (solution.ranks, solution.time_ns) == best
@@ -115,7 +120,9 @@ def test_a_margin_buys_plainer_replicas_and_no_more(problem: Problem) -> None:
         assert plain is None and fastest is None
         return
     assert plain.time_ns <= 1.25 * fastest.time_ns and plain.gap <= 0.25
-    widths = [sum(problem.sections[s][i].width for s, i in x.assignment.choice.items()) for x in (fastest, plain)]
+    widths = [
+        sum(problem.sections[s][i].width for s, i in x.assignment.choice.items()) for x in (fastest, plain)
+    ]
     assert widths[1] <= widths[0]
 
 
@@ -131,13 +138,19 @@ def test_least_memory_is_where_plans_begin(problem: Problem) -> None:
 
 
 def _pair(**edge: int) -> Problem:
-    """An encoder of 100 ns on one rank that feeds a model of 300 ns on one rank or 150 on two, with one edge."""
+    """An encoder of 100 ns on one rank that feeds a model of 300 ns on one rank or 150 on two, with one
+    edge."""
     values = dict.fromkeys(("sent", "returned", "latency", "slack", "free", "messages", "round"), 0) | edge
     counts = {"sent": 1, "latency": 1, "slack": 1, "returned": 2, "free": 2, "messages": 2, "round": 2}
     encoder = (Candidate(dp=1, micro_batch=1, time_ns=100, memory=GIB, memory_ahead=3 * GIB),)
-    model = (Candidate(dp=1, micro_batch=1, time_ns=300, memory=4 * GIB), Candidate(dp=2, micro_batch=1, time_ns=150, memory=4 * GIB))
+    model = (
+        Candidate(dp=1, micro_batch=1, time_ns=300, memory=4 * GIB),
+        Candidate(dp=2, micro_batch=1, time_ns=150, memory=4 * GIB),
+    )
     sections = {"encoder": encoder, "model": model}
-    return Problem(sections, (Edge("encoder", "model", **{k: (v,) * counts[k] for k, v in values.items()}),), 3, 16 * GIB)
+    return Problem(
+        sections, (Edge("encoder", "model", **{k: (v,) * counts[k] for k, v in values.items()}),), 3, 16 * GIB
+    )
 
 
 APART = Assignment({"encoder": 0, "model": 1}, {"encoder": "encoder", "model": "model"})
@@ -150,10 +163,14 @@ def test_sharing_adds_times_and_memory() -> None:
 
 
 def test_apart_takes_the_longest_with_what_is_not_hidden() -> None:
-    assert evaluate(_pair(latency=30, free=40), APART).time_ns == 150  # hidden behind work that needs no encoder
+    assert (
+        evaluate(_pair(latency=30, free=40), APART).time_ns == 150
+    )  # hidden behind work that needs no encoder
     assert evaluate(_pair(latency=30, free=10), APART).time_ns == 170
     assert evaluate(_pair(latency=30, free=40, messages=15), APART).time_ns == 155
-    assert evaluate(_pair(round=90, slack=20), APART).time_ns == 170  # the encoder waits for its last gradients
+    assert (
+        evaluate(_pair(round=90, slack=20), APART).time_ns == 170
+    )  # the encoder waits for its last gradients
 
 
 def test_apart_runs_ahead_and_holds_messages() -> None:
@@ -172,7 +189,11 @@ def test_few_places_in_flight_are_taken_round_after_round() -> None:
     capped = replace(problem, sections={**problem.sections, "encoder": (encoder,)})
     assert evaluate(capped, APART).time_ns == 3 * (30 + 90 + 45)
     assert evaluate(capped, SHARED).time_ns == evaluate(problem, SHARED).time_ns == 400
-    both = replace(problem, sections={**problem.sections, "encoder": (problem.sections["encoder"][0], encoder)}, capacity=9 * GIB)
+    both = replace(
+        problem,
+        sections={**problem.sections, "encoder": (problem.sections["encoder"][0], encoder)},
+        capacity=9 * GIB,
+    )
     edges = tuple(replace(e, sent=(0, 0), latency=(30, 30), slack=(0, 0)) for e in both.edges)
     solution = solve(replace(both, edges=edges, strategy="apart"))
     assert solution is not None and solution.assignment.choice["encoder"] == 0
@@ -187,6 +208,8 @@ def test_solver_weighs_waiting_against_sharing(latency: int, groups: int) -> Non
 def test_coarse_units_stay_exact_enough() -> None:
     small, scale = _pair(latency=30, free=10), 10**9
     edges = tuple(replace(e, latency=(30 * scale,), free=(10 * scale,) * 2) for e in small.edges)
-    sections = {s: tuple(replace(c, time_ns=c.time_ns * scale) for c in cs) for s, cs in small.sections.items()}
+    sections = {
+        s: tuple(replace(c, time_ns=c.time_ns * scale) for c in cs) for s, cs in small.sections.items()
+    }
     solution = solve(replace(small, sections=sections, edges=edges))
     assert solution is not None and solution.time_ns == 170 * scale

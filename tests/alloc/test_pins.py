@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import pytest
 
-from secc.alloc.pins import parse
+from secc.alloc.problem.pins import parse
 from secc.errors import UserError
 
 SECTIONS = ["model.vision", "lm"]
 
 
 def test_pins_narrow_the_candidates() -> None:
-    pins = parse(["lm.dp=2", "lm.micro_batch=3", "model.vision.with=lm", "lm.tp=2", "lm.sharding=zero1"], SECTIONS)
+    pins = parse(
+        ["lm.dp=2", "lm.micro_batch=3", "model.vision.with=lm", "lm.tp=2", "lm.sharding=zero1"], SECTIONS
+    )
     assert pins.dp("lm", 4, [1, 2, 4]) == [2] and pins.micro_batch("lm", 8) == [3]
     assert pins.choices("lm", "tp", [1, 4]) == [2] and pins.choices("lm", "pp", [1, 4]) == [1, 4]
-    assert pins.dp("model.vision", 3, [1, 2, 3]) == [1, 2, 3] and pins.micro_batch("model.vision", 6) == [1, 2, 4, 6]
+    assert pins.dp("model.vision", 3, [1, 2, 3]) == [1, 2, 3] and pins.micro_batch("model.vision", 6) == [
+        1,
+        2,
+        4,
+        6,
+    ]
     assert pins.together == (("model.vision", "lm"),)
-    assert pins.word("lm", "sharding") == ("zero1",) and pins.word("lm", "recompute") == ("none", "selective", "full")
+    assert pins.word("lm", "sharding") == ("zero1",) and pins.word("lm", "recompute") == (
+        "none",
+        "selective",
+        "full",
+    )
     assert pins.text == "lm.dp=2, lm.micro_batch=3, lm.tp=2, lm.sharding=zero1, model.vision.with=lm"
 
 
@@ -50,4 +61,7 @@ def test_more_replicas_than_ranks_are_refused() -> None:
 
 def test_refused_choices_are_not_considered_again() -> None:
     pins = parse([], SECTIONS, ["lm.pp=4"])
-    assert pins.choices("lm", "pp", [1, 2, 4]) == [1, 2] and pins.choices("model.vision", "pp", [1, 4]) == [1, 4]
+    assert pins.choices("lm", "pp", [1, 2, 4]) == [1, 2] and pins.choices("model.vision", "pp", [1, 4]) == [
+        1,
+        4,
+    ]

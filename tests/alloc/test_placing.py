@@ -1,4 +1,5 @@
-"""Placements of ranks on nodes: the search against all placements of small problems, and the cost against hand-made numbers."""
+"""Placements of ranks on nodes: the search against all placements of small problems, and the cost against
+hand-made numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +9,18 @@ from itertools import permutations, product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from secc.alloc.placing import Chain, Cost, Flow, Group, Places, Sum, cost, in_a_row, placement, search
+from secc.alloc.placement.rank_placement import (
+    Chain,
+    Cost,
+    Flow,
+    Group,
+    Places,
+    Sum,
+    cost,
+    in_a_row,
+    placement,
+    search,
+)
 from secc.cluster import parse
 
 MB = 10**6
@@ -20,7 +32,9 @@ def all_costs(problem: Places) -> Iterator[Cost]:
     free = [g.name for g in problem.groups if g.stages > 1]
     for order in set(permutations(units)):
         for chosen in product((False, True), repeat=len(free)):
-            found = placement(problem, order, frozenset(n for n, yes in zip(free, chosen, strict=True) if yes))
+            found = placement(
+                problem, order, frozenset(n for n, yes in zip(free, chosen, strict=True) if yes)
+            )
             if found is not None:
                 yield cost(problem, found)
 
@@ -74,7 +88,9 @@ def test_replicas_or_stages_as_neighbours() -> None:
     group = (Group("lm", 8, 1, 4),)
     gradients = Places(NODES, group, sums=(Sum("lm", 8000 * MB, 4),), chains=(Chain("lm", 4, 1, MB, MB),))
     assert search(gradients)[0]["lm"] == (0, 2, 4, 6, 1, 3, 5, 7)
-    activations = Places(NODES, group, sums=(Sum("lm", MB, 4),), chains=(Chain("lm", 4, 1, 8000 * MB, 8000 * MB),))
+    activations = Places(
+        NODES, group, sums=(Sum("lm", MB, 4),), chains=(Chain("lm", 4, 1, 8000 * MB, 8000 * MB),)
+    )
     placed, found = search(activations)
     assert placed["lm"] == tuple(range(8)) and found.between == 0
 

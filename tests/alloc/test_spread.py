@@ -1,17 +1,18 @@
-"""What the spread of samples adds to closed forms: nothing where samples are alike, and what waiting for the longest takes where not."""
+"""What the spread of samples adds to closed forms: nothing where samples are alike, and what waiting for the
+longest takes where not."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from secc.alloc.candidates import Load, Workload, bubbles_ns, candidate, on_rank
-from secc.alloc.model import solve
-from secc.alloc.pins import parse
-from secc.alloc.problem import problem
-from secc.alloc.spread import WHOLE, Spread, spread
-from secc.alloc.trial import Trial
-from secc.runtime.balance import balance_rounds
-from secc.runtime.wavefront import ordered
+from secc.alloc.problem.build import problem
+from secc.alloc.problem.candidates import Load, Workload, bubbles_ns, candidate, on_rank
+from secc.alloc.problem.pins import parse
+from secc.alloc.problem.size_spread import WHOLE, Spread, spread
+from secc.alloc.refine.schedule_evaluation import Trial
+from secc.alloc.solver.cpsat_model import solve
+from secc.runtime.schedule.load_balance import balance_rounds
+from secc.runtime.schedule.scheduler import ordered
 from tests.alloc.test_trial import handed, vlm
 
 
@@ -45,7 +46,12 @@ def test_stages_wait_for_the_longest_micro_batch() -> None:
     staged = on_rank(own, 1, 2, work.cluster)
     even = replace(staged, spread=Spread((WHOLE,), own.spread.means))
     busy = (1000, 10, 40, 60)
-    assert bubbles_ns(even, 1, busy) == 100 < bubbles_ns(staged, 1, busy) < 100 * staged.spread.sorted[0] // WHOLE
+    assert (
+        bubbles_ns(even, 1, busy)
+        == 100
+        < bubbles_ns(staged, 1, busy)
+        < 100 * staged.spread.sorted[0] // WHOLE
+    )
 
 
 def test_replicas_that_gather_wait_for_each_other() -> None:
@@ -60,7 +66,10 @@ def test_a_trial_waits_for_the_longest_of_a_round() -> None:
     asked = problem(work, 4, "colocate", parse(["lm.sharding=zero3", "lm.micro_batch=1"], work.loads))
     solution, trial = solve(asked), Trial(work, asked)
     assert solution is not None
-    ranks, chosen = handed(asked, solution.assignment), {s: cs[solution.assignment.choice[s]] for s, cs in asked.sections.items()}
+    ranks, chosen = (
+        handed(asked, solution.assignment),
+        {s: cs[solution.assignment.choice[s]] for s, cs in asked.sections.items()},
+    )
     plan = trial._plan(solution.assignment, chosen, ranks)  # pyright: ignore[reportPrivateUsage]
     ends = [ordered(plan, batch).makespan for batch in trial.batches]
     assert trial.run(solution.assignment, ranks).time_ns >= sum(ends) // len(ends)

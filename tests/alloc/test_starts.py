@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from hypothesis import assume, given, settings
 
-from secc.alloc.evaluate import evaluate
-from secc.alloc.model import solve
-from secc.alloc.starts import FAR, starts
-from secc.alloc.types import Assignment, Candidate, Problem
+from secc.alloc.problem.closed_form import evaluate
+from secc.alloc.problem.types import Assignment, Candidate, Problem
+from secc.alloc.refine.start_plans import FAR, starts
+from secc.alloc.solver.cpsat_model import solve
 from tests.alloc.instances import assignments, problems
 
 
@@ -60,7 +60,12 @@ def test_the_best_plan_of_each_kind_is_among_the_starts(problem: Problem) -> Non
 
 def test_equally_many_replicas_are_a_start_although_others_are_faster() -> None:
     def ways(fast: int) -> tuple[Candidate, ...]:
-        return tuple(Candidate(dp=n, micro_batch=1, time_ns=10 if n == fast else 14, micro_batches=1, memory=0, tp=4 // n) for n in (1, 2))
+        return tuple(
+            Candidate(
+                dp=n, micro_batch=1, time_ns=10 if n == fast else 14, micro_batches=1, memory=0, tp=4 // n
+            )
+            for n in (1, 2)
+        )
 
     problem = Problem({"a": ways(1), "b": ways(2)}, (), 4, capacity=1 << 20)
     best = solve(problem)
@@ -70,11 +75,17 @@ def test_equally_many_replicas_are_a_start_although_others_are_faster() -> None:
 
 
 def test_more_stages_are_a_start_although_fewer_are_faster() -> None:
-    """The largest section in two, four and eight stages, each slower than the one before, beside a small one in one stage."""
-    large = tuple(Candidate(dp=16 // n, micro_batch=1, time_ns=100 + n, micro_batches=1, memory=0, pp=n) for n in (2, 4, 8))
+    """The largest section in two, four and eight stages, each slower than the one before, beside a small one
+    in one stage."""
+    large = tuple(
+        Candidate(dp=16 // n, micro_batch=1, time_ns=100 + n, micro_batches=1, memory=0, pp=n)
+        for n in (2, 4, 8)
+    )
     small = (Candidate(dp=1, micro_batch=1, time_ns=50, micro_batches=1, memory=0),)
     problem = Problem({"large": large, "small": small}, (), 17, capacity=1 << 20)
     best = solve(problem)
     assert best is not None
     assert problem.sections["large"][best.assignment.choice["large"]].pp == 2
-    assert {4, 8} <= {problem.sections["large"][a.choice["large"]].pp for a in starts(problem, best.assignment, 0.0)}
+    assert {4, 8} <= {
+        problem.sections["large"][a.choice["large"]].pp for a in starts(problem, best.assignment, 0.0)
+    }

@@ -9,34 +9,38 @@ from typing import Any
 
 import pytest
 
-from secc.alloc import known
-from secc.alloc import problem as problems
-from secc.alloc import trial as trials
-from secc.alloc.candidates import room, workload
-from secc.alloc.contest import Winner, contest
-from secc.alloc.evaluate import evaluate
-from secc.alloc.layouts import IN_STEP
-from secc.alloc.model import solve
-from secc.alloc.pins import Pins
-from secc.alloc.problem import problem
-from secc.alloc.trial import Ranks, Samples, Trial, Tried
-from secc.alloc.types import Assignment, Problem
+from secc.alloc.explain import plan_choices
+from secc.alloc.problem import build as problems
+from secc.alloc.problem.build import problem
+from secc.alloc.problem.candidate_pruning import IN_STEP
+from secc.alloc.problem.candidates import room, workload
+from secc.alloc.problem.closed_form import evaluate
+from secc.alloc.problem.pins import Pins
+from secc.alloc.problem.types import Assignment, Problem
+from secc.alloc.refine import schedule_evaluation as trials
+from secc.alloc.refine.local_search import Winner, contest
+from secc.alloc.refine.schedule_evaluation import Ranks, Samples, Trial, Tried
+from secc.alloc.solver.cpsat_model import solve
 from secc.cluster import parse
-from secc.ir import samples, text
-from secc.ir.dialect import graph_of
+from secc.ir.analysis import sample_sizes
+from secc.ir.dialect.ops import graph_of
+from secc.ir.text_io import text
 from secc.passes.allocate import Allocate
 
 VLM = Path(__file__).parents[1] / "passes" / "allocate_vlm.mlir"
 
 
 def vlm(ragged: bool = True, ranks: int = 4):
-    """The example on CPUs: its module, problem and trial; half of the samples have images, of one to four times their mean size."""
-    module = text.parse(VLM.read_text().replace('optional ["pixel_values"]', 'optional ["pixel_values"] widths "own"'))
+    """The example on CPUs: its module, problem and trial; half of the samples have images, of one to four
+    times their mean size."""
+    module = text.parse(
+        VLM.read_text().replace('optional ["pixel_values"]', 'optional ["pixel_values"] widths "own"')
+    )
     graph = graph_of(module)
     if ragged:
         images = [(frozenset({"pixel_values"}), {"B": 1, "S": 40 + 20 * k, "n": 1 + k % 4}) for k in range(8)]
         texts = [(frozenset[str](), {"B": 1, "S": 20 + 20 * k, "n": 0}) for k in range(8)]
-        graph.attributes[samples.ATTRIBUTE] = samples.attribute(["B", "S", "n"], images + texts)
+        graph.attributes[sample_sizes.ATTRIBUTE] = sample_sizes.attribute(["B", "S", "n"], images + texts)
     work = workload(graph, parse(f"1x{ranks}xcpu"), 32)
     asked = problem(work, ranks, "auto", Pins())
     return module, asked, Trial(work, asked)
@@ -54,10 +58,12 @@ def handed(asked: Problem, a: Assignment) -> dict[str, list[int]]:
 def test_samples_print_and_parse_with_the_graph() -> None:
     module, _, trial = vlm()
     graph = graph_of(text.parse(text.print_module(module)))
-    assert samples.drawn(graph, 32, 4) == trial.batches and len(trial.batches) == 4
+    assert sample_sizes.drawn(graph, 32, 4) == trial.batches and len(trial.batches) == 4
     for batch in trial.batches:
-        assert sorted(s.sizes["n"] for s in batch) == sorted(2 * [0] * 8 + 4 * [1, 2, 3, 4])  # all of them, twice
-    assert samples.drawn(graph_of(text.parse(VLM.read_text())), 32, 4) == []
+        assert sorted(s.sizes["n"] for s in batch) == sorted(
+            2 * [0] * 8 + 4 * [1, 2, 3, 4]
+        )  # all of them, twice
+    assert sample_sizes.drawn(graph_of(text.parse(VLM.read_text())), 32, 4) == []
 
 
 def test_a_plan_without_anything_to_wait_for_takes_what_the_closed_form_says() -> None:
@@ -80,7 +86,10 @@ def test_what_is_in_flight_must_fit() -> None:
 
 def test_memory_holds_the_largest_listed_sample() -> None:
     """It has four images, the mean one has one."""
-    mean, largest = (room(w, w.loads["vision"], 1, 1, "none", "none", 16) for w in (vlm(ragged=False)[2].work, vlm()[2].work))
+    mean, largest = (
+        room(w, w.loads["vision"], 1, 1, "none", "none", 16)
+        for w in (vlm(ragged=False)[2].work, vlm()[2].work)
+    )
     assert mean.largest == 0 < largest.activation == mean.activation
     assert largest.largest == 4 * largest.activation and largest.kept(2) == largest.kept(4) == largest.largest
 
@@ -124,7 +133,10 @@ def test_plans_far_behind_at_a_look_are_not_tried(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(Trial, "step", counted)
     won = contest(trial, asked, solution.assignment, lambda a: handed(asked, a), 0.0)
-    assert runs.count(True) == won.trials and len(trial.batches) <= runs.count(False) < len(trial.batches) * won.trials
+    assert (
+        runs.count(True) == won.trials
+        and len(trial.batches) <= runs.count(False) < len(trial.batches) * won.trials
+    )
 
 
 def test_a_plan_that_does_not_fit_on_later_batches_does_not_win(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +171,10 @@ def test_devices_that_nobody_uses_are_handed_out() -> None:
 def test_replicas_in_step_win_only_where_the_order_says_so() -> None:
     """Closed forms that promise too much of zero3 have it tried; what it takes is what counts."""
     _, asked, trial = vlm()
-    cheap = {s: tuple(replace(c, sharding=IN_STEP, time_ns=c.time_ns // 2) for c in cs) for s, cs in asked.sections.items()}
+    cheap = {
+        s: tuple(replace(c, sharding=IN_STEP, time_ns=c.time_ns // 2) for c in cs)
+        for s, cs in asked.sections.items()
+    }
     both = {s: (*cs, *cheap[s]) for s, cs in asked.sections.items()}
     asked = replace(asked, sections=both, edges=problems.edges(trial.work, both))
     trial, solution = Trial(trial.work, asked), solve(asked)
@@ -189,14 +204,17 @@ def test_candidates_made_in_other_processes_are_the_same(monkeypatch: pytest.Mon
 def test_a_known_plan_is_taken_again() -> None:
     module, asked, _ = vlm()
     Allocate(cluster="1x4xcpu", global_batch=32).apply(text.context(), module)
-    texts = known.choices(graph_of(module))
-    found = known.assignment(asked, texts)
+    texts = plan_choices.choices(graph_of(module))
+    found = plan_choices.assignment(asked, texts)
     assert found is not None
     again, _, _ = vlm()
-    other, proven = tuple(t.replace("sharding=none", "sharding=zero1") for t in texts), ("status=OPTIMAL", "gap=0.25", "tried=9")
+    other, proven = (
+        tuple(t.replace("sharding=none", "sharding=zero1") for t in texts),
+        ("status=OPTIMAL", "gap=0.25", "tried=9"),
+    )
     assert other != texts
     Allocate(cluster="1x4xcpu", global_batch=32, known=other, proven=proven).apply(text.context(), again)
-    assert known.choices(graph_of(again)) == other and known.proven(graph_of(again)) == proven
-    assert known.assignment(asked, [t.replace("micro_batch=", "micro_batch=7") for t in texts]) is None
+    assert plan_choices.choices(graph_of(again)) == other and plan_choices.proven(graph_of(again)) == proven
+    assert plan_choices.assignment(asked, [t.replace("micro_batch=", "micro_batch=7") for t in texts]) is None
     small = replace(asked, capacity=1 << 20)
-    assert known.assignment(small, texts) is None
+    assert plan_choices.assignment(small, texts) is None

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from secc.compiler import unshardable
-from secc.runtime.meta import meta_model
-from secc.runtime.user_model import load
+from secc.driver.compile import unshardable
+from secc.runtime.model.meta_build import meta_model
+from secc.runtime.model.user_file import load
 
 MODEL = """
 import torch
@@ -30,12 +30,18 @@ def optimizer(params):
     [
         ("torch.optim.AdamW(params)", "", ""),
         ("torch.optim.SGD([p for n, p in params if p.ndim > 1], lr=0.1)", "", ""),
-        ("torch.optim.Muon([p for _, p in params if p.ndim == 2])", "", "Muon does not step on a part of a parameter"),
+        (
+            "torch.optim.Muon([p for _, p in params if p.ndim == 2])",
+            "",
+            "Muon does not step on a part of a parameter",
+        ),
         ("torch.optim.SGD([p for n, p in params if n == 'none'])", "", "optimizer() could not be asked here"),
         ("torch.optim.Muon([])", ".requires_grad_(False)", ""),
     ],
 )
-def test_the_users_optimizer_is_tried_without_weights(tmp_path: Path, optimizer: str, frozen: str, reason: str) -> None:
+def test_the_users_optimizer_is_tried_without_weights(
+    tmp_path: Path, optimizer: str, frozen: str, reason: str
+) -> None:
     path = tmp_path / "model.py"
     path.write_text(MODEL.format(optimizer=optimizer, frozen=frozen))
     user = load(path)

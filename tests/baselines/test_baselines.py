@@ -1,4 +1,5 @@
-"""Baselines: whatever they pack and in whatever order, the checks accept it and every sample passes; the command names each one's best."""
+"""Baselines: whatever they pack and in whatever order, the checks accept it and every sample passes; the
+command names each one's best."""
 
 from __future__ import annotations
 
@@ -10,19 +11,19 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from secc.alloc.types import Candidate
+from secc.alloc.problem.types import Candidate
 from secc.baselines.bound import least
 from secc.baselines.compare import Comparison, describe, fullest, step
 from secc.baselines.layout import Layout, Part, planned
 from secc.baselines.packing import Batch, cuts, first_fit, in_turn, largest_first, stratified
 from secc.baselines.schemes import SCHEMES, Scheme
+from secc.bounds.bounds import schedule_bound
 from secc.cli import main
-from secc.compiler import Options, compile_model
-from secc.cost.memory import Memory
-from secc.runtime.costs import Costs
-from secc.runtime.plan import load
-from secc.runtime.wavefront import Arranged
-from secc.schedule.bounds import schedule_bound
+from secc.cost.model.memory import Memory
+from secc.driver.compile import Options, compile_model
+from secc.runtime.plan.predicted_costs import Costs
+from secc.runtime.plan.schema import load
+from secc.runtime.schedule.scheduler import Arranged
 from secc.simulate.batches import global_batches
 from tests.schedule.plans import batches, passes_on, plan, plans, sample, section, stages
 from tests.simulate.test_machine import IMAGE, cluster, vlm
@@ -36,14 +37,20 @@ def layout(samples, ahead=()):
 
 def packed(p):
     """The plan without a limit on the samples of a micro-batch, as baselines have it, and on a cluster."""
-    return dataclasses.replace(p, sections=tuple(dataclasses.replace(s, micro_batch=99) for s in p.sections), cluster=cluster(latency=30))
+    return dataclasses.replace(
+        p,
+        sections=tuple(dataclasses.replace(s, micro_batch=99) for s in p.sections),
+        cluster=cluster(latency=30),
+    )
 
 
 @given(plans(), batches, st.sampled_from(sorted(SCHEMES)), st.integers(1, 4), st.sets(st.integers(0, 3)))
 @settings(max_examples=100, deadline=None)
 def test_every_order_gives_a_valid_step_that_is_no_shorter_than_its_bound(p, samples, name, size, ahead):
     p = packed(p)
-    found = step(p, samples, SCHEMES[name], layout(size, (f"s{i}" for i in ahead)))  # refuses a schedule that is not valid
+    found = step(
+        p, samples, SCHEMES[name], layout(size, (f"s{i}" for i in ahead))
+    )  # refuses a schedule that is not valid
     assert schedule_bound(p, samples).ns <= found.end
 
 
@@ -66,7 +73,8 @@ def test_no_order_of_micro_batches_is_shorter_than_their_least(p, samples, name,
 
 
 def test_the_least_counts_what_earlier_stages_take():
-    """Two micro-batches of 10 and 20 in three stages: the last one waits for twice 10, and its backwards are followed by twice 20."""
+    """Two micro-batches of 10 and 20 in three stages: the last one waits for twice 10, and its backwards are
+    followed by twice 20."""
     lm = stages("lm", [[0], [1], [2]], forward="S", backward="2*S")
     p, samples = packed(plan(lm, passes_on(lm), 3)), [sample(0, length=10), sample(1, length=20)]
     assert least(p, Costs(p, samples), {"lm": [(0, (0,)), (0, (1,))]}) == 3 * (10 + 20) + 2 * 10 + 2 * 20
@@ -91,15 +99,22 @@ def test_what_a_micro_batch_has_too_much_of_waits_for_a_lighter_one():
 
 
 def with_room(p, space, **room):
-    """The plan with as many bytes on a rank for what micro-batches keep: one for each place of the longest sample."""
+    """The plan with as many bytes on a rank for what micro-batches keep: one for each place of the longest
+    sample."""
     cost = dataclasses.replace(p.sections[0].cost, saved="S")
-    return dataclasses.replace(p, sections=tuple(dataclasses.replace(s, cost=cost, room_bytes=space, **room) for s in p.sections))
+    return dataclasses.replace(
+        p, sections=tuple(dataclasses.replace(s, cost=cost, room_bytes=space, **room) for s in p.sections)
+    )
 
 
 def test_no_micro_batch_of_several_samples_keeps_more_than_there_is_room_for():
     p = with_room(packed(plan([section("lm", [0], forward="10*S", backward="10*S")], [], 1)), 25)
     samples = [sample(i, length=n) for i, n in enumerate((20, 10, 20, 40))]
-    assert [lot for _, lot in cuts(Batch(p, samples), in_turn, 99)["lm"]] == [(0, 1), (2,), (3,)]  # the last is too large even alone
+    assert [lot for _, lot in cuts(Batch(p, samples), in_turn, 99)["lm"]] == [
+        (0, 1),
+        (2,),
+        (3,),
+    ]  # the last is too large even alone
 
 
 @pytest.mark.parametrize(("space", "held"), [(99, 10 + 20 + 30), (45, 10 + 20)])
@@ -153,8 +168,13 @@ def test_every_layout_of_every_baseline_runs_on_the_same_devices(directory):
         for one in layouts:
             p = planned(comparison.base, one)
             assert max(bounded(p, one, rank) for rank in range(p.world_size)) <= comparison.space.capacity
-            assert p.world_size <= own.world_size and {s.whole for s in p.sections} == {s.whole for s in own.sections}
-            assert schedule_bound(p, samples).ns <= step(p, samples, Scheme(scheme.layouts, scheme.order), one).end
+            assert p.world_size <= own.world_size and {s.whole for s in p.sections} == {
+                s.whole for s in own.sections
+            }
+            assert (
+                schedule_bound(p, samples).ns
+                <= step(p, samples, Scheme(scheme.layouts, scheme.order), one).end
+            )
 
 
 def test_layouts_are_simulated_until_one_fits(directory, monkeypatch):
@@ -163,7 +183,11 @@ def test_layouts_are_simulated_until_one_fits(directory, monkeypatch):
     layouts = scheme.layouts(comparison.space, Batch(comparison.base.plan, samples).anchor)
     monkeypatch.setattr("secc.baselines.compare.SIMULATED", 1)
     shortest = layouts[comparison._ranked(layouts, scheme, samples)[0]]
-    monkeypatch.setattr(Comparison, "_step", lambda self, layout, *rest: None if layout == shortest else real(self, layout, *rest))
+    monkeypatch.setattr(
+        Comparison,
+        "_step",
+        lambda self, layout, *rest: None if layout == shortest else real(self, layout, *rest),
+    )
     found = comparison.best("uniform", [samples])
     assert found.step_time_s is not None and found.layout != describe(shortest)
 

@@ -36,7 +36,9 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 @pytest.mark.parametrize(("model", "parts"), REFUSED, ids=[name for name, _ in REFUSED])
-def test_a_model_that_cannot_be_compiled(model: str, parts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_cannot_be_compiled(
+    model: str, parts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     message = refusal(capsys, "compile", str(MODELS / f"{model}.py"), "-o", str(tmp_path / "plan"))
     for part in parts:
         assert part in message
@@ -44,18 +46,30 @@ def test_a_model_that_cannot_be_compiled(model: str, parts: list[str], tmp_path:
 
 
 def test_a_model_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "cannot read the model file" in refusal(capsys, "compile", str(tmp_path / "none.py"), "-o", str(tmp_path / "plan"))
+    assert "cannot read the model file" in refusal(
+        capsys, "compile", str(tmp_path / "none.py"), "-o", str(tmp_path / "plan")
+    )
 
 
 def test_more_ranks_than_can_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--cluster", "local:64", "--global-batch", "8", "--no-check"]
-    message = refusal(capsys, "compile", str(MODELS / "qwen_distil.py"), "-o", str(tmp_path / "plan"), *arguments)
+    message = refusal(
+        capsys, "compile", str(MODELS / "qwen_distil.py"), "-o", str(tmp_path / "plan"), *arguments
+    )
     assert "64 ranks are more than can be used" in message
     assert "what to do: use at most" in message
 
 
 def test_an_unknown_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    message = refusal(capsys, "compile", str(MODELS / "qwen_distil.py"), "-o", str(tmp_path / "plan"), "--cluster", "4x8xZ80")
+    message = refusal(
+        capsys,
+        "compile",
+        str(MODELS / "qwen_distil.py"),
+        "-o",
+        str(tmp_path / "plan"),
+        "--cluster",
+        "4x8xZ80",
+    )
     assert "Z80" in message and "what to do" in message
     assert "capture" not in message, "found before the model is read"
 
@@ -79,7 +93,19 @@ def test_a_plan_whose_model_has_changed(tmp_path: Path, capfd: pytest.CaptureFix
     model = tmp_path / "model.py"
     shutil.copy(MODELS / "qwen_distil.py", model)
     with pytest.raises(SystemExit, match="0"):
-        main(["compile", str(model), "-o", str(tmp_path / "plan"), "--cluster", "local:2", "--global-batch", "8", "--no-check"])
+        main(
+            [
+                "compile",
+                str(model),
+                "-o",
+                str(tmp_path / "plan"),
+                "--cluster",
+                "local:2",
+                "--global-batch",
+                "8",
+                "--no-check",
+            ]
+        )
     model.write_text(model.read_text() + "\nCHANGED = True\n")
     message = refusal(capfd, "run", str(tmp_path / "plan"), "--steps", "1")
     assert "has changed since the plan was made" in message
@@ -91,4 +117,6 @@ def test_a_plan_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_a_checkpoint_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "what to do" in refusal(capsys, "export", str(tmp_path), "-o", str(tmp_path / "weights.safetensors"))
+    assert "what to do" in refusal(
+        capsys, "export", str(tmp_path), "-o", str(tmp_path / "weights.safetensors")
+    )

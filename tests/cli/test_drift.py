@@ -1,4 +1,5 @@
-"""`secc drift`: what a run's times and samples say against its plan, from logs that are written as a run writes them."""
+"""`secc drift`: what a run's times and samples say against its plan, from logs that are written as a run
+writes them."""
 
 from __future__ import annotations
 
@@ -8,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from secc.cli import main
-from secc.compiler import Options, compile_model
-from secc.drift import drift
+from secc.driver.compile import Options, compile_model
+from secc.driver.replan_from_run import drift
 from secc.errors import UserError
-from secc.runtime.drift import FILE, columns
-from secc.runtime.plan import Plan, load
+from secc.runtime.monitoring.section_times import FILE, columns
+from secc.runtime.plan.schema import Plan, load
 
 MODEL = Path(__file__).parent.parent / "models" / "llava_tiny.py"
 IMAGES = ("pixel_values",)
@@ -22,12 +23,15 @@ IMAGES = ("pixel_values",)
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A vision tower and a language model on four ranks."""
     path = tmp_path_factory.mktemp("plan") / "plan"
-    compile_model(MODEL, Options(cluster="local:4", strategy="apart", global_batch=32)).write(path, lambda plan: "")
+    compile_model(MODEL, Options(cluster="local:4", strategy="apart", global_batch=32)).write(
+        path, lambda plan: ""
+    )
     return path
 
 
 def log(directory: Path, of: Plan, moved: dict[str, float], images: int = 16, steps: int = 6) -> Path:
-    """The log of a run in which sections took `moved` times as long as predicted and so many of 32 samples had images."""
+    """The log of a run in which sections took `moved` times as long as predicted and so many of 32 samples
+    had images."""
     sections: dict[str, dict[str, float]] = {}
     for name, kind, _ in columns(of):
         word = {"F": "forward_s", "B": "backward_s"}[kind]
@@ -54,16 +58,22 @@ def test_what_moves_alike_gains_nothing(plan: Path, tmp_path: Path) -> None:
     same = drift(plan, log(tmp_path / "same", load(plan), {}))
     alike = drift(plan, log(tmp_path / "alike", load(plan), {"vision_tower": 3.0, "language_model": 3.0}))
     assert alike.gain == pytest.approx(same.gain, abs=0.02)
-    assert alike.plan.prediction["step_time_s"] == pytest.approx(3 * same.plan.prediction["step_time_s"], rel=0.02)
+    assert alike.plan.prediction["step_time_s"] == pytest.approx(
+        3 * same.plan.prediction["step_time_s"], rel=0.02
+    )
 
 
 def test_another_mix_of_samples_counts(plan: Path, tmp_path: Path) -> None:
-    few, many = (drift(plan, log(tmp_path / str(n), load(plan), {"vision_tower": 6.0}, images=n)) for n in (4, 32))
+    few, many = (
+        drift(plan, log(tmp_path / str(n), load(plan), {"vision_tower": 6.0}, images=n)) for n in (4, 32)
+    )
     assert few.mix["pixel_values"][1] == pytest.approx(0.125) and many.mix["none"][1] == 0
     assert many.gain > few.gain
 
 
-def test_the_command_names_the_gain_and_the_choices(plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_names_the_gain_and_the_choices(
+    plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     logs = log(tmp_path / "logs", load(plan), {"vision_tower": 12.0})
     with pytest.raises(SystemExit, match="0"):
         main(["drift", str(plan), str(logs)])

@@ -1,4 +1,5 @@
-"""A command's process ends at once, with all that it has said, its exit code, and what asked to be called at the end."""
+"""A command's process ends at once, with all that it has said, its exit code, and what asked to be called at
+the end."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ PROGRAM = "import atexit; atexit.register(print, 'last words'); from secc.cli im
     ],
 )
 def test_a_process_ends_with_its_command(arguments: list[str], code: int, said: str, complaint: str) -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True, check=False
+    )
     assert done.returncode == code, done.stderr
     assert said in done.stdout and done.stdout.endswith("last words\n")
     assert complaint in done.stderr

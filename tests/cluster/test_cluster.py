@@ -41,7 +41,9 @@ def test_local_without_gpus_is_cpu_processes() -> None:
 
 
 def test_local_takes_the_gpus_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("secc.cluster.description.local_gpus", lambda: [("NVIDIA H100 80GB HBM3", 79 * GIB)] * 2)
+    monkeypatch.setattr(
+        "secc.cluster.description.local_gpus", lambda: [("NVIDIA H100 80GB HBM3", 79 * GIB)] * 2
+    )
     cluster = parse("local")
     assert (cluster.ranks, cluster.device.kind, cluster.device.memory) == (2, "H100", 79 * GIB)
     with pytest.raises(UserError, match="2 GPUs"):
@@ -55,7 +57,9 @@ def test_local_labels_a_gpu_it_does_not_know(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_file(tmp_path: Path) -> None:
     path = tmp_path / "lab.yaml"
-    path.write_text("nodes: 2\ndevices: 4\nkind: A100\nmemory_gib: 40\nbf16_tflops: 300\nbetween: {gb_s: 12.5, latency_us: 20}\n")
+    path.write_text(
+        "nodes: 2\ndevices: 4\nkind: A100\nmemory_gib: 40\nbf16_tflops: 300\nbetween: {gb_s: 12.5, latency_us: 20}\n"
+    )
     cluster = parse(str(path))
     assert (cluster.name, cluster.ranks, cluster.device.memory) == ("lab", 8, 40 * GIB)
     assert dict(cluster.device.gflops)["bf16"] == 300_000
@@ -68,14 +72,23 @@ def test_a_files_collectives_stay_with_the_plan(tmp_path: Path) -> None:
     entry = "{collective: all_reduce, ranks: 2, gb_s: 1.5, latency_us: 90}"
     path.write_text(f"kind: cpu\ndevices: 2\ninside: {{gb_s: 4, latency_us: 30, collectives: [{entry}]}}\n")
     cluster = parse(str(path))
-    assert cluster.inside.ring("all_reduce", 4) == Link(90_000, 15 * 10**8) and cluster.inside.ring("all_gather", 2) is None
+    assert (
+        cluster.inside.ring("all_reduce", 4) == Link(90_000, 15 * 10**8)
+        and cluster.inside.ring("all_gather", 2) is None
+    )
     assert Cluster.from_dict(json.loads(cluster.to_json())) == cluster
 
 
 def test_ranks_of_a_kind() -> None:
     cluster = parse("1x8xH100+2x8xA800")
-    assert [(p.name, p.ranks, p.device.kind) for p in cluster.parts] == [("1x8xH100", 8, "H100"), ("2x8xA800", 16, "A800")]
-    assert cluster.seen_by(range(8)).device.kind == "H100" and cluster.seen_by(range(8, 24)).device.kind == "A800"
+    assert [(p.name, p.ranks, p.device.kind) for p in cluster.parts] == [
+        ("1x8xH100", 8, "H100"),
+        ("2x8xA800", 16, "A800"),
+    ]
+    assert (
+        cluster.seen_by(range(8)).device.kind == "H100"
+        and cluster.seen_by(range(8, 24)).device.kind == "A800"
+    )
     assert cluster.seen_by(range(24)) == cluster and parse("2x8xH100").seen_by([3]) == parse("2x8xH100")
     assert [g.nodes for g in cluster.used([8, 8]).kinds] == [1, 1]
     alone = cluster.used([0, 16])
@@ -84,7 +97,11 @@ def test_ranks_of_a_kind() -> None:
 
 def test_mixed_kinds(tmp_path: Path) -> None:
     cluster = parse("4x8xH100+4x8xA800")
-    assert (cluster.ranks, cluster.nodes, [g.device.kind for g in cluster.groups]) == (64, 8, ["H100", "A800"])
+    assert (cluster.ranks, cluster.nodes, [g.device.kind for g in cluster.groups]) == (
+        64,
+        8,
+        ["H100", "A800"],
+    )
     assert (cluster.device_of(31).kind, cluster.device_of(32).kind) == ("H100", "A800")
     assert dict(cluster.device.gflops)["bf16"] == 312_000 and cluster.between.bytes_per_s == 25 * 10**9
     path = tmp_path / "mixed.yaml"
@@ -143,7 +160,10 @@ def test_bad_descriptions(text: str, message: str) -> None:
             "kind: cpu\ndevices: 2\ninside: {collectives: [{collective: sum, ranks: 2, gb_s: 1, latency_us: 1}]}",
             "not a measured collective",
         ),
-        ("kind: cpu\ndevices: 2\ninside: {collectives: [{collective: all_reduce, ranks: 1, gb_s: 1, latency_us: 1}]}", "'ranks' of a"),
+        (
+            "kind: cpu\ndevices: 2\ninside: {collectives: [{collective: all_reduce, ranks: 1, gb_s: 1, latency_us: 1}]}",
+            "'ranks' of a",
+        ),
         ("kind: H100\ndevices: 8\nmemory_gib: -1", "'memory_gib' is -1"),
         ("kind: TPU\ndevices: 8", "no preset has the figures of 'TPU'"),
         ("groups: 3", "'groups' is not a list"),

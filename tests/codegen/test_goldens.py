@@ -1,4 +1,5 @@
-"""From captured IR to every file of a plan, pinned by goldens: run with --update-goldens and read the difference."""
+"""From captured IR to every file of a plan, pinned by goldens: run with --update-goldens and read the
+difference."""
 
 from __future__ import annotations
 
@@ -7,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from secc import pipeline
+from secc import pass_pipeline
 from secc.codegen import plan as plan_codegen
 from secc.codegen.directory import Files, plan_files
-from secc.compiler import Options, pipeline_text
-from secc.ir.text import parse
-from secc.runtime.plan import ModelRef
+from secc.driver.compile import Options, pipeline_text
+from secc.ir.text_io.text import parse
+from secc.runtime.plan.schema import ModelRef
 
 HERE = Path(__file__).parent
 GOLDEN = HERE / "golden"
@@ -23,8 +24,11 @@ def planned() -> Files:
     """The files of tests/models/llava_tiny.py on three ranks, from its captured IR."""
     module = parse((HERE / "llava.mlir").read_text())
     options = Options(cluster="local:3", global_batch=12, strategy="apart")
-    pipeline.run(module, pipeline.parse(pipeline_text(options)))
-    parameters = {f"{path}.weight": "float32[4, 4] train" for path in ("model.vision_tower", "model.language_model", "lm_head")}
+    pass_pipeline.run(module, pass_pipeline.parse(pipeline_text(options)))
+    parameters = {
+        f"{path}.weight": "float32[4, 4] train"
+        for path in ("model.vision_tower", "model.language_model", "lm_head")
+    }
     plan = plan_codegen.build(module, ModelRef("model.py", "0" * 64, parameters), {"secc": "golden"})
     return plan_files(plan, module, [], {}, source="", report="")
 
@@ -41,7 +45,9 @@ def test_files_equal_goldens(files: Files, update_goldens: bool) -> None:
             path = GOLDEN / f"{name}.golden"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-    found = {str(p.relative_to(GOLDEN)).removesuffix(".golden"): p.read_text() for p in GOLDEN.rglob("*.golden")}
+    found = {
+        str(p.relative_to(GOLDEN)).removesuffix(".golden"): p.read_text() for p in GOLDEN.rglob("*.golden")
+    }
     assert pinned == found
 
 

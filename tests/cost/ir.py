@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from torch import nn
 from xdsl.dialects.builtin import ModuleOp, StringAttr
 
-from secc.ir import text
-from secc.ir.dialect import CallOp, graph_of
+from secc.ir.dialect.ops import CallOp, graph_of
+from secc.ir.text_io import text
 
 HEAD = """sec.graph "g" optional ["px"] {
   sec.symbol "B" kind "rows" key "x" dim 0
@@ -18,10 +18,13 @@ HEAD = """sec.graph "g" optional ["px"] {
 
 
 def graph(model: nn.Module, calls: str, declared: str = "") -> ModuleOp:
-    """A graph with a block for each child of `model` and one case holding `calls`, whose operands are %x [B, S, 8] and %m [B, S]."""
+    """A graph with a block for each child of `model` and one case holding `calls`, whose operands are %x [B,
+    S, 8] and %m [B, S]."""
     blocks = "".join(_block(name, module) for name, module in model.named_children())
     inputs = '    %x = sec.input "x" : !sec.tensor<[B, S, 8], f32>\n    %m = sec.input "m" : !sec.tensor<[B, S], i64>\n'
-    return text.parse(f'{HEAD}{blocks}{declared}  sec.case "c" when [] {{\n{inputs}{calls}    sec.return (%y)\n  }}\n}}\n')
+    return text.parse(
+        f'{HEAD}{blocks}{declared}  sec.case "c" when [] {{\n{inputs}{calls}    sec.return (%y)\n  }}\n}}\n'
+    )
 
 
 def _block(name: str, module: nn.Module) -> str:

@@ -1,4 +1,5 @@
-"""Blocks on the meta device: what is counted, what is kept for backward, and what is said where nothing can be counted."""
+"""Blocks on the meta device: what is counted, what is kept for backward, and what is said where nothing can
+be counted."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from secc.cost import trial
-from secc.cost.examples import Samples
-from secc.cost.measure import measure
-from secc.cost.section import number
-from secc.ir.dialect import BlockOp, TieOp, graph_of
-from secc.runtime.recompute import install, units
+from secc.cost.counting import meta_run
+from secc.cost.counting.annotate_calls import measure
+from secc.cost.counting.example_arguments import Samples
+from secc.cost.model.section_cost import number
+from secc.ir.dialect.ops import BlockOp, TieOp, graph_of
+from secc.runtime.sections.recompute import install, units
 from tests.cost.ir import attributes, graph
 
 CALL = '    %y = sec.call "f" (%x) args "$0" outs [""] : !sec.tensor<[B, S, 8], f32, grad>\n'
@@ -34,13 +35,19 @@ class Attention(nn.Module):
         query, key, value = self.qkv(x).unflatten(-1, (6, 4)).transpose(1, 2).chunk(3, dim=1)
         if mask is not None and not mask.all():
             raise ValueError("the trial should take the mask for full")
-        return functional.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2)
+        return (
+            functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
 
 class Stack(nn.Module):
     def __init__(self, depth: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(depth))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(depth)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -75,20 +82,30 @@ def measured(block: nn.Module, calls: str = CALL) -> Any:
 
 @pytest.mark.parametrize("depth", [1, 2, 7])
 def test_a_frozen_block_holds_what_its_largest_layer_needs_at_once(depth: int) -> None:
-    """A layer's input and 32 numbers wide twice, before and behind the activation; the input is the call's own from the second layer on."""
+    """A layer's input and 32 numbers wide twice, before and behind the activation; the input is the call's
+    own from the second layer on."""
     frozen = CALL.replace('outs [""]', 'outs [""] no_grad').replace(", grad>", ">")
     assert measured(Stack(depth).requires_grad_(False), frozen)["peak"] == f"{256 + 32 * (depth > 1)}*B*S"
     assert "peak" not in measured(Stack(depth))
 
 
-def on_meta(block: nn.Module, again: Sequence[nn.Module] = ()) -> trial.Trial:
-    return trial.run(block, lambda makes: ([makes((3, 5, 8), (40, 8, 1), torch.float32)], {}), grad=True, units=again)
+def on_meta(block: nn.Module, again: Sequence[nn.Module] = ()) -> meta_run.Trial:
+    return meta_run.run(
+        block, lambda makes: ([makes((3, 5, 8), (40, 8, 1), torch.float32)], {}), grad=True, units=again
+    )
 
 
 def test_trials_that_share_what_stands_for_parameters_count_alike() -> None:
-    block, makes = Stack(3), trial.Makes()
+    block, makes = Stack(3), meta_run.Makes()
     shared = [
-        trial.run(block, lambda makes: ([makes((3, 5, 8), (40, 8, 1), torch.float32)], {}), True, units(block), makes) for _ in range(2)
+        meta_run.run(
+            block,
+            lambda makes: ([makes((3, 5, 8), (40, 8, 1), torch.float32)], {}),
+            True,
+            units(block),
+            makes,
+        )
+        for _ in range(2)
     ]
     assert shared == [on_meta(block, units(block))] * 2
 
@@ -109,14 +126,16 @@ def test_a_token_costs_one_expert() -> None:
 
 def test_attention_counts_as_a_fused_kernel() -> None:
     found = measured(Attention())
-    # 2*8*24 for the projection; 4*S*head for each of two heads. Saved: x, qkv (one storage), the output, a log-sum of each head.
-    # Causal: S*(S + 1)/2 pairs of each head.
+    # 2*8*24 for the projection; 4*S*head for each of two heads. Saved: x, qkv (one storage), the output, a
+    # log-sum of each head. Causal: S*(S + 1)/2 pairs of each head.
     assert found["flops"] == "16*B*S*S + 400*B*S" and found["attention"] == "16*B*S*S + 16*B*S"
     assert found["saved"] == f"{4 * (8 + 24 + 8 + 2)}*B*S"
 
 
 def test_truth_values_of_masks_count_as_true() -> None:
-    masked = '    %y = sec.call "f" (%x, %m) args "$0, mask=$1" outs [""] : !sec.tensor<[B, S, 8], f32, grad>\n'
+    masked = (
+        '    %y = sec.call "f" (%x, %m) args "$0, mask=$1" outs [""] : !sec.tensor<[B, S, 8], f32, grad>\n'
+    )
     assert measured(Attention(), masked)["cost"] == "counted"
 
 
@@ -167,7 +186,9 @@ class Waved(nn.Module):
 def test_tensors_that_a_block_has_from_elsewhere_meet_those_without_values() -> None:
     found = measured(Waved())
     assert (found["flops"], found["cost"]) == ("1024*B*S", "counted")
-    assert found["moved"] == f"{4 * 2 * 8 * 2}*B*S + {2 * 4 * 8}"  # two operations read and write x and read eight numbers
+    assert (
+        found["moved"] == f"{4 * 2 * 8 * 2}*B*S + {2 * 4 * 8}"
+    )  # two operations read and write x and read eight numbers
 
 
 class Rated(nn.Module):
@@ -196,14 +217,19 @@ class PerSample(nn.Module):
 
 
 def test_a_block_that_reads_integers_costs_what_samples_do() -> None:
-    """Samples of 10 and 30 tokens: pairs 100 and 900, so 25 for each token in the mean, of 2*(8 + 8) FLOPs."""
+    """Samples of 10 and 30 tokens: pairs 100 and 900, so 25 for each token in the mean, of 2*(8 + 8)
+    FLOPs."""
     packed = """    %l = sec.input "lengths" : !sec.tensor<[B], i64>
     %t = sec.input "t" : !sec.tensor<[1, T, 8], f32, grad>
     %y = sec.call "f" (%t, %l) args "$0, $1" outs [""] : !sec.tensor<[1, T, 8], f32, grad>
 """
     model = nn.ModuleDict({"f": PerSample()})
     module = graph(model, packed, '  sec.symbol "T" kind "rows" key "t" dim 1\n')
-    measure(module, model, Samples([{"lengths": torch.tensor([n]), "t": torch.zeros(1, n, 8)} for n in (10, 30)], {}))
+    measure(
+        module,
+        model,
+        Samples([{"lengths": torch.tensor([n]), "t": torch.zeros(1, n, 8)} for n in (10, 30)], {}),
+    )
     found = attributes(module)[0]
     assert (found["attention"], found["cost"]) == (f"{25 * 32}*T", "sampled")
 
@@ -223,13 +249,20 @@ def test_padded_samples_that_were_tried_alone_cost_their_rows_together() -> None
     masked = CALL.replace("(%x)", "(%x, %m)").replace('"$0"', '"$0, $1"')
     model = nn.ModuleDict({"f": ReadsMask()})
     module = graph(model, masked)
-    measure(module, model, Samples([{"x": torch.zeros(1, n, 8), "m": torch.ones(1, n, dtype=torch.int64)} for n in (10, 30)], {}))
+    measure(
+        module,
+        model,
+        Samples(
+            [{"x": torch.zeros(1, n, 8), "m": torch.ones(1, n, dtype=torch.int64)} for n in (10, 30)], {}
+        ),
+    )
     found = attributes(module)[0]
     assert (found["flops"], found["saved"], found["cost"]) == ("1024*B*S", "32*B*S", "sampled")
 
 
 def test_what_is_kept_where_layers_run_again() -> None:
-    """Each layer of the stack keeps its input, and its second run what it keeps otherwise: the inner 32 features twice and its input."""
+    """Each layer of the stack keeps its input, and its second run what it keeps otherwise: the inner 32
+    features twice and its input."""
     found = measured(Stack(5))
     assert found["kept"] == f"{5 * 4 * 8}*B*S" and found["working"] == f"{4 * (32 + 32)}*B*S"
     assert found["saved"] == f"{5 * 4 * (8 + 32 + 32)}*B*S" and found["again"] == found["work"]
@@ -240,7 +273,8 @@ def test_what_is_kept_where_layers_run_again() -> None:
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_kept_bytes_are_what_recomputation_keeps(mode: str) -> None:
-    """Against a real run under the wrappers that ranks use; of selective, the share of layers that the cost model takes."""
+    """Against a real run under the wrappers that ranks use; of selective, the share of layers that the cost
+    model takes."""
     model, depth = nn.ModuleDict({"f": Stack(6)}), 6
     found = on_meta(model["f"], units(model["f"]))
     install(model, ["f"], mode)
@@ -254,7 +288,10 @@ def test_kept_bytes_are_what_recomputation_keeps(mode: str) -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         model["f"](torch.zeros(3, 5, 8))
     again = depth if mode == "full" else depth // 2
-    assert sum(t.untyped_storage().nbytes() for t in kept.values()) == found.saved - again * (found.saved - found.kept) // depth
+    assert (
+        sum(t.untyped_storage().nbytes() for t in kept.values())
+        == found.saved - again * (found.saved - found.kept) // depth
+    )
 
 
 def test_what_a_whole_block_keeps_includes_its_inputs() -> None:
@@ -285,7 +322,10 @@ class Turned(Stack):
         return x
 
 
-@pytest.mark.parametrize(("order", "turned"), [((0, 1, 2), False), ((0, 2), False), ((0, 1, 2, 0), True), ((1, 1), True), ((1, 0), True)])
+@pytest.mark.parametrize(
+    ("order", "turned"),
+    [((0, 1, 2), False), ((0, 2), False), ((0, 1, 2, 0), True), ((1, 1), True), ((1, 0), True)],
+)
 def test_layers_that_run_twice_or_out_of_turn_are_marked(order: tuple[int, ...], turned: bool) -> None:
     block = Turned(*order)
     assert on_meta(block, units(block)).in_turn != turned
@@ -319,11 +359,11 @@ def test_saved_bytes_are_what_autograd_keeps(depth: int) -> None:
 def test_alike_layers_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[nn.Module] = []
 
-    def counted(module: nn.Module, *rest: Any, **options: Any) -> trial.Trial:
+    def counted(module: nn.Module, *rest: Any, **options: Any) -> meta_run.Trial:
         runs.append(module)
-        return trial.run(module, *rest, **options)
+        return meta_run.run(module, *rest, **options)
 
-    monkeypatch.setattr("secc.cost.measure.run", counted)
+    monkeypatch.setattr("secc.cost.counting.annotate_calls.run", counted)
     model = nn.ModuleDict({"f": nn.Linear(8, 8), "g": nn.Linear(8, 8)})
     second = CALL.replace("%y", "%z").replace('"f"', '"g"')
     module = graph(model, CALL + second)
@@ -333,17 +373,23 @@ def test_alike_layers_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_bytes_of_blocks_and_ties() -> None:
-    model = nn.ModuleDict({"f": nn.Linear(8, 8, bias=False).to(torch.bfloat16), "g": nn.Linear(8, 8, bias=False)})
+    model = nn.ModuleDict(
+        {"f": nn.Linear(8, 8, bias=False).to(torch.bfloat16), "g": nn.Linear(8, 8, bias=False)}
+    )
     model["g"].weight = model["f"].weight
     module = graph(model, CALL, '  sec.tie names ["f.weight", "g.weight"]\n')
     measure(module, model)
     ops = list(graph_of(module).body.block.ops)
     assert [number(op, "bytes", 0) for op in ops if isinstance(op, BlockOp)] == [128, 128]
-    assert [(number(op, "params", 0), number(op, "bytes", 0)) for op in ops if isinstance(op, TieOp)] == [(64, 128)]
+    assert [(number(op, "params", 0), number(op, "bytes", 0)) for op in ops if isinstance(op, TieOp)] == [
+        (64, 128)
+    ]
 
 
 def test_the_users_modules_are_left_alone() -> None:
     block = Stack(2)
     before = {n: p.clone() for n, p in block.named_parameters()}
     measured(block)
-    assert all(torch.equal(p, before[n]) and p.grad is None and not p.is_meta for n, p in block.named_parameters())
+    assert all(
+        torch.equal(p, before[n]) and p.grad is None and not p.is_meta for n, p in block.named_parameters()
+    )

@@ -1,8 +1,8 @@
 """Parameters and FLOPs of public models against what their authors publish.
 
-FLOPs of the vision models are torchvision's (`ViT_B_16_Weights`… `meta["_ops"]`, in 10^9 multiplications with addition); those of BERT are
-from "TinyBERT: Distilling BERT for Natural Language Understanding" (Jiao et al., 2020), table 1, for 128 tokens. Parameters of language
-models are those of their model cards' checkpoints.
+FLOPs of the vision models are torchvision's (`ViT_B_16_Weights`… `meta["_ops"]`, in 10^9 multiplications with
+addition); those of BERT are from "TinyBERT: Distilling BERT for Natural Language Understanding" (Jiao et al.,
+2020), table 1, for 128 tokens. Parameters of language models are those of their model cards' checkpoints.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers as T
 
-from secc.cost import trial
+from secc.cost.counting import meta_run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "workloads"))
 from parts import configs  # pyright: ignore[reportMissingImports]
@@ -37,11 +37,11 @@ def resnet(depths: list[int]) -> Any:
     return T.ResNetForImageClassification(T.ResNetConfig(depths=depths, num_labels=1000)).eval()
 
 
-def picture(makes: trial.Makes) -> Any:
+def picture(makes: meta_run.Makes) -> Any:
     return [makes((1, 3, 224, 224), (3 * 224 * 224, 224 * 224, 224, 1), torch.float32)], {}
 
 
-def words(makes: trial.Makes) -> Any:
+def words(makes: meta_run.Makes) -> Any:
     return [makes((1, 128), (128, 1), torch.int64)], {}
 
 
@@ -55,11 +55,13 @@ def words(makes: trial.Makes) -> Any:
     (lambda: resnet([3, 8, 36, 3]), picture, 60_192_808, 2 * 11.514e9),
     (lambda: T.BertModel(T.BertConfig()).eval(), words, 109_482_240, 22.5e9),
 ], ids=["vit_b_16", "vit_b_32", "vit_l_16", "vit_l_32", "resnet50", "resnet101", "resnet152", "bert_base"])  # fmt: skip
-def test_parameters_and_flops_are_the_published_ones(make: Any, arguments: Any, parameters: int, flops: float) -> None:
+def test_parameters_and_flops_are_the_published_ones(
+    make: Any, arguments: Any, parameters: int, flops: float
+) -> None:
     with torch.device("meta"):
         model = make()
     assert sum(p.numel() for p in model.parameters()) == parameters
-    assert trial.run(model, arguments, grad=False).flops == pytest.approx(flops, rel=0.01)
+    assert meta_run.run(model, arguments, grad=False).flops == pytest.approx(flops, rel=0.01)
 
 
 @pytest.mark.parametrize(("config", "parameters"), [

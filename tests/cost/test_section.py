@@ -8,19 +8,19 @@ from fractions import Fraction
 import pytest
 
 from secc.cluster import parse
-from secc.cost import time
-from secc.cost.again import Again
-from secc.cost.collectives import Span
-from secc.cost.gathering import passing
-from secc.cost.load import crossings, patterns
-from secc.cost.memory import memory
-from secc.cost.parallel import on_rank, sums_ns
-from secc.cost.section import SectionCost, section_cost
-from secc.cost.texts import largest
-from secc.ir import text
-from secc.ir.dialect import GraphOp, graph_of
-from secc.runtime.buckets import BUCKET_BYTES
-from secc.runtime.expr import evaluate
+from secc.cost.model import roofline
+from secc.cost.model.collectives import Span
+from secc.cost.model.cost_expressions import largest
+from secc.cost.model.dataset_load import crossings, patterns
+from secc.cost.model.memory import memory
+from secc.cost.model.recompute_cost import Again
+from secc.cost.model.section_cost import SectionCost, section_cost
+from secc.cost.model.tp_pp_scaling import on_rank, sums_ns
+from secc.cost.model.zero3_cost import passing
+from secc.ir.dialect.ops import GraphOp, graph_of
+from secc.ir.text_io import text
+from secc.runtime.parameters.bucket_limits import BUCKET_BYTES
+from secc.runtime.plan.expr_eval import evaluate
 
 HEAD = """sec.graph "g" optional ["px"] {
   sec.symbol "B" kind "rows" key "x" dim 0
@@ -46,7 +46,10 @@ ENC = (
 
 def graph(*cases: str, declared: str = "") -> GraphOp:
     whens = ("[]", '["px"]')
-    bodies = "".join(f'  sec.case "c{i}" when {whens[i]} {{\n{ops}    sec.return (%f)\n  }}\n' for i, ops in enumerate(cases))
+    bodies = "".join(
+        f'  sec.case "c{i}" when {whens[i]} {{\n{ops}    sec.return (%f)\n  }}\n'
+        for i, ops in enumerate(cases)
+    )
     return graph_of(text.parse(HEAD + declared + bodies + "}\n"))
 
 
@@ -64,7 +67,9 @@ def test_sizes_that_values_decide_cost_what_they_are_about() -> None:
 def test_calls_and_glue_add_up() -> None:
     found = cost(graph(X + F, X + F + ENC))
     assert found.flops == "30*B*S + n"
-    assert found.backward_flops == "50*B*S + (3*n)//2"  # f twice its forward, g, half of which trains, one and a half times
+    assert (
+        found.backward_flops == "50*B*S + (3*n)//2"
+    )  # f twice its forward, g, half of which trains, one and a half times
     assert found.glue_bytes == "32*B*S + 32*n"  # the addition's operands and result; the view moves nothing
     assert found.saved == "20*B*S"
     assert (found.ops, found.dtype, found.label) == (9, "bf16", "counted")
@@ -74,13 +79,22 @@ UNITS = 'saved = "100*B*S", ops = 8, units = 3, kept = "10*B*S", working = "30*B
 
 
 def test_recomputation_keeps_less_and_runs_again() -> None:
-    """Of three layers `full` runs all again and `selective` one; what glue keeps stays, and g keeps what it kept."""
-    found = cost(graph(X + F.replace('saved = "4*B*S", ops = 3', UNITS), X + F.replace('saved = "4*B*S", ops = 3', UNITS) + ENC))
+    """Of three layers `full` runs all again and `selective` one; what glue keeps stays, and g keeps what it
+    kept."""
+    found = cost(
+        graph(
+            X + F.replace('saved = "4*B*S", ops = 3', UNITS),
+            X + F.replace('saved = "4*B*S", ops = 3', UNITS) + ENC,
+        )
+    )
     assert found.saved == "116*B*S"
     assert found.again["full"] == Again("26*B*S", "30*B*S", "9*B*S", 8)
     assert found.again["selective"] == Again("86*B*S", "0", "3*B*S", 2)
     device = parse("1x8xH100").device
-    once, again = (evaluate(time.backward_ns(found, "train", device, way), {"B": 1, "S": 10**6, "n": 0}) for way in ("none", "full"))
+    once, again = (
+        evaluate(roofline.backward_ns(found, "train", device, way), {"B": 1, "S": 10**6, "n": 0})
+        for way in ("none", "full")
+    )
     assert again - once == 8 * device.op_ns + 1000 * 9 * 10**6 // (989_000 * 700)
 
 
@@ -125,7 +139,8 @@ def test_a_block_called_beside_the_one_that_holds_it_counts_once_and_is_no_layer
 
 
 def test_a_forward_without_backward_holds_what_its_glue_makes_and_what_a_call_needs() -> None:
-    """The call has 100 bytes for each row at most, of which 32 are its result; that stays, and so does what glue makes of it."""
+    """The call has 100 bytes for each row at most, of which 32 are its result; that stays, and so does what
+    glue makes of it."""
     made = '    %t = sec.glue "aten.tanh.default" (%e) args "$0" in @enc : !sec.tensor<[n, 8], f32>\n'
     frozen = graph(X + F + ENC.replace("ops = 5", 'ops = 5, peak = "100*n"') + made)
     assert cost(frozen, "enc").transient == "132*n"
@@ -142,7 +157,8 @@ def test_matrix_products_in_glue_count() -> None:
 
 
 def test_ranks_of_tp_hold_the_logits_of_their_tokens() -> None:
-    """Four ranks keep a quarter of each [B, S, 64] that a loss makes of logits; a sum over the tokens is whole on all of them."""
+    """Four ranks keep a quarter of each [B, S, 64] that a loss makes of logits; a sum over the tokens is
+    whole on all of them."""
     loss = (
         '    %w = sec.param "w" : !sec.tensor<[64, 8], bf16, grad>\n'
         '    %z = sec.glue "aten.linear.default" (%f, %w) args "$0, $1" in @lm : !sec.tensor<[B, S, 64], bf16, grad>\n'
@@ -150,8 +166,14 @@ def test_ranks_of_tp_hold_the_logits_of_their_tokens() -> None:
         '    %s = sec.glue "aten.sum.dim_IntList" (%l) args "$0, [-1]" in @lm : !sec.tensor<[B, S], bf16, grad>\n'
     )
     whole = cost(graph(X + F + loss))
-    assert (whole.saved, whole.logits_saved) == ("262*B*S", "256*B*S")  # 4 of the call, 2 of the sums, and logits twice
-    assert (whole.passing, whole.logits_passing) == ("0", "256*B*S")  # gradients of the logits and of their logarithms
+    assert (whole.saved, whole.logits_saved) == (
+        "262*B*S",
+        "256*B*S",
+    )  # 4 of the call, 2 of the sums, and logits twice
+    assert (whole.passing, whole.logits_passing) == (
+        "0",
+        "256*B*S",
+    )  # gradients of the logits and of their logarithms
     rank = on_rank(whole, 4, 1)
     assert evaluate(rank.logits_passing, {"B": 1, "S": 1}) == 64
     kept = 6 * 16 // 34  # of what tp does not cut by tokens (10 + 24/4) parts in 34
@@ -189,31 +211,35 @@ def test_shares_add_up_to_one() -> None:
 
 def test_times_are_a_roofline_in_whole_nanoseconds() -> None:
     device = parse("1x8xH100").device
-    text = time.forward_ns(cost(graph(X + F, X + F + ENC)), device)
+    text = roofline.forward_ns(cost(graph(X + F, X + F + ENC)), device)
     sizes = {"B": 2, "S": 10**6, "n": 1}
     compute = 1000 * (30 * 2 * 10**6 + 1) // (989_000 * 700)
-    assert evaluate(text, sizes) == device.overheads.job + 9 * device.op_ns + compute + 1000 * (32 * 2 * 10**6 + 32) // (3350 * 1000)
-    assert time.backward_ns(cost(graph(X + F)), "forward", device) == "0"
+    assert evaluate(text, sizes) == device.overheads.job + 9 * device.op_ns + compute + 1000 * (
+        32 * 2 * 10**6 + 32
+    ) // (3350 * 1000)
+    assert roofline.backward_ns(cost(graph(X + F)), "forward", device) == "0"
 
 
 @pytest.mark.parametrize(("ranks", "messages"), [(1, 0), (2, 2), (8, 14)])
 def test_ring_all_reduce(ranks: int, messages: int) -> None:
     cluster = parse("2x8xH100")
-    assert time.reduce_ns(1 << 30, ranks, cluster) == messages * cluster.inside.message_ns((1 << 30) // ranks)
+    assert roofline.reduce_ns(1 << 30, ranks, cluster) == messages * cluster.inside.message_ns(
+        (1 << 30) // ranks
+    )
 
 
 def test_sharding_sends_as_much_and_steps_on_less() -> None:
     cluster, found = parse("2x8xH100"), cost(graph(X + F))
-    assert time.sharded_reduce_ns(1 << 30, 8, cluster) == time.reduce_ns(1 << 30, 8, cluster)
-    assert time.sharded_reduce_ns(1 << 30, 1, cluster) == 0
+    assert roofline.sharded_reduce_ns(1 << 30, 8, cluster) == roofline.reduce_ns(1 << 30, 8, cluster)
+    assert roofline.sharded_reduce_ns(1 << 30, 1, cluster) == 0
     cpus = parse("local:4")
-    assert time.sharded_reduce_ns(1 << 20, 4, cpus) > 2 * time.reduce_ns(1 << 20, 4, cpus)
-    assert time.optimizer_ns(found, cpus.device, 4) == time.optimizer_ns(found, cpus.device) // 4
+    assert roofline.sharded_reduce_ns(1 << 20, 4, cpus) > 2 * roofline.reduce_ns(1 << 20, 4, cpus)
+    assert roofline.optimizer_ns(found, cpus.device, 4) == roofline.optimizer_ns(found, cpus.device) // 4
 
 
 def test_all_reduce_over_nodes_is_slower() -> None:
     cluster = parse("2x8xH100")
-    assert time.reduce_ns(1 << 30, 16, cluster) > 1.5 * time.reduce_ns(1 << 30, 8, cluster)
+    assert roofline.reduce_ns(1 << 30, 16, cluster) > 1.5 * roofline.reduce_ns(1 << 30, 8, cluster)
 
 
 def test_memory_grows_with_what_is_in_flight() -> None:
@@ -239,10 +265,18 @@ def test_the_largest_sample_may_take_more_than_several_mean_micro_batches() -> N
 def test_memory_of_sharded_states() -> None:
     found = cost(graph(X + F, X + F + ENC))
     size = found.trainable_bytes
-    plain, zero1, zero2 = (memory(found, 0, dp=4, sharding=s, micro_batches=2) for s in ("none", "zero1", "zero2"))
+    plain, zero1, zero2 = (
+        memory(found, 0, dp=4, sharding=s, micro_batches=2) for s in ("none", "zero1", "zero2")
+    )
     assert plain.optimizer == 2 * size and zero1.optimizer == 2 * size // 4
-    assert plain.gradients == zero1.gradients == size and (plain.sums.shard, zero1.sums.shard) == (0, size // 4)
-    assert zero2.sums == zero1.sums._replace(freed=True) and plain.sums.window == zero1.sums.window == 4 * found.trainable
+    assert plain.gradients == zero1.gradients == size and (plain.sums.shard, zero1.sums.shard) == (
+        0,
+        size // 4,
+    )
+    assert (
+        zero2.sums == zero1.sums._replace(freed=True)
+        and plain.sums.window == zero1.sums.window == 4 * found.trainable
+    )
     assert memory(found, 0, dp=1, sharding="zero1") == memory(found, 0)
 
 
@@ -254,20 +288,35 @@ def test_zero2_holds_no_whole_gradients_where_a_replica_has_one_micro_batch() ->
 
 
 def test_gradients_on_their_way_take_the_place_of_what_the_last_backward_frees() -> None:
-    """Of 6,000 bytes of gradients all travel at once: little is added where a micro-batch keeps much, all of it where it keeps nothing."""
+    """Of 6,000 bytes of gradients all travel at once: little is added where a micro-batch keeps much, all of
+    it where it keeps nothing."""
     found = cost(graph(X + F, X + F + ENC))
-    kept = {size: memory(found, size, dp=4).total(1) - memory(found, size).total(1) for size in (0, 4000, 6000, 20_000)}
+    kept = {
+        size: memory(found, size, dp=4).total(1) - memory(found, size).total(1)
+        for size in (0, 4000, 6000, 20_000)
+    }
     assert kept == {0: 6000, 4000: 2000, 6000: 0, 20_000: 0}
     shards = memory(found, 4000, dp=4, sharding="zero1")
     assert shards.beside(1) == 6000 + 6000 + 1500 - 4000
-    assert memory(found, 4000, dp=4, sharding="zero2").beside(1) == 6000 and memory(found, 0, dp=4, sharding="zero2").beside(1) == 7500
+    assert (
+        memory(found, 4000, dp=4, sharding="zero2").beside(1) == 6000
+        and memory(found, 0, dp=4, sharding="zero2").beside(1) == 7500
+    )
 
 
 def test_memory_and_passes_of_sharded_parameters() -> None:
-    """A rank has a fourth of everything, two layers and what is in none; a backward gathers again and sums gradients in float32."""
+    """A rank has a fourth of everything, two layers and what is in none; a backward gathers again and sums
+    gradients in float32."""
     layered = cost(graph(X + F.replace('saved = "4*B*S", ops = 3', UNITS)))
     assert (layered.unit_bytes, layered.rest_bytes) == (-(-4000 // 3), 0)
-    large = replace(layered, param_bytes=24 * 10**9, trainable=12 * 10**9, trainable_bytes=24 * 10**9, unit_bytes=10**9, rest_bytes=10**9)
+    large = replace(
+        layered,
+        param_bytes=24 * 10**9,
+        trainable=12 * 10**9,
+        trainable_bytes=24 * 10**9,
+        unit_bytes=10**9,
+        rest_bytes=10**9,
+    )
     room = memory(large, 0, dp=4, sharding="zero3")
     assert (room.parameters, room.gradients, room.optimizer) == (6 * 10**9, 12 * 10**9, 12 * 10**9)
     assert room.buffers == (2 + 1) * 10**9 + (2 + 1) * 2 * 10**9
@@ -278,10 +327,16 @@ def test_memory_and_passes_of_sharded_parameters() -> None:
         and passing(large, "zero3", cluster, Span(1, 1)) is None
         and passing(large, "zero2", cluster, Span(8, 1)) is None
     )
-    assert gathers.forward == (layered.layers + 1) * gathers.unit and 2.9 < gathers.backward / gathers.forward < 3.1
+    assert (
+        gathers.forward == (layered.layers + 1) * gathers.unit
+        and 2.9 < gathers.backward / gathers.forward < 3.1
+    )
     assert gathers.forward_ns(10**12) == 10**12 + gathers.unit and gathers.backward_ns(0) == 0
     texts = gathers.texts("5*B", "7*B")
-    assert [evaluate(t, {"B": 10**12}) for t in texts] == [gathers.forward_ns(5 * 10**12), gathers.backward_ns(7 * 10**12)]
+    assert [evaluate(t, {"B": 10**12}) for t in texts] == [
+        gathers.forward_ns(5 * 10**12),
+        gathers.backward_ns(7 * 10**12),
+    ]
 
 
 def test_layers_that_run_out_of_turn_are_gathered_with_the_rest() -> None:
@@ -290,4 +345,8 @@ def test_layers_that_run_out_of_turn_are_gathered_with_the_rest() -> None:
 
 
 def test_recomputation_adds_its_work_once() -> None:
-    assert memory(cost(graph(X + F)), activation=1000, working=50).total(3) - memory(cost(graph(X + F)), 1000).total(3) == 50
+    assert (
+        memory(cost(graph(X + F)), activation=1000, working=50).total(3)
+        - memory(cost(graph(X + F)), 1000).total(3)
+        == 50
+    )

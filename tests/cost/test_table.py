@@ -13,15 +13,15 @@ import torch
 from torch import nn
 
 from secc.cluster import Overheads, parse
-from secc.cost import time
-from secc.cost.measure import measure
-from secc.cost.overheads import with_overheads
-from secc.cost.section import section_cost
-from secc.cost.table import Entry, Hardware, Prices, Table, here, key, read
+from secc.cost.counting.annotate_calls import measure
+from secc.cost.model import roofline
+from secc.cost.model.measured_costs import Entry, Hardware, Prices, Table, here, key, read
+from secc.cost.model.section_cost import section_cost
+from secc.cost.model.step_overheads import with_overheads
 from secc.errors import UserError
-from secc.ir.dialect import CallOp, graph_of
+from secc.ir.dialect.ops import CallOp, graph_of
 from secc.profile.blocks import Batch, profile
-from secc.runtime.expr import evaluate
+from secc.runtime.plan.expr_eval import evaluate
 from tests.cost.ir import graph
 
 CALL = '    %y = sec.call "f" (%x) args "$0" outs [""] in @s : !sec.tensor<[B, S, 8], f32, grad>\n'
@@ -48,10 +48,12 @@ def test_a_section_of_timed_blocks_is_measured() -> None:
     table(model, module).write(module, model)
     cost = section_cost(graph_of(module), next(iter(graph_of(module).sections)))
     device = parse("local:2").device
-    assert time.label(cost, device) == "measured" and (cost.work, cost.flops) == ("0", "128*B*S")
+    assert roofline.label(cost, device) == "measured" and (cost.work, cost.flops) == ("0", "128*B*S")
     sizes = {"B": 2, "S": 16}
     counted = 6400 * 32 * 0.5 + 0.25 * 0  # work counts fifty times over 8 features; nothing else moves bytes
-    assert evaluate(time.forward_ns(cost, device), sizes) == pytest.approx(device.overheads.job + 1000 + counted, rel=1e-6)
+    assert evaluate(roofline.forward_ns(cost, device), sizes) == pytest.approx(
+        device.overheads.job + 1000 + counted, rel=1e-6
+    )
 
 
 def test_a_stretched_entry_takes_so_many_times_as_long() -> None:
@@ -91,7 +93,9 @@ def test_a_table_of_the_clusters_hardware_is_taken() -> None:
     Table(here(CPU), {}).check(parse("1x2xcpu"))
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]", json.dumps({"version": 2, "hardware": {"backend": "cpu"}, "blocks": {}})])
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[1]", json.dumps({"version": 2, "hardware": {"backend": "cpu"}, "blocks": {}})]
+)
 def test_what_is_no_table_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     path.write_text(text)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sympy
 
-from secc.cost.texts import estimated
-from secc.ir import expr
-from secc.runtime.expr import evaluate
+from secc.cost.model.cost_expressions import estimated
+from secc.ir.dialect import size_expr
+from secc.runtime.plan.expr_eval import evaluate
 
-B, S, N = map(expr.symbol, "BSN")
+B, S, N = map(size_expr.symbol, "BSN")
 
 
 def test_an_estimate_may_be_the_largest_of_several_in_parts():

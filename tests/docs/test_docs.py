@@ -1,4 +1,5 @@
-"""The documents speak of what exists: links lead somewhere, quoted messages are in the code, the README's model trains."""
+"""The documents speak of what exists: links lead somewhere, quoted messages are in the code, the README's
+model trains."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ import torch
 import typer
 
 from secc import cli
-from secc.runtime import options as run_options
-from secc.runtime.user_model import load, loss_of
+from secc.runtime.model.user_file import load, loss_of
+from secc.runtime.training import options as run_options
 
 PAGES = (
     "README.md",
@@ -55,12 +56,23 @@ def options(root: Path) -> set[str]:
     context = commands.make_context("secc", [], resilient_parsing=True)
     found = [commands.get_command(context, name) for name in cli.COMMANDS]
     known = {
-        option for command in found if command for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)
+        option
+        for command in found
+        if command
+        for parameter in command.params
+        for option in (*parameter.opts, *parameter.secondary_opts)
     }
     known |= set(run_options.parser()._option_string_actions)
     known |= {"--hypothesis-seed"}  # a plugin's
-    scripts = [root / "tests/conftest.py", *root.glob("examples/*.py"), *root.glob("tools/*.py"), *root.glob("tools/*.sh")]
-    return known | {option for script in scripts for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", script.read_text())}
+    scripts = [
+        root / "tests/conftest.py",
+        *root.glob("examples/*.py"),
+        *root.glob("tools/*.py"),
+        *root.glob("tools/*.sh"),
+    ]
+    return known | {
+        option for script in scripts for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", script.read_text())
+    }
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -1,4 +1,5 @@
-"""Compiles a model file, checks it against the eager model and writes its plan; training and comparing is `tools.ranks`."""
+"""Compiles a model file, checks it against the eager model and writes its plan; training and comparing is
+`tools.ranks`."""
 
 from __future__ import annotations
 
@@ -10,14 +11,14 @@ from pathlib import Path
 
 from xdsl.dialects.builtin import ModuleOp
 
-from secc.check import checked
 from secc.codegen import plan as plan_codegen
-from secc.compiler import Compiled, Options, compile_model, pipeline_text
-from secc.frontend.capture import Capture
-from secc.ir.text import parse, print_module
-from secc.planning import Planner, Source
+from secc.driver.compile import Compiled, Options, compile_model, pipeline_text
+from secc.driver.exactness_check import checked
+from secc.driver.layer_capture import Staging
+from secc.driver.pass_driver import Planner, Source
+from secc.frontend.capture.capture import Capture
+from secc.ir.text_io.text import parse, print_module
 from secc.report.page import page
-from secc.staging import Staging
 from tools.ranks import LEARNING_RATE, Trained, differences, distributed, metrics, plain, recording_model, run
 
 __all__ = [
@@ -45,7 +46,8 @@ def compile_to(path: Path, output: Path, check: bool = True, **options: object) 
 
 
 class Layered:
-    """What is learnt for one plan and holds for others of the model: its captures in layers, and the IR of each capture."""
+    """What is learnt for one plan and holds for others of the model: its captures in layers, and the IR of
+    each capture."""
 
     def __init__(self) -> None:
         self.captures: dict[tuple[str, ...], Capture] = {}
@@ -85,4 +87,6 @@ def replanned(compiled: Compiled, options: Options, layered: Layered | None = No
     planned = _Planner(source, options.set, layered).plan()
     made = plan_codegen.build(planned.module, compiled.plan.model, {})
     made = dataclasses.replace(made, checks=compiled.plan.checks)
-    return dataclasses.replace(compiled, plan=made, module=planned.module, dumps=planned.dumps, constants=planned.captured.constants)
+    return dataclasses.replace(
+        compiled, plan=made, module=planned.module, dumps=planned.dumps, constants=planned.captured.constants
+    )

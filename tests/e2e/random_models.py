@@ -2,9 +2,9 @@
 
 python -m tests.e2e.random_models 17 > model.py
 
-A seed decides everything: which encoders there are and which samples have their inputs, how features join the text (in the places of
-placeholders, before the tokens, added to every state), what is frozen, tied, shared or called twice, which teachers speak, how padding
-is kept away, and how each loss is spelt.
+A seed decides everything: which encoders there are and which samples have their inputs, how features join the
+text (in the places of placeholders, before the tokens, added to every state), what is frozen, tied, shared or
+called twice, which teachers speak, how padding is kept away, and how each loss is spelt.
 """
 
 from __future__ import annotations
@@ -14,7 +14,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tests.e2e.random_parts import CLASSES, DATASET, DISTILLING, FEATURES, JUDGING, LANGUAGE, PATCHES, STEERING
+from tests.e2e.random_parts import (
+    CLASSES,
+    DATASET,
+    DISTILLING,
+    FEATURES,
+    JUDGING,
+    LANGUAGE,
+    PATCHES,
+    STEERING,
+)
 
 ENCODERS = ("camera", "sonar", "radar")
 TEACHERS = ("sage", "mentor")
@@ -23,7 +32,8 @@ FREEZING = ("", ".requires_grad_(False)")
 
 @dataclass
 class Model:
-    """A model file in the making: lines of `__init__` and `forward`, terms of the loss, lines that make a sample."""
+    """A model file in the making: lines of `__init__` and `forward`, terms of the loss, lines that make a
+    sample."""
 
     rng: random.Random
     arguments: list[str] = field(default_factory=lambda: ["input_ids", "labels"])
@@ -35,7 +45,9 @@ class Model:
     width: int = 8
     dropout: float = 0.0
     attention: str = "causal"
-    shared: list[str] = field(default_factory=list[str])  # [B, width] expressions that any component may be steered by
+    shared: list[str] = field(
+        default_factory=list[str]
+    )  # [B, width] expressions that any component may be steered by
     trains: bool = False
 
     def chance(self, share: float) -> bool:
@@ -72,7 +84,9 @@ def _encoders(m: Model) -> list[tuple[str, str]]:
         if encoder == name:
             frozen = m.rng.choice(("", "", *FREEZING))
             m.trains |= not frozen
-            m.init.append(f"self.{name} = Encoder({FEATURES}, {m.width}, {m.rng.choice((1, 2, 3))}, {m.dropout}){frozen}")
+            m.init.append(
+                f"self.{name} = Encoder({FEATURES}, {m.width}, {m.rng.choice((1, 2, 3))}, {m.dropout}){frozen}"
+            )
         line = f"{name}_seen = self.{encoder}({name})"
         if m.chance(0.3):
             m.init.append(
@@ -86,7 +100,8 @@ def _encoders(m: Model) -> list[tuple[str, str]]:
 
 
 def _input(m: Model, name: str, i: int, join: str, line: str) -> None:
-    """The key of an encoder: rows in the places of placeholders, which samples may lack, or one entry for each sample."""
+    """The key of an encoder: rows in the places of placeholders, which samples may lack, or one entry for
+    each sample."""
     if join != "places":
         m.arguments.append(name)
         m.sample.append(f'sample["{name}"] = torch.randn({PATCHES}, {FEATURES}, generator=g)')
@@ -123,7 +138,9 @@ def _language(m: Model, features: Sequence[tuple[str, str]]) -> None:
     m.forward.append("mask = input_ids > 0")
     if before:
         m.forward.append(f"x = torch.cat([{', '.join(f'{n}_seen' for n in before)}, x], dim=1)")
-        m.forward.append(f"mask = torch.cat([mask.new_ones(len(mask), {PATCHES * len(before)}), mask], dim=1)")
+        m.forward.append(
+            f"mask = torch.cat([mask.new_ones(len(mask), {PATCHES * len(before)}), mask], dim=1)"
+        )
     cut = f"[:, {PATCHES * len(before)}:]" if before else ""
     m.forward += [f"h = self.text.states(x, mask){cut}", "logits = self.text.head(h)"]
     for loss in m.rng.sample(LANGUAGE, m.rng.choice((1, 1, 2))):
@@ -137,7 +154,9 @@ def _branches(m: Model, features: Sequence[tuple[str, str]]) -> None:
     if m.chance(0.35):
         source = m.rng.choice(["pooled", *m.shared])
         if source == "pooled":
-            m.forward.append("pooled = (h * mask[:, -h.shape[1]:, None]).sum(1) / mask[:, -h.shape[1]:].sum(1, keepdim=True)")
+            m.forward.append(
+                "pooled = (h * mask[:, -h.shape[1]:, None]).sum(1) / mask[:, -h.shape[1]:].sum(1, keepdim=True)"
+            )
         m.init.append(f"self.judge = nn.Sequential(nn.Linear({m.width}, 12), nn.GELU(), nn.Linear(12, 3))")
         m.forward.append(f"judged = self.judge({source})")
         loss = m.rng.choice(JUDGING)
@@ -150,7 +169,11 @@ def _branches(m: Model, features: Sequence[tuple[str, str]]) -> None:
     if rows and m.chance(0.35):
         name = m.rng.choice(rows)
         m.init.append(f"self.{name}_back = nn.Linear({m.width}, {FEATURES})")
-        m.forward += ["loss = 0.0", f"if {name} is not None:", f"    loss = {m.rng.choice(STEERING).format(name=name)}"]
+        m.forward += [
+            "loss = 0.0",
+            f"if {name} is not None:",
+            f"    loss = {m.rng.choice(STEERING).format(name=name)}",
+        ]
         m.terms.append("loss")
 
 
@@ -158,7 +181,9 @@ def _teachers(m: Model) -> None:
     """Frozen models whose logits or states the text component follows."""
     for name in TEACHERS[: m.rng.choice((0, 0, 1, 1, 2))]:
         width = m.rng.choice((m.width, 20))
-        m.init.append(f"self.{name} = Text({width}, {m.rng.choice((1, 2))}, {m.attention!r}).requires_grad_(False)")
+        m.init.append(
+            f"self.{name} = Text({width}, {m.rng.choice((1, 2))}, {m.attention!r}).requires_grad_(False)"
+        )
         text_mask = "mask[:, -input_ids.shape[1]:]"
         steer = m.rng.choice(m.shared) if m.shared and width == m.width and m.chance(0.4) else ""
         put = f" + {steer}[:, None]" if steer else ""

@@ -1,4 +1,5 @@
-"""What random models are made of: the classes of their components, spellings of losses, and their datasets, as text."""
+"""What random models are made of: the classes of their components, spellings of losses, and their datasets,
+as text."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
 """Trains random models under random plans and compares with plain PyTorch.
 
-python -m tests.e2e.random_runs 0 100 --plans 3 -o failures      seeds 0 … 99; the model files of those that fail are kept
+python -m tests.e2e.random_runs 0 100 --plans 3 -o failures      seeds 0 … 99; the model files of those that
+fail are kept
 
-A model with dropout is compared with its plan for one rank, which is compared with the eager model when it is made.
+A model with dropout is compared with its plan for one rank, which is compared with the eager model when it is
+made.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from secc.check import checked
-from secc.compiler import Compiled, Options, compile_model
+from secc.driver.compile import Compiled, Options, compile_model
+from secc.driver.exactness_check import checked
 from secc.errors import UserError
 from secc.report.page import page
 from tests.e2e.harness import replanned
@@ -63,7 +65,9 @@ def _reference(first: Compiled, model: Path, wanted: Wanted, folder: Path) -> Tr
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("first", type=int)
     parser.add_argument("last", type=int)
     parser.add_argument("--plans", type=int, default=1, help="so many plans for each model")
@@ -76,7 +80,9 @@ def main() -> int:
             try:
                 outcomes = trial(seed, Path(name), arguments.plans)
             except Exception as unexpected:
-                outcomes = [Outcome(Wanted(1, 0, ()), (), f"defect: {type(unexpected).__name__}: {unexpected}")]
+                outcomes = [
+                    Outcome(Wanted(1, 0, ()), (), f"defect: {type(unexpected).__name__}: {unexpected}")
+                ]
             if any(o.error for o in outcomes) and arguments.output:
                 arguments.output.mkdir(parents=True, exist_ok=True)
                 shutil.copy(Path(name) / f"seed{seed}.py", arguments.output)
@@ -86,7 +92,9 @@ def main() -> int:
             f"seed {seed}: {', '.join(o.error or ' '.join(('exact', *o.has)) for o in outcomes)} ({time.perf_counter() - start:.1f} s)",
             flush=True,
         )
-    print(f"{done - failures} of {done} runs exact; plans with {', '.join(f'{name}: {n}' for name, n in sorted(had.items()))}")
+    print(
+        f"{done - failures} of {done} runs exact; plans with {', '.join(f'{name}: {n}' for name, n in sorted(had.items()))}"
+    )
     return 1 if failures else 0
 
 

@@ -1,7 +1,8 @@
-"""What plans are compared with, in float32 and in mixed precision, and a capture of which many plans are made.
+"""What plans are compared with, in float32 and in mixed precision, and a capture of which many plans are
+made.
 
-In float32 that is plain PyTorch, within the contract; under `--dtype bf16` it is the recipe that people write by hand, within the
-tolerances of `secc.frontend.reference`.
+In float32 that is plain PyTorch, within the contract; under `--dtype bf16` it is the recipe that people write
+by hand, within the tolerances of `secc.frontend.dataset.eager_reference`.
 """
 
 from __future__ import annotations
@@ -12,11 +13,20 @@ from pathlib import Path
 
 import torch
 
-from secc.compiler import Compiled, Options, compile_model
-from secc.frontend.reference import ROUNDED, Result, compare
+from secc.driver.compile import Compiled, Options, compile_model
+from secc.frontend.dataset.eager_reference import ROUNDED, Result, compare
 from secc.report.page import page
-from secc.runtime.user_model import load, loss_of
-from tests.e2e.harness import LEARNING_RATE, Layered, Trained, differences, distributed, plain, recording_model, replanned
+from secc.runtime.model.user_file import load, loss_of
+from tests.e2e.harness import (
+    LEARNING_RATE,
+    Layered,
+    Trained,
+    differences,
+    distributed,
+    plain,
+    recording_model,
+    replanned,
+)
 from tools.zoo_models import entry
 
 MODELS = Path(__file__).parent.parent / "models"
@@ -31,7 +41,8 @@ def model_file(name: str, directory: Path) -> Path:
 
 
 def by_hand(path: Path, global_batch: int, steps: int) -> Trained:
-    """bfloat16 parameters with float32 masters, the whole batch in one process; gradients are those of the first step."""
+    """bfloat16 parameters with float32 masters, the whole batch in one process; gradients are those of the
+    first step."""
     user = load(path)
     torch.manual_seed(0)
     model = user.model()
@@ -42,7 +53,12 @@ def by_hand(path: Path, global_batch: int, steps: int) -> Trained:
     optimizer = torch.optim.AdamW(masters.values(), lr=LEARNING_RATE)
     losses, first = list[float](), dict[str, torch.Tensor | None]()
     for step in range(steps):
-        batch = user.collate([user.sample(i % len(user.dataset())) for i in range(step * global_batch, (step + 1) * global_batch)])
+        batch = user.collate(
+            [
+                user.sample(i % len(user.dataset()))
+                for i in range(step * global_batch, (step + 1) * global_batch)
+            ]
+        )
         model.zero_grad()
         loss = loss_of(model(**{k: v.bfloat16() if v.is_floating_point() else v for k, v in batch.items()}))
         loss.backward()
@@ -58,7 +74,9 @@ def by_hand(path: Path, global_batch: int, steps: int) -> Trained:
 
 def rounded_differences(found: Trained, reference: Trained, dtype: str) -> Iterator[str]:
     """What `differences` says of float32, under the tolerances of a plan's dtype."""
-    difference = compare(Result(found.losses[0], found.gradients), Result(reference.losses[0], reference.gradients), dtype)
+    difference = compare(
+        Result(found.losses[0], found.gradients), Result(reference.losses[0], reference.gradients), dtype
+    )
     if not difference.exact:
         yield f"first step: {difference}"
     if len(found.losses) != len(reference.losses):
@@ -97,8 +115,13 @@ class Captured:
         return replanned(self.compiled(options.dtype), options, self._layered(options.dtype))
 
     def differences(self, made: Compiled, folder: Path, *run_options: str) -> list[str]:
-        """In what a run of the plan differs from the reference. Raises AssertionError for one that does not end well."""
+        """In what a run of the plan differs from the reference. Raises AssertionError for one that does not
+        end well."""
         made.write(folder / "plan", page)
         found = distributed(folder / "plan", made.plan.world_size, self.steps, folder / "run", *run_options)
         reference = self.reference(made.plan.dtype, made.plan.global_batch)
-        return list(rounded_differences(found, reference, made.plan.dtype) if made.plan.dtype else differences(found, reference))
+        return list(
+            rounded_differences(found, reference, made.plan.dtype)
+            if made.plan.dtype
+            else differences(found, reference)
+        )

@@ -1,4 +1,5 @@
-"""`--accept balance-loss`: a mixture of experts' balance loss by micro-batches, named in the plan; without the flag it is refused."""
+"""`--accept balance-loss`: a mixture of experts' balance loss by micro-batches, named in the plan; without
+the flag it is refused."""
 
 from __future__ import annotations
 
@@ -8,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from secc import pipeline
-from secc.check import OneRank, checked
-from secc.compiler import Options, compile_model
+from secc import pass_pipeline
+from secc.driver.compile import Options, compile_model
+from secc.driver.exactness_check import OneRank, checked
 from secc.errors import UserError
-from secc.frontend.reference import Result, compare, gradients
+from secc.frontend.dataset.eager_reference import Result, compare, gradients
 
 MODELS = Path(__file__).parent.parent / "models"
 MIXTRAL = """
@@ -34,7 +35,8 @@ def dataset():
 
 @pytest.fixture(params=["experts", pytest.param("mixtral", marks=pytest.mark.slow)])
 def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A mixture of experts in plain PyTorch, and one of Hugging Face, whose scores are gathered by hooks inside of its layers."""
+    """A mixture of experts in plain PyTorch, and one of Hugging Face, whose scores are gathered by hooks
+    inside of its layers."""
     if request.param == "experts":
         return MODELS / "experts.py"
     (tmp_path / "model.py").write_text(MIXTRAL)
@@ -48,7 +50,10 @@ def test_a_balance_loss_is_computed_by_micro_batches_only_if_that_is_accepted(pa
 
     compiled = checked(compile_model(path, Options(accept=("balance-loss",))))
     accepted = compiled.plan.checks["accepted"]
-    assert accepted and all("is computed for each micro-batch alone, weighted by its samples" in a and ".py:" in a for a in accepted)
+    assert accepted and all(
+        "is computed for each micro-batch alone, weighted by its samples" in a and ".py:" in a
+        for a in accepted
+    )
     assert "balance_loss" in {t.name for t in compiled.plan.terms}
 
 
@@ -60,7 +65,9 @@ def test_a_micro_batch_counts_by_its_share_of_the_samples() -> None:
     with tempfile.TemporaryDirectory() as directory:
         compiled.write_sections(Path(directory) / "plan")
         found = OneRank(compiled.plan, Path(directory) / "plan", user, model).step(samples, 2)
-    wanted = sum(len(part) / 5 * model(**user.collate(part)) for part in (samples[:2], samples[2:4], samples[4:]))
+    wanted = sum(
+        len(part) / 5 * model(**user.collate(part)) for part in (samples[:2], samples[2:4], samples[4:])
+    )
     assert isinstance(wanted, torch.Tensor)
     wanted.backward()
     assert compare(found, Result(float(wanted.detach()), gradients(model))).exact
@@ -69,7 +76,10 @@ def test_a_micro_batch_counts_by_its_share_of_the_samples() -> None:
 def test_nothing_else_is_accepted_by_that_name(tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.write_text(
-        (MODELS / "experts.py").read_text().replace("+ 0.1 * balance", "").replace("labels.flatten())", "labels.flatten()).sqrt()")
+        (MODELS / "experts.py")
+        .read_text()
+        .replace("+ 0.1 * balance", "")
+        .replace("labels.flatten())", "labels.flatten()).sqrt()")
     )
     with pytest.raises(UserError, match=r"aten\.sqrt\.default is applied to a sum over samples") as refused:
         compile_model(path, Options(accept=("balance-loss",)))
@@ -78,5 +88,5 @@ def test_nothing_else_is_accepted_by_that_name(tmp_path: Path) -> None:
 
 def test_only_known_approximations_have_names() -> None:
     with pytest.raises(UserError, match="there is no approximation 'batch-norm' to accept"):
-        for step in pipeline.parse('normalize-loss{accept="batch-norm"}'):
+        for step in pass_pipeline.parse('normalize-loss{accept="batch-norm"}'):
             step.apply(None, None)  # type: ignore[arg-type, attr-defined]

@@ -1,4 +1,5 @@
-"""A frozen tower in training mode runs ahead: its random numbers are those of the step that uses them; bad samples are left out."""
+"""A frozen tower in training mode runs ahead: its random numbers are those of the step that uses them; bad
+samples are left out."""
 
 from __future__ import annotations
 
@@ -24,7 +25,14 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tower on one rank, the rest on two, micro-batches of unlike sizes."""
     path = tmp_path_factory.mktemp("plan") / "plan"
     pins = ("model.dp=1", "model.micro_batch=3", "model_train.dp=2", "model_train.micro_batch=2")
-    made = compile_to(MODELS / "frozen_tower.py", path, cluster="local:3", global_batch=GLOBAL_BATCH, strategy="apart", set=pins)
+    made = compile_to(
+        MODELS / "frozen_tower.py",
+        path,
+        cluster="local:3",
+        global_batch=GLOBAL_BATCH,
+        strategy="apart",
+        set=pins,
+    )
     assert made.plan.run_ahead_gib > 0
     return path
 
@@ -44,7 +52,16 @@ def test_dropout_ahead_of_the_step_draws_what_one_rank_draws(apart: Path, tmp_pa
 def test_samples_of_the_next_step_that_do_not_load_are_left_out(apart: Path, tmp_path: Path) -> None:
     """Sample 14 is in the second step, of which the first one computes a part."""
     for name, options in (("ahead", []), ("not", ["--run-ahead", "0"])):
-        arguments = ["--steps", "3", "--workers", "0", "--skip-bad-samples", "--log-dir", str(tmp_path / name), *options]
+        arguments = [
+            "--steps",
+            "3",
+            "--workers",
+            "0",
+            "--skip-bad-samples",
+            "--log-dir",
+            str(tmp_path / name),
+            *options,
+        ]
         run(apart, 3, arguments, {"FROZEN_TOWER_BAD": "14"})
     found, expected = (metrics(tmp_path / name) for name in ("ahead", "not"))
     assert [m["skipped"] for m in found] == [0, 1, 0]

@@ -1,4 +1,5 @@
-"""A condition that Python reads of a whole batch: micro-batches may decide for themselves only where the loss does not move with it."""
+"""A condition that Python reads of a whole batch: micro-batches may decide for themselves only where the loss
+does not move with it."""
 
 from __future__ import annotations
 
@@ -6,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from secc.check import checked
-from secc.compiler import Compiled, Options, compile_model
+from secc.driver.compile import Compiled, Options, compile_model
+from secc.driver.exactness_check import checked
 from secc.errors import UserError
 
 MODEL = """
@@ -45,7 +46,10 @@ PLACE = "model.py:13"
 
 def compiled(branch: str, tmp_path: Path, global_batch: int = 12) -> Compiled:
     (tmp_path / "model.py").write_text(MODEL.replace("BRANCH", branch))
-    return checked(compile_model(tmp_path / "model.py", Options(cluster="local:2", global_batch=global_batch)), required=True)
+    return checked(
+        compile_model(tmp_path / "model.py", Options(cluster="local:2", global_batch=global_batch)),
+        required=True,
+    )
 
 
 DEPENDS = (
@@ -57,7 +61,9 @@ DEPENDS = (
 
 
 @pytest.mark.parametrize("branch", DEPENDS)
-def test_a_loss_that_moves_with_what_the_whole_batch_decides_is_refused_by_place(branch: str, tmp_path: Path) -> None:
+def test_a_loss_that_moves_with_what_the_whole_batch_decides_is_refused_by_place(
+    branch: str, tmp_path: Path
+) -> None:
     with pytest.raises(UserError, match="the loss depends on what Python reads of the whole batch") as error:
         compiled(branch, tmp_path)
     assert error.value.where == PLACE and "torch.where" in error.value.remedy
@@ -76,11 +82,18 @@ class Mid(nn.Module):
 class Model("""
 
 
-@pytest.mark.parametrize(("factor", "refused"), [("(2 if keep.sum() > 70 else 1)", True), ("(1 if keep.sum() > 70 else 1.0)", False)])
-def test_what_a_block_decides_by_the_whole_batch_is_compared_at_its_size(factor: str, refused: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("factor", "refused"),
+    [("(2 if keep.sum() > 70 else 1)", True), ("(1 if keep.sum() > 70 else 1.0)", False)],
+)
+def test_what_a_block_decides_by_the_whole_batch_is_compared_at_its_size(
+    factor: str, refused: bool, tmp_path: Path
+) -> None:
     text = MODEL.replace("class Model(", BLOCK.replace("FACTOR", factor)).replace("BRANCH", "pass")
     (tmp_path / "model.py").write_text(
-        text.replace("nn.Linear(8, 8), nn.Linear(8, 30)", "Mid(), nn.Linear(8, 30)").replace("mid(x)", "mid(x, keep)")
+        text.replace("nn.Linear(8, 8), nn.Linear(8, 30)", "Mid(), nn.Linear(8, 30)").replace(
+            "mid(x)", "mid(x, keep)"
+        )
     )
     made = compile_model(tmp_path / "model.py", Options(cluster="local:2", global_batch=12))
     if not refused:

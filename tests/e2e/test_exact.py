@@ -1,4 +1,5 @@
-"""Training a plan computes what plain PyTorch computes: every step's loss, the first step's gradients, the parameters after five steps.
+"""Training a plan computes what plain PyTorch computes: every step's loss, the first step's gradients, the
+parameters after five steps.
 
 These plans have fused operators in them; other files train without.
 """
@@ -11,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from secc.check import checked
-from secc.compiler import Options, compile_model
-from secc.runtime.user_model import load
+from secc.driver.compile import Options, compile_model
+from secc.driver.exactness_check import checked
+from secc.runtime.model.user_file import load
 from tests.e2e.harness import compile_to, differences, distributed, plain, recording_model
 
 MODELS = Path(__file__).parent.parent / "models"
@@ -33,11 +34,20 @@ SLOW = [
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(("name", "ranks", "strategy"), CASES + [pytest.param(*c, marks=pytest.mark.slow) for c in SLOW])
+@pytest.mark.parametrize(
+    ("name", "ranks", "strategy"), CASES + [pytest.param(*c, marks=pytest.mark.slow) for c in SLOW]
+)
 def test_plan_trains_as_plain_pytorch(name: str, ranks: int, strategy: str, tmp_path: Path) -> None:
     model = recording_model(name, tmp_path, EXAMPLES if (EXAMPLES / f"{name}.py").exists() else MODELS)
     reference = plain(model, GLOBAL_BATCH, STEPS, tmp_path / "plain")
-    compile_to(model, tmp_path / "plan", cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, strategy=strategy, fuse=True)
+    compile_to(
+        model,
+        tmp_path / "plan",
+        cluster=f"local:{ranks}",
+        global_batch=GLOBAL_BATCH,
+        strategy=strategy,
+        fuse=True,
+    )
     found = distributed(tmp_path / "plan", ranks, STEPS, tmp_path / "run")
     assert list(differences(found, reference)) == []
 
@@ -55,10 +65,19 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_distillation_trains_as_plain_pytorch(taught: Path, ranks: int, tmp_path: Path) -> None:
     reference = plain(taught, GLOBAL_BATCH, STEPS, tmp_path / "plain")
-    compile_to(taught, tmp_path / "plan", cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, strategy="apart", fuse=True)
+    compile_to(
+        taught,
+        tmp_path / "plan",
+        cluster=f"local:{ranks}",
+        global_batch=GLOBAL_BATCH,
+        strategy="apart",
+        fuse=True,
+    )
     assert list(differences(distributed(tmp_path / "plan", ranks, STEPS, tmp_path / "run"), reference)) == []
 
 
@@ -94,4 +113,6 @@ def dataset():
 def test_a_loss_whose_terms_cancel_is_compared_in_float64(tmp_path: Path) -> None:
     """Advantages of a group add up to 0, and so does the loss, but for rounding."""
     (tmp_path / "model.py").write_text(CANCELS)
-    assert checked(compile_model(tmp_path / "model.py", Options(cluster="local:2", global_batch=12)), required=True)
+    assert checked(
+        compile_model(tmp_path / "model.py", Options(cluster="local:2", global_batch=12)), required=True
+    )

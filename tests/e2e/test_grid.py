@@ -1,6 +1,7 @@
 """Every parallelism with every other: six models under plans of two to six ranks train as plain PyTorch does.
 
-A model is captured once for each dtype and planned anew for each row; ranks are forked from one server that has imported everything.
+A model is captured once for each dtype and planned anew for each row; ranks are forked from one server that
+has imported everything.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from secc.compiler import Options
+from secc.driver.compile import Options
 from tests.e2e.references import Captured
 
 STEPS, GLOBAL_BATCH = 3, 12
 
-# model file -> (ranks, pins): "S.tp=2 S.dp=2"; a pin without a section is of the model's one section; "bf16" is the dtype
+# model file -> (ranks, pins): "S.tp=2 S.dp=2"; a pin without a section is of the model's one section; "bf16"
+# is the dtype
 FAST = {
     "nano": [
         (4, "tp=2 dp=2 sharding=zero3 recompute=full micro_batch=2"),
@@ -56,15 +58,30 @@ SLOW = {
     "llava_tiny": [
         (2, "language_model.dp=2 vision_tower.with=language_model language_model.micro_batch=3"),
         (3, "language_model.dp=2 language_model.sharding=zero1 vision_tower.dp=1 vision_tower.micro_batch=1"),
-        (4, "language_model.dp=3 language_model.sharding=zero3 vision_tower.dp=1 vision_tower.recompute=full"),
-        (5, "language_model.dp=3 language_model.sharding=zero2 vision_tower.dp=2 vision_tower.sharding=zero3"),
+        (
+            4,
+            "language_model.dp=3 language_model.sharding=zero3 vision_tower.dp=1 vision_tower.recompute=full",
+        ),
+        (
+            5,
+            "language_model.dp=3 language_model.sharding=zero2 vision_tower.dp=2 vision_tower.sharding=zero3",
+        ),
         (4, "language_model.tp=2 vision_tower.tp=2 vision_tower.micro_batch=2"),
-        (6, "language_model.tp=2 language_model.dp=2 language_model.sharding=zero1 vision_tower.dp=2 vision_tower.sharding=zero2"),
+        (
+            6,
+            "language_model.tp=2 language_model.dp=2 language_model.sharding=zero1 vision_tower.dp=2 vision_tower.sharding=zero2",
+        ),
         (6, "language_model.tp=2 language_model.pp=2 vision_tower.pp=2"),
         (4, "language_model.pp=2 vision_tower.tp=2 language_model.micro_batch=2"),
-        (3, "language_model.pp=2 language_model.backward=split vision_tower.dp=1 language_model.micro_batch=1"),
+        (
+            3,
+            "language_model.pp=2 language_model.backward=split vision_tower.dp=1 language_model.micro_batch=1",
+        ),
         (5, "language_model.pp=2 language_model.dp=2 language_model.sharding=zero2 vision_tower.dp=1 bf16"),
-        (6, "language_model.tp=2 language_model.dp=2 language_model.sharding=zero3 vision_tower.dp=2 vision_tower.sharding=zero1 bf16"),
+        (
+            6,
+            "language_model.tp=2 language_model.dp=2 language_model.sharding=zero3 vision_tower.dp=2 vision_tower.sharding=zero1 bf16",
+        ),
     ],
     "qwen_distil": [
         (2, "student.dp=2 student.sharding=zero2 teacher.with=student"),
@@ -81,7 +98,10 @@ SLOW = {
     "whisper_tiny": [
         (2, "encoder.with=decoder decoder.dp=2 decoder.micro_batch=1"),
         (3, "encoder.dp=2 encoder.sharding=zero1 decoder.dp=1 decoder.recompute=full"),
-        (4, "encoder.dp=1 encoder.recompute=selective decoder.dp=3 decoder.sharding=zero2 decoder.micro_batch=2"),
+        (
+            4,
+            "encoder.dp=1 encoder.recompute=selective decoder.dp=3 decoder.sharding=zero2 decoder.micro_batch=2",
+        ),
         (5, "encoder.dp=2 encoder.sharding=zero3 decoder.dp=3 decoder.sharding=zero3"),
         (4, "encoder.tp=2 decoder.tp=2 decoder.micro_batch=3"),
         (6, "encoder.dp=2 encoder.sharding=zero2 decoder.tp=2 decoder.dp=2 decoder.sharding=zero1"),
@@ -95,7 +115,10 @@ SLOW = {
         (4, "tp=2 pp=2 micro_batch=3 recompute=selective"),
         (4, "tp=2 dp=2 sharding=zero2 bf16"),
     ],
-    "gpt_oss": [(4, "tp=2 dp=2 sharding=zero1"), (4, "tp=2 dp=2 sharding=zero3 recompute=full micro_batch=1")],
+    "gpt_oss": [
+        (4, "tp=2 dp=2 sharding=zero1"),
+        (4, "tp=2 dp=2 sharding=zero3 recompute=full micro_batch=1"),
+    ],
 }
 EXPERTS = ("qwen3_moe", "gpt_oss")  # which tp cuts by their inner width
 
@@ -114,10 +137,17 @@ def _pins(text: str) -> tuple[str, ...]:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(("name", "ranks", "pins"), [*_rows(FAST), *(pytest.param(*row, marks=pytest.mark.slow) for row in _rows(SLOW))])
-def test_a_plan_trains_as_plain_pytorch(captured: Callable[[str], Captured], name: str, ranks: int, pins: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "ranks", "pins"),
+    [*_rows(FAST), *(pytest.param(*row, marks=pytest.mark.slow) for row in _rows(SLOW))],
+)
+def test_a_plan_trains_as_plain_pytorch(
+    captured: Callable[[str], Captured], name: str, ranks: int, pins: str, tmp_path: Path
+) -> None:
     model, dtype = captured(name), "bf16" if "bf16" in pins.split() else ""
-    made = model.planned(Options(cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, set=_pins(pins), dtype=dtype))
+    made = model.planned(
+        Options(cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, set=_pins(pins), dtype=dtype)
+    )
     held = {s.name: s for s in made.plan.whole_sections}
     for section, key, value in ((*pin.split("=")[0].split("."), pin.split("=")[1]) for pin in _pins(pins)):
         if key in ("tp", "pp", "dp"):

@@ -1,4 +1,5 @@
-"""What modules keep from call to call is refused by place where it would couple micro-batches; what only looks as if is taken."""
+"""What modules keep from call to call is refused by place where it would couple micro-batches; what only
+looks as if is taken."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from secc.compiler import Options, compile_model
+from secc.driver.compile import Options, compile_model
 from secc.errors import UserError
 from tests.e2e.harness import compile_to
 
@@ -56,7 +57,9 @@ class Part(nn.Module):
             self.mean.mul_(0.9).add_(found.mean(0), alpha=0.1)
         return found - self.mean
 """
-REPLACED = STATISTICS.replace("self.mean.mul_(0.9).add_(found.mean(0), alpha=0.1)", "self.mean = 0.9 * self.mean + 0.1 * found.mean(0)")
+REPLACED = STATISTICS.replace(
+    "self.mean.mul_(0.9).add_(found.mean(0), alpha=0.1)", "self.mean = 0.9 * self.mean + 0.1 * found.mean(0)"
+)
 COUNTED = """
 class Part(nn.Module):
     def __init__(self):
@@ -111,6 +114,11 @@ def test_what_couples_micro_batches_is_refused_by_place(tmp_path: Path, name: st
 @pytest.mark.parametrize("part", [COUNTED, FROZEN_IN_16_BITS, WEIGHT_NORM])
 def test_what_does_not_is_exact(tmp_path: Path, part: str) -> None:
     compiled = compile_to(
-        written(tmp_path, part), tmp_path / "plan", cluster="local:2", global_batch=4, strategy="apart", sections=("part=part",)
+        written(tmp_path, part),
+        tmp_path / "plan",
+        cluster="local:2",
+        global_batch=4,
+        strategy="apart",
+        sections=("part=part",),
     )
     assert [p["exact"] for p in compiled.plan.checks["patterns"]] == [True]

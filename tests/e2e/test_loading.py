@@ -1,4 +1,5 @@
-"""Runs that end with a partial batch and leave samples out are exactly those of plain PyTorch on the samples that are there."""
+"""Runs that end with a partial batch and leave samples out are exactly those of plain PyTorch on the samples
+that are there."""
 
 from __future__ import annotations
 
@@ -7,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from secc.frontend.reference import LOSS_TOLERANCE
+from secc.frontend.dataset.eager_reference import LOSS_TOLERANCE
 from secc.runtime.errors import UserError
-from secc.runtime.user_model import UserModel, load
+from secc.runtime.model.user_file import UserModel, load
 from tests.e2e.harness import compile_to, metrics, run
 
 MODEL = """
@@ -81,8 +82,19 @@ def test_partial_batches_and_missing_samples_are_exact(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     pins = ("model.dp=3", "model.micro_batch=1")
     plan = tmp_path / "plan"
-    compile_to(tmp_path / "model.py", plan, cluster="local:3", global_batch=GLOBAL_BATCH, set=pins, skip_bad_samples=True)
-    run(plan, RANKS, ["--epochs", str(EPOCHS), "--skip-bad-samples", "--log-dir", str(tmp_path), "--workers", "2"])
+    compile_to(
+        tmp_path / "model.py",
+        plan,
+        cluster="local:3",
+        global_batch=GLOBAL_BATCH,
+        set=pins,
+        skip_bad_samples=True,
+    )
+    run(
+        plan,
+        RANKS,
+        ["--epochs", str(EPOCHS), "--skip-bad-samples", "--log-dir", str(tmp_path), "--workers", "2"],
+    )
     found, user = metrics(tmp_path), load(tmp_path / "model.py")
     user.fit_collate([user.sample(i) for i in (0, 1, 2)])
     assert [(m["samples"], m["skipped"]) for m in found] == [(4, 0), (3, 1), (4, 0), (1, 1)]

@@ -1,4 +1,5 @@
-"""Scalars that forward returns beside the loss: a run logs what the whole global batch has, and the plan names those of which it cannot."""
+"""Scalars that forward returns beside the loss: a run logs what the whole global batch has, and the plan
+names those of which it cannot."""
 
 from __future__ import annotations
 
@@ -7,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from secc.compiler import Options, compile_model
+from secc.driver.compile import Options, compile_model
 from secc.errors import UserError
-from secc.runtime.user_model import load
+from secc.runtime.model.user_file import load
 from tests.e2e.harness import compile_to, metrics, run
 
 PATH = Path(__file__).parent.parent / "models" / "logged.py"
@@ -19,21 +20,35 @@ EXACT = {"ce", "mse", "sum", "right", "accuracy", "weight", "bias"}
 @pytest.mark.gloo
 def test_a_run_logs_the_scalars_of_the_whole_batch(tmp_path: Path) -> None:
     pins = ("teacher.micro_batch=2", "student.micro_batch=3")
-    compiled = compile_to(PATH, tmp_path / "plan", cluster="local:2", global_batch=7, strategy="apart", set=pins)
+    compiled = compile_to(
+        PATH, tmp_path / "plan", cluster="local:2", global_batch=7, strategy="apart", set=pins
+    )
     run(tmp_path / "plan", 2, ["--steps", "1", "--log-dir", str(tmp_path), "--workers", "0"])
     (found,) = metrics(tmp_path)
 
     user = load(PATH)
     batch = user.collate([user.sample(i) for i in range(7)])
     wanted = user.model()(**batch)
-    assert set(found) - {"spread"} == EXACT | {"step", "loss", "grad_norm", "samples", "tokens", "step_time_s"}
+    assert set(found) - {"spread"} == EXACT | {
+        "step",
+        "loss",
+        "grad_norm",
+        "samples",
+        "tokens",
+        "step_time_s",
+    }
     for name in EXACT:
         assert found[name] == pytest.approx(float(torch.as_tensor(wanted[name]).detach()), rel=1e-6, abs=1e-6)
 
-    spread = [user.model()(**{k: v[part] for k, v in batch.items()})["spread"].item() for part in (slice(0, 3), slice(3, 6))]
+    spread = [
+        user.model()(**{k: v[part] for k, v in batch.items()})["spread"].item()
+        for part in (slice(0, 3), slice(3, 6))
+    ]
     assert min(spread) / 2 < found["spread"] < 2 * max(spread)
     (note,) = compiled.plan.checks["logged"]
-    assert note.startswith("spread is logged as the mean of the micro-batches' own values, weighted by samples: aten.std.correction")
+    assert note.startswith(
+        "spread is logged as the mean of the micro-batches' own values, weighted by samples: aten.std.correction"
+    )
 
 
 def test_a_scalar_that_no_plan_can_hold_is_not_logged_and_joins_no_blocks(tmp_path: Path) -> None:
@@ -42,13 +57,21 @@ def test_a_scalar_that_no_plan_can_hold_is_not_logged_and_joins_no_blocks(tmp_pa
     path.write_text(text)
     plan = compile_model(path, Options()).plan
     (note,) = plan.checks["notes"]
-    assert note.startswith("what forward returns beside the loss is not logged, because") and "model.py:" in note
+    assert (
+        note.startswith("what forward returns beside the loss is not logged, because") and "model.py:" in note
+    )
     assert [t.name for t in plan.terms] == ["cross_entropy", "mse"]
     assert sorted(b for s in plan.sections for b in s.blocks) == ["head", "student", "teacher"]
 
 
 @pytest.mark.parametrize(
-    "use", ["0.5 * ce.item() * mse", "torch.full_like(ce, ce.item())", "(mse if ce.item() > 0 else ce)", "float(ce) * mse"]
+    "use",
+    [
+        "0.5 * ce.item() * mse",
+        "torch.full_like(ce, ce.item())",
+        "(mse if ce.item() > 0 else ce)",
+        "float(ce) * mse",
+    ],
 )
 def test_a_number_that_only_a_run_knows_is_logged_and_nothing_else(use: str, tmp_path: Path) -> None:
     path = tmp_path / "model.py"

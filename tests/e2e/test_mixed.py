@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from secc.errors import UserError
-from secc.frontend.reference import Result, compare
-from secc.runtime.checkpoint import load_full
+from secc.frontend.dataset.eager_reference import Result, compare
+from secc.runtime.parameters.checkpoint import load_full
 from tests.e2e.harness import Trained, compile_to, distributed, recording_model, run
 from tests.e2e.references import MODELS, by_hand, model_file, rounded_differences
 
@@ -29,9 +29,19 @@ CASES = [
     ("nano", 2, ("model.pp=2",)),
     ("nano", 2, ("model.dp=2", "model.sharding=zero3")),
 ]
-SLOW = [  # losses on parts of the vocabulary, fused operators, glue that is recorded anew, an accepted approximation
+# losses on parts of the vocabulary, fused operators, glue that is recorded anew, an accepted approximation
+SLOW = [
     ("vocabulary", 2, ("model.tp=2", "model_train.tp=2", "model.with=model_train")),
-    ("llava_tiny", 4, ("language_model.tp=2", "language_model.sharding=zero1", "vision_tower.with=language_model", "--fuse")),
+    (
+        "llava_tiny",
+        4,
+        (
+            "language_model.tp=2",
+            "language_model.sharding=zero1",
+            "vision_tower.with=language_model",
+            "--fuse",
+        ),
+    ),
     ("qwen_distil", 2, ("student.tp=2", "student.micro_batch=3", "--fuse")),
     ("qwen2_5_vl", 2, ("language_model.tp=2", "visual.with=language_model")),
     ("qwen2_5_vl", 3, ("language_model.dp=2", "language_model.sharding=zero1")),
@@ -40,13 +50,25 @@ SLOW = [  # losses on parts of the vocabulary, fused operators, glue that is rec
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(("name", "ranks", "choices"), CASES + [pytest.param(*c, marks=pytest.mark.slow) for c in SLOW])
-def test_a_plan_trains_as_the_recipe_by_hand(name: str, ranks: int, choices: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "ranks", "choices"), CASES + [pytest.param(*c, marks=pytest.mark.slow) for c in SLOW]
+)
+def test_a_plan_trains_as_the_recipe_by_hand(
+    name: str, ranks: int, choices: tuple[str, ...], tmp_path: Path
+) -> None:
     model = model_file(name, tmp_path)
     reference = by_hand(model, GLOBAL_BATCH, 3)
     pins = tuple(c for c in choices if not c.startswith("--"))
-    options = {"cluster": f"local:{ranks}", "global_batch": GLOBAL_BATCH, "set": pins, "dtype": "bf16", "fuse": "--fuse" in choices}
-    compiled = compile_to(model, tmp_path / "plan", accept=("balance-loss",) if "--accept" in choices else (), **options)
+    options = {
+        "cluster": f"local:{ranks}",
+        "global_batch": GLOBAL_BATCH,
+        "set": pins,
+        "dtype": "bf16",
+        "fuse": "--fuse" in choices,
+    }
+    compiled = compile_to(
+        model, tmp_path / "plan", accept=("balance-loss",) if "--accept" in choices else (), **options
+    )
     assert all(e.dtype == "bfloat16" for e in compiled.plan.edges if e.grad)
     found = distributed(tmp_path / "plan", compiled.plan.world_size, 3, tmp_path / "run")
     assert list(rounded_differences(found, reference, "bf16")) == []
@@ -60,7 +82,16 @@ def test_gradients_are_summed_in_float32(tmp_path: Path) -> None:
     for ranks, sharding in ((1, "none"), (2, "zero2")):
         plan = tmp_path / f"plan{ranks}"
         choices = ("model.micro_batch=1", f"model.sharding={sharding}")
-        compile_to(model, plan, False, cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, max_sections=1, set=choices, dtype="bf16")
+        compile_to(
+            model,
+            plan,
+            False,
+            cluster=f"local:{ranks}",
+            global_batch=GLOBAL_BATCH,
+            max_sections=1,
+            set=choices,
+            dtype="bf16",
+        )
         runs.append(distributed(plan, ranks, 2, tmp_path / f"run{ranks}"))
     one, two = (Result(r.losses[0], r.gradients) for r in runs)
     assert all(g is None or g.dtype == torch.float32 for g in two.gradients.values())
@@ -69,8 +100,24 @@ def test_gradients_are_summed_in_float32(tmp_path: Path) -> None:
 
     # Masters are what is saved: resumed, the run goes on as if it had not stopped.
     plan, saved = tmp_path / "plan2", tmp_path / "again"
-    run(plan, 2, ["--steps", "1", "--log-dir", str(saved / "a"), "--save", str(saved), "--workers", "0"], {"GRADIENTS": str(tmp_path)})
-    resumed = ["--steps", "2", "--log-dir", str(saved / "b"), "--resume", str(saved), "--save", str(saved), "--workers", "0"]
+    run(
+        plan,
+        2,
+        ["--steps", "1", "--log-dir", str(saved / "a"), "--save", str(saved), "--workers", "0"],
+        {"GRADIENTS": str(tmp_path)},
+    )
+    resumed = [
+        "--steps",
+        "2",
+        "--log-dir",
+        str(saved / "b"),
+        "--resume",
+        str(saved),
+        "--save",
+        str(saved),
+        "--workers",
+        "0",
+    ]
     run(plan, 2, resumed, {"GRADIENTS": str(tmp_path)})
     for name, value in load_full(saved).items():
         assert torch.equal(value, runs[1].parameters[name]), name

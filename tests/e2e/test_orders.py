@@ -1,4 +1,5 @@
-"""Rows of several batches one behind the other (`cat([chosen, rejected])`) are no rows sample after sample: edges do not carry them so."""
+"""Rows of several batches one behind the other (`cat([chosen, rejected])`) are no rows sample after sample:
+edges do not carry them so."""
 
 from __future__ import annotations
 
@@ -6,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from secc.check import checked
-from secc.compiler import Compiled, Options, compile_model
+from secc.driver.compile import Compiled, Options, compile_model
+from secc.driver.exactness_check import checked
 from secc.errors import UserError
 from tools.zoo import EXACT, look
 from tools.zoo_models import entry

@@ -1,4 +1,5 @@
-"""Packed batches, padding on either side, and edges between widths: exact, with own widths where padding is unseen."""
+"""Packed batches, padding on either side, and edges between widths: exact, with own widths where padding is
+unseen."""
 
 from __future__ import annotations
 
@@ -6,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from secc.check import checked
-from secc.compiler import Options, compile_model
+from secc.driver.compile import Options, compile_model
+from secc.driver.exactness_check import checked
 
 DATA = """
 import torch

@@ -36,16 +36,26 @@ SLOW = [
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(("name", "ranks", "choices"), CASES + [pytest.param(*c, marks=pytest.mark.slow) for c in SLOW])
-def test_stages_train_as_plain_pytorch(name: str, ranks: int, choices: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "ranks", "choices"), CASES + [pytest.param(*c, marks=pytest.mark.slow) for c in SLOW]
+)
+def test_stages_train_as_plain_pytorch(
+    name: str, ranks: int, choices: tuple[str, ...], tmp_path: Path
+) -> None:
     model = recording_model(name, tmp_path, MODELS)
     reference = plain(model, GLOBAL_BATCH, STEPS, tmp_path / "plain")
-    compiled = compile_to(model, tmp_path / "plan", cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, set=choices)
+    compiled = compile_to(
+        model, tmp_path / "plan", cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, set=choices
+    )
     sections = json.loads((tmp_path / "plan" / "plan.json").read_text())["sections"]
-    for section, pp in ((choice.partition(".pp=")[0], choice.partition(".pp=")[2]) for choice in choices if ".pp=" in choice):
+    for section, pp in (
+        (choice.partition(".pp=")[0], choice.partition(".pp=")[2]) for choice in choices if ".pp=" in choice
+    ):
         assert (sections[section]["mesh"]["pp"], len(sections[section]["stages"])) == (int(pp), int(pp))
     if name == "llava_tiny":  # what joined before its towers were opened is still told
-        assert any("multi_modal_projector joined" in n for n in compiled.plan.reasons["vision_tower"]["formed"])
+        assert any(
+            "multi_modal_projector joined" in n for n in compiled.plan.reasons["vision_tower"]["formed"]
+        )
     found = distributed(tmp_path / "plan", compiled.plan.world_size, STEPS, tmp_path / "run")
     assert list(differences(found, reference)) == []
 
@@ -54,11 +64,21 @@ def test_stages_train_as_plain_pytorch(name: str, ranks: int, choices: tuple[str
 @pytest.mark.slow
 def test_a_checkpoint_may_change_its_stages(tmp_path: Path) -> None:
     model = recording_model("skips", tmp_path, MODELS)
-    reference, losses, options = plain(model, GLOBAL_BATCH, 6, tmp_path / "plain"), list[float](), tuple[str, ...]()
-    for steps, choices in ((2, ("pp=2",)), (4, ("pp=1", "dp=2", "sharding=zero1")), (6, ("pp=3", "recompute=full"))):
+    reference, losses, options = (
+        plain(model, GLOBAL_BATCH, 6, tmp_path / "plain"),
+        list[float](),
+        tuple[str, ...](),
+    )
+    for steps, choices in (
+        (2, ("pp=2",)),
+        (4, ("pp=1", "dp=2", "sharding=zero1")),
+        (6, ("pp=3", "recompute=full")),
+    ):
         plan, work = tmp_path / f"plan{steps}", tmp_path / f"run{steps}"
         pins = tuple(f"model.{choice}" for choice in choices)
-        compiled = compile_to(model, plan, check=False, cluster="local:3", global_batch=GLOBAL_BATCH, set=pins)
+        compiled = compile_to(
+            model, plan, check=False, cluster="local:3", global_batch=GLOBAL_BATCH, set=pins
+        )
         found = distributed(plan, compiled.plan.world_size, steps, work, *options)
         losses += found.losses
         options = ("--resume", str(work / "saved"))
@@ -79,15 +99,28 @@ def test_random_ops_and_clipping_do_not_see_stages(tmp_path: Path) -> None:
 
 REFUSED = [
     ("skips", "model.pp=6", "model.pp=6 is impossible: the section has 5 layers to cut between", "at most 5"),
-    ("llava_tiny", "language_model.pp=3", "language_model.pp=3 is impossible: the section has 2 layers to cut between", "at most 2"),
+    (
+        "llava_tiny",
+        "language_model.pp=3",
+        "language_model.pp=3 is impossible: the section has 2 layers to cut between",
+        "at most 2",
+    ),
     ("padded_mean", "model.pp=2", "model.pp=2 is impossible: the section has 0 layers to cut between", ""),
 ]
 
 
 @pytest.mark.parametrize(("name", "choice", "message", "remedy"), REFUSED)
-def test_stages_that_cannot_be_are_refused(name: str, choice: str, message: str, remedy: str, tmp_path: Path) -> None:
+def test_stages_that_cannot_be_are_refused(
+    name: str, choice: str, message: str, remedy: str, tmp_path: Path
+) -> None:
     with pytest.raises(UserError) as error:
-        compile_to(MODELS / f"{name}.py", tmp_path / "plan", cluster="local:8", global_batch=GLOBAL_BATCH, set=(choice,))
+        compile_to(
+            MODELS / f"{name}.py",
+            tmp_path / "plan",
+            cluster="local:8",
+            global_batch=GLOBAL_BATCH,
+            set=(choice,),
+        )
     assert message in error.value.message and remedy in error.value.remedy
 
 
@@ -95,7 +128,8 @@ def test_stages_that_cannot_be_are_refused(name: str, choice: str, message: str,
 @pytest.mark.gloo
 @pytest.mark.parametrize("choices", [(), ("model.sharding=zero2", "model.recompute=full")])
 def test_stages_whose_replicas_are_neighbours(choices: tuple[str, ...], tmp_path: Path) -> None:
-    """Where messages between two nodes take long, each has one stage's replicas, and a replica's ranks are not in a row."""
+    """Where messages between two nodes take long, each has one stage's replicas, and a replica's ranks are
+    not in a row."""
     cluster = tmp_path / "cluster.yaml"
     cluster.write_text("{nodes: 2, devices: 2, kind: cpu, between: {latency_us: 100000}}")
     model = recording_model("skips", tmp_path, MODELS)

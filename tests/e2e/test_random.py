@@ -1,6 +1,8 @@
-"""A model with random ops trains the same on any number of ranks, in micro-batches of any size and in any order.
+"""A model with random ops trains the same on any number of ranks, in micro-batches of any size and in any
+order.
 
-The reference is the plan for one rank. That plan itself is compared with the eager model, which draws the same numbers, when it is made.
+The reference is the plan for one rank. That plan itself is compared with the eager model, which draws the
+same numbers, when it is made.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from secc.errors import UserError
-from secc.frontend.reference import LOSS_TOLERANCE
+from secc.frontend.dataset.eager_reference import LOSS_TOLERANCE
 from tests.e2e.harness import compile_to, differences, distributed, recording_model
 
 MODELS = Path(__file__).parent.parent / "models"
@@ -18,7 +20,10 @@ STEPS, GLOBAL_BATCH = 3, 12
 
 
 WAYS = {
-    "dropout": [(2, "auto", ("model.dp=2", "model.micro_batch=1")), (3, "auto", ("model.dp=3", "model.micro_batch=3"))],
+    "dropout": [
+        (2, "auto", ("model.dp=2", "model.micro_batch=1")),
+        (3, "auto", ("model.dp=3", "model.micro_batch=3")),
+    ],
     "gpt2_dropout": [(3, "auto", ("model.dp=3", "model.micro_batch=3", "model.recompute=full"))],
     "shared_dropout": [(3, "apart", ("encoder.pp=2", "encoder.micro_batch=1", "layers.micro_batch=2"))],
     "random_parts": [(3, "apart", ("model_train.dp=2", "model_train.micro_batch=1"))],
@@ -33,8 +38,18 @@ def test_random_ops_draw_the_same_under_any_plan(name: str, tmp_path: Path) -> N
     reference = distributed(tmp_path / "plan1", 1, STEPS, tmp_path / "run1")
     for ranks, strategy, pins in WAYS[name]:
         plan = tmp_path / f"plan{ranks}"
-        compile_to(model, plan, check=False, cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, strategy=strategy, set=pins)
-        found = distributed(plan, ranks, STEPS, tmp_path / f"run{ranks}", *(("--order", "dataset") if ranks == 3 else ()))
+        compile_to(
+            model,
+            plan,
+            check=False,
+            cluster=f"local:{ranks}",
+            global_batch=GLOBAL_BATCH,
+            strategy=strategy,
+            set=pins,
+        )
+        found = distributed(
+            plan, ranks, STEPS, tmp_path / f"run{ranks}", *(("--order", "dataset") if ranks == 3 else ())
+        )
         assert list(differences(found, reference)) == []
         assert found.losses == pytest.approx(reference.losses, rel=10 * LOSS_TOLERANCE)
 
@@ -43,20 +58,33 @@ def test_random_ops_draw_the_same_under_any_plan(name: str, tmp_path: Path) -> N
 def test_steps_and_seeds_draw_other_numbers(tmp_path: Path) -> None:
     (tmp_path / "still.py").write_text(STILL)
     compile_to(tmp_path / "still.py", tmp_path / "plan", cluster="local:1", global_batch=4)
-    losses = [distributed(tmp_path / "plan", 1, 3, tmp_path / f"run{i}", "--seed", str(seed)).losses for i, seed in enumerate((0, 0, 1))]
+    losses = [
+        distributed(tmp_path / "plan", 1, 3, tmp_path / f"run{i}", "--seed", str(seed)).losses
+        for i, seed in enumerate((0, 0, 1))
+    ]
     assert losses[0] == losses[1]
     assert len({*losses[0], *losses[2]}) == 6
 
 
 REFUSED = [
-    ("F.dropout(h.repeat(3, 1), 0.5).view(3, -1, 4).mean(0)", "does not compute what plain PyTorch computes", "switch it off to see"),
+    (
+        "F.dropout(h.repeat(3, 1), 0.5).view(3, -1, 4).mean(0)",
+        "does not compute what plain PyTorch computes",
+        "switch it off to see",
+    ),
     ("h * float(np.random.rand())", "draws random numbers from NumPy", "draw with torch"),
-    ("h + torch.poisson(torch.ones_like(h))", "aten.poisson.default draws random numbers, which cannot be tied to samples", "dropout"),
+    (
+        "h + torch.poisson(torch.ones_like(h))",
+        "aten.poisson.default draws random numbers, which cannot be tied to samples",
+        "dropout",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("expression", "message", "remedy"), REFUSED)
-def test_random_numbers_that_cannot_be_tied_to_samples_are_refused(expression: str, message: str, remedy: str, tmp_path: Path) -> None:
+def test_random_numbers_that_cannot_be_tied_to_samples_are_refused(
+    expression: str, message: str, remedy: str, tmp_path: Path
+) -> None:
     source = MODEL.replace("HIDDEN", expression)
     (tmp_path / "model.py").write_text(source)
     with pytest.raises(UserError) as error:

@@ -1,4 +1,5 @@
-"""Random small compound models under random plans train as plain PyTorch does. `random_runs` tries any range of seeds."""
+"""Random small compound models under random plans train as plain PyTorch does. `random_runs` tries any range
+of seeds."""
 
 from __future__ import annotations
 

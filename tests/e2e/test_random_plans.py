@@ -1,4 +1,5 @@
-"""Random plans of two to six ranks train as plain PyTorch does: every parallelism, sharding, recomputation, dtype and way to run, together.
+"""Random plans of two to six ranks train as plain PyTorch does: every parallelism, sharding, recomputation,
+dtype and way to run, together.
 
     pytest -m slow tests/e2e/test_random_plans.py --plans 300 --hypothesis-seed 7 -s
 
@@ -33,7 +34,10 @@ SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large)  # a run takes seconds
 def test_many_random_plans_train_exactly(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     model = Captured(name, tmp_path, STEPS)
     sections = model.compiled("").plan.whole_sections
-    count, first = request.config.getoption("plans") // len(NAMES), request.config.getoption("hypothesis_seed") or 0
+    count, first = (
+        request.config.getoption("plans") // len(NAMES),
+        request.config.getoption("hypothesis_seed") or 0,
+    )
     tried, had = list[Outcome](), Counter[str]()
 
     @seed(first)
@@ -42,14 +46,22 @@ def test_many_random_plans_train_exactly(name: str, request: pytest.FixtureReque
     def every(rng: random.Random) -> None:
         start, folder = time.perf_counter(), tmp_path / f"plan{len(tried)}"
         folder.mkdir(exist_ok=True)
-        own = random.Random(f"{name} {first} {rng.getrandbits(64)}")  # hypothesis begins with the same draw whatever the seed
+        own = random.Random(
+            f"{name} {first} {rng.getrandbits(64)}"
+        )  # hypothesis begins with the same draw whatever the seed
         outcome = trial(model, random_plan(own, sections, DTYPES), folder)
         tried.append(outcome)
         had.update(outcome.has)
-        print(f"{name}: {outcome.error or 'exact'}: {outcome.granted} ({time.perf_counter() - start:.1f} s)", flush=True)
+        print(
+            f"{name}: {outcome.error or 'exact'}: {outcome.granted} ({time.perf_counter() - start:.1f} s)",
+            flush=True,
+        )
         shutil.rmtree(folder)
 
     every()
-    different, counts = len({str(o.granted) for o in tried}), ", ".join(f"{feature}: {n}" for feature, n in sorted(had.items()))
+    different, counts = (
+        len({str(o.granted) for o in tried}),
+        ", ".join(f"{feature}: {n}" for feature, n in sorted(had.items())),
+    )
     print(f"{name}: {different} different plans of {len(tried)}, with {counts}")
     assert [outcome.error for outcome in tried if outcome.error] == []

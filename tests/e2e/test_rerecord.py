@@ -1,4 +1,5 @@
-"""Micro-batches of which Python reads what no capture saw are recorded anew: for each way of reading, as plain PyTorch computes them."""
+"""Micro-batches of which Python reads what no capture saw are recorded anew: for each way of reading, as
+plain PyTorch computes them."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from secc.check import OneRank
-from secc.compiler import Compiled, Options, compile_model
-from secc.frontend.reference import compare, eager
+from secc.driver.compile import Compiled, Options, compile_model
+from secc.driver.exactness_check import OneRank
+from secc.frontend.dataset.eager_reference import compare, eager
 from tests.e2e.harness import compile_to, differences, distributed, metrics, plain, recording_model
 from tests.runtime import reader
 
@@ -68,7 +69,9 @@ READS = {
 def compiled(folder: Path, read: str, branch: str = BRANCH.format("rare")) -> Compiled:
     path = folder / "reader.py"
     path.write_text(SOURCE.replace("{read}", read).replace("{branch}", branch))
-    return compile_model(path, Options(cluster="local:2", global_batch=4, sections=("front=encoder", "back=decoder+head")))
+    return compile_model(
+        path, Options(cluster="local:2", global_batch=4, sections=("front=encoder", "back=decoder+head"))
+    )
 
 
 def rank_of(made: Compiled, folder: Path) -> OneRank:
@@ -93,10 +96,19 @@ def test_a_branch_that_no_capture_took_is_recorded_anew(tmp_path: Path, kind: st
 @pytest.mark.gloo
 def test_ranks_train_a_micro_batch_that_no_capture_saw(tmp_path: Path) -> None:
     """The third global batch holds the sample; one rank records it while the step before trains."""
-    source = SOURCE.replace("{read}", READS["bool"]).replace("{branch}", BRANCH.format("rare")).replace("777", str(UNDRAWN))
+    source = (
+        SOURCE.replace("{read}", READS["bool"])
+        .replace("{branch}", BRANCH.format("rare"))
+        .replace("777", str(UNDRAWN))
+    )
     (tmp_path / "reader.py").write_text(source)
     model = recording_model("reader", tmp_path, tmp_path)
-    options = {"cluster": "local:2", "global_batch": 16, "strategy": "apart", "sections": ("front=encoder", "back=decoder+head")}
+    options = {
+        "cluster": "local:2",
+        "global_batch": 16,
+        "strategy": "apart",
+        "sections": ("front=encoder", "back=decoder+head"),
+    }
     made = compile_to(model, tmp_path / "plan", **options)
     assert made.plan.world_size == 2 and [case.spare for case in made.plan.recorded] == [True]
     assert UNDRAWN not in [d.index for d in made.survey.drawn]
@@ -108,10 +120,16 @@ def test_ranks_train_a_micro_batch_that_no_capture_saw(tmp_path: Path) -> None:
 
 @pytest.mark.gloo
 def test_ranks_train_what_several_processes_record(tmp_path: Path) -> None:
-    """A section of few inputs, whose recordings end early and are often known, and one that wants the whole forward."""
+    """A section of few inputs, whose recordings end early and are often known, and one that wants the whole
+    forward."""
     (tmp_path / "rows_reader.py").write_text(reader.SOURCE)
     model = recording_model("rows_reader", tmp_path, tmp_path)
-    options = {"cluster": "local:2", "global_batch": 8, "strategy": "apart", "sections": ("front=body", "back=decoder")}
+    options = {
+        "cluster": "local:2",
+        "global_batch": 8,
+        "strategy": "apart",
+        "sections": ("front=body", "back=decoder"),
+    }
     made = compile_to(model, tmp_path / "plan", **options)
     assert [case.spare for case in made.plan.recorded] == [False]
     found = distributed(tmp_path / "plan", 2, 4, tmp_path / "run", "--workers", "1", "--recorders", "2")
@@ -129,7 +147,12 @@ def assert_traced(events: list[dict[str, Any]], sample: int) -> None:
     assert recordings and all(e["tid"] == 1 for e in recordings)
     for e in recordings:
         key = e["pid"], e["args"]["section"], e["args"]["microbatch"]
-        (load,) = [x for x in mine if x["args"]["kind"] == "LOAD" and (x["pid"], x["args"]["section"], x["args"]["microbatch"]) == key]
+        (load,) = [
+            x
+            for x in mine
+            if x["args"]["kind"] == "LOAD"
+            and (x["pid"], x["args"]["section"], x["args"]["microbatch"]) == key
+        ]
         assert load["tid"] == 0 and e["ts"] + e["dur"] <= load["ts"] + load["dur"]
     kinds = {e["args"]["kind"] for e in events if "args" in e and "kind" in e["args"]}
     assert {"F", "B", "LOAD", "RECORD"} <= kinds

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from secc.cli import main
-from secc.runtime.checkpoint import load_full
-from secc.runtime.user_model import load
+from secc.runtime.model.user_file import load
+from secc.runtime.parameters.checkpoint import load_full
 from tests.e2e.harness import compile_to, metrics, run
 
 MODELS = Path(__file__).parent.parent / "models"
@@ -22,8 +22,21 @@ MODELS = Path(__file__).parent.parent / "models"
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A vision tower on one rank beside a language model on two."""
     path = tmp_path_factory.mktemp("plan") / "plan"
-    pins = ("vision_tower.dp=1", "language_model.dp=2", "vision_tower.micro_batch=2", "language_model.micro_batch=2")
-    compile_to(MODELS / "llava_tiny.py", path, check=False, cluster="local:3", global_batch=24, strategy="apart", set=pins)
+    pins = (
+        "vision_tower.dp=1",
+        "language_model.dp=2",
+        "vision_tower.micro_batch=2",
+        "language_model.micro_batch=2",
+    )
+    compile_to(
+        MODELS / "llava_tiny.py",
+        path,
+        check=False,
+        cluster="local:3",
+        global_batch=24,
+        strategy="apart",
+        set=pins,
+    )
     return path
 
 
@@ -34,25 +47,58 @@ def test_encoder_forward_overlaps_language_model_work(plan: Path, tmp_path: Path
     computed = [e for e in _events(trace) if e["args"].get("kind") in {"F", "B"}]
     encoder = [e for e in computed if e["args"]["section"] == "vision_tower" and e["args"]["kind"] == "F"]
     language = [e for e in computed if e["args"]["section"] == "language_model"]
-    assert any(_overlap(e, m) and not set(e["args"]["samples"]) & set(m["args"]["samples"]) for e in encoder for m in language)
+    assert any(
+        _overlap(e, m) and not set(e["args"]["samples"]) & set(m["args"]["samples"])
+        for e in encoder
+        for m in language
+    )
 
 
 @pytest.mark.gloo
 def test_resuming_is_bit_equal_to_an_unbroken_run(plan: Path, tmp_path: Path) -> None:
     common = ["--workers", "0", "--save-every", "5"]
-    run(plan, 3, ["--steps", "10", "--log-dir", str(tmp_path / "whole"), "--save", str(tmp_path / "whole_saved"), *common])
-    run(plan, 3, ["--steps", "5", "--log-dir", str(tmp_path / "first"), "--save", str(tmp_path / "saved"), *common])
-    rest = ["--resume", str(tmp_path / "saved"), "--log-dir", str(tmp_path / "rest"), "--save", str(tmp_path / "saved")]
+    run(
+        plan,
+        3,
+        [
+            "--steps",
+            "10",
+            "--log-dir",
+            str(tmp_path / "whole"),
+            "--save",
+            str(tmp_path / "whole_saved"),
+            *common,
+        ],
+    )
+    run(
+        plan,
+        3,
+        ["--steps", "5", "--log-dir", str(tmp_path / "first"), "--save", str(tmp_path / "saved"), *common],
+    )
+    rest = [
+        "--resume",
+        str(tmp_path / "saved"),
+        "--log-dir",
+        str(tmp_path / "rest"),
+        "--save",
+        str(tmp_path / "saved"),
+    ]
     run(plan, 3, ["--steps", "10", *rest, *common])
     whole, found = metrics(tmp_path / "whole"), metrics(tmp_path / "rest")
-    assert [(m["step"], m["loss"], m["grad_norm"]) for m in found] == [(m["step"], m["loss"], m["grad_norm"]) for m in whole[5:]]
+    assert [(m["step"], m["loss"], m["grad_norm"]) for m in found] == [
+        (m["step"], m["loss"], m["grad_norm"]) for m in whole[5:]
+    ]
     expected, weights = load_full(tmp_path / "whole_saved"), load_full(tmp_path / "saved")
     assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.gloo
 def test_exported_weights_load_into_the_users_model(plan: Path, tmp_path: Path) -> None:
-    run(plan, 3, ["--steps", "1", "--log-dir", str(tmp_path), "--save", str(tmp_path / "saved"), "--workers", "0"])
+    run(
+        plan,
+        3,
+        ["--steps", "1", "--log-dir", str(tmp_path), "--save", str(tmp_path / "saved"), "--workers", "0"],
+    )
     with pytest.raises(SystemExit, match="0"):
         main(["export", str(tmp_path / "saved"), "-o", str(tmp_path / "weights.safetensors"), "--json"])
     model = load(MODELS / "llava_tiny.py").model()

@@ -1,4 +1,5 @@
-"""Plans that shard optimizer states and recompute train as plain PyTorch does, with Hugging Face's models, caches and all."""
+"""Plans that shard optimizer states and recompute train as plain PyTorch does, with Hugging Face's models,
+caches and all."""
 
 from __future__ import annotations
 
@@ -8,17 +9,33 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from secc.runtime.user_model import load
+from secc.runtime.model.user_file import load
 from tests.e2e.harness import compile_to, differences, distributed, plain, recording_model
 
 MODELS = Path(__file__).parent.parent / "models"
 STEPS, GLOBAL_BATCH = 5, 12
 
 CASES = [
-    ("llava_tiny", ("language_model.sharding=zero1", "language_model.recompute=selective", "vision_tower.recompute=full")),
+    (
+        "llava_tiny",
+        (
+            "language_model.sharding=zero1",
+            "language_model.recompute=selective",
+            "vision_tower.recompute=full",
+        ),
+    ),
     ("qwen_distil", ("student.sharding=zero2", "student.recompute=full", "student.dp=2")),
     ("loops", ("model.sharding=zero3", "model.recompute=full", "model.dp=2")),  # layers that run twice
-    ("qwen_distil", ("student.sharding=zero3", "student.recompute=selective", "student.dp=2", "teacher.sharding=zero3", "teacher.dp=2")),
+    (
+        "qwen_distil",
+        (
+            "student.sharding=zero3",
+            "student.recompute=selective",
+            "student.dp=2",
+            "teacher.sharding=zero3",
+            "teacher.dp=2",
+        ),
+    ),
 ]
 
 
@@ -44,10 +61,19 @@ def test_shards_are_read_from_files_a_layer_at_a_time(choices: tuple[str, ...], 
     torch.manual_seed(7)
     state = load(model).model().state_dict()
     (tmp_path / "weights").mkdir()
-    save_file({name: t for name, t in state.items() if name != "head.weight"}, tmp_path / "weights" / "model.safetensors")
-    options = {"cluster": f"local:{2 ** len(choices)}", "global_batch": GLOBAL_BATCH, "set": (*choices, "model.sharding=zero3")}
+    save_file(
+        {name: t for name, t in state.items() if name != "head.weight"},
+        tmp_path / "weights" / "model.safetensors",
+    )
+    options = {
+        "cluster": f"local:{2 ** len(choices)}",
+        "global_batch": GLOBAL_BATCH,
+        "set": (*choices, "model.sharding=zero3"),
+    }
     made = compile_to(model, tmp_path / "plan", check=False, **options)
     made_of_seed = distributed(tmp_path / "plan", made.plan.world_size, 2, tmp_path / "made", "--seed", "7")
-    found = distributed(tmp_path / "plan", made.plan.world_size, 2, tmp_path / "read", "--init", str(tmp_path / "weights"))
+    found = distributed(
+        tmp_path / "plan", made.plan.world_size, 2, tmp_path / "read", "--init", str(tmp_path / "weights")
+    )
     assert found.losses == made_of_seed.losses
     assert all(torch.equal(t, made_of_seed.parameters[name]) for name, t in found.parameters.items())

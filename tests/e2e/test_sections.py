@@ -1,4 +1,5 @@
-"""How sections are formed where a tower does little work: the better plan's step decides, both steps are told, and training is exact."""
+"""How sections are formed where a tower does little work: the better plan's step decides, both steps are
+told, and training is exact."""
 
 from __future__ import annotations
 

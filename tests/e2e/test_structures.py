@@ -1,4 +1,5 @@
-"""Every way in which components can be joined is cut into the sections that a user expects, and the plan is exact."""
+"""Every way in which components can be joined is cut into the sections that a user expects, and the plan is
+exact."""
 
 from __future__ import annotations
 

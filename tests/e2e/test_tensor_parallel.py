@@ -1,4 +1,5 @@
-"""Tensor-parallel plans train as plain PyTorch does: sections of the user's own modules, cut, and edges between unlike replicas."""
+"""Tensor-parallel plans train as plain PyTorch does: sections of the user's own modules, cut, and edges
+between unlike replicas."""
 
 from __future__ import annotations
 
@@ -21,12 +22,32 @@ CASES = [
 ]
 SLOW = [
     ("nano", 4, "auto", "model.tp=4"),
-    ("nano", 4, "auto", "model.tp=2 model.dp=2 model.sharding=zero1 model.recompute=full model.micro_batch=2"),
-    ("nano", 4, "auto", "model.tp=2 model.dp=2 model.sharding=zero3 model.recompute=selective model.micro_batch=3"),
+    (
+        "nano",
+        4,
+        "auto",
+        "model.tp=2 model.dp=2 model.sharding=zero1 model.recompute=full model.micro_batch=2",
+    ),
+    (
+        "nano",
+        4,
+        "auto",
+        "model.tp=2 model.dp=2 model.sharding=zero3 model.recompute=selective model.micro_batch=3",
+    ),
     ("nano", 4, "auto", "model.tp=2 model.pp=2 model.micro_batch=3"),
     ("nano_pair", 6, "apart", "encoder.tp=2 decoder.tp=4 decoder.micro_batch=3 encoder.micro_batch=5"),
-    ("nano_pair", 6, "apart", "encoder.tp=4 decoder.tp=2 decoder.micro_batch=3 encoder.micro_batch=4 --debug-comm"),
-    ("nano_pair", 5, "apart", "encoder.dp=3 decoder.tp=2 decoder.dp=1 encoder.micro_batch=2 decoder.micro_batch=3"),
+    (
+        "nano_pair",
+        6,
+        "apart",
+        "encoder.tp=4 decoder.tp=2 decoder.micro_batch=3 encoder.micro_batch=4 --debug-comm",
+    ),
+    (
+        "nano_pair",
+        5,
+        "apart",
+        "encoder.dp=3 decoder.tp=2 decoder.dp=1 encoder.micro_batch=2 decoder.micro_batch=3",
+    ),
     ("nano_pair", 5, "apart", "encoder.tp=2 decoder.dp=3 encoder.micro_batch=2 decoder.micro_batch=3"),
     ("nano_pair", 4, "colocate", "encoder.tp=4 decoder.tp=2 encoder.micro_batch=2 decoder.micro_batch=3"),
     ("nano_pair", 4, "colocate", "encoder.tp=2 decoder.dp=4 encoder.micro_batch=2 decoder.micro_batch=3"),
@@ -37,7 +58,12 @@ SLOW = [
     ("qwen_distil", 2, "colocate", "student.tp=2 student.micro_batch=3 --fuse"),
     ("llava_tiny", 2, "colocate", "language_model.tp=2 language_model.micro_batch=3 --fuse"),
     ("nano", 4, "auto", "model.tp=4 model.micro_batch=3 --fuse"),
-    ("llava_tiny", 2, "colocate", "language_model.tp=2 language_model.norms=sequence language_model.micro_batch=3"),
+    (
+        "llava_tiny",
+        2,
+        "colocate",
+        "language_model.tp=2 language_model.norms=sequence language_model.micro_batch=3",
+    ),
     (
         "llava_tiny",
         4,
@@ -48,19 +74,27 @@ SLOW = [
 
 
 def norm(trained: Trained) -> float:
-    return math.sqrt(sum(float(g.double().square().sum()) for g in trained.gradients.values() if g is not None))
+    return math.sqrt(
+        sum(float(g.double().square().sum()) for g in trained.gradients.values() if g is not None)
+    )
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(("name", "ranks", "strategy", "choices"), CASES + [pytest.param(*c, marks=pytest.mark.slow) for c in SLOW])
-def test_plan_trains_as_plain_pytorch(name: str, ranks: int, strategy: str, choices: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "ranks", "strategy", "choices"), CASES + [pytest.param(*c, marks=pytest.mark.slow) for c in SLOW]
+)
+def test_plan_trains_as_plain_pytorch(
+    name: str, ranks: int, strategy: str, choices: str, tmp_path: Path
+) -> None:
     model = recording_model(name, tmp_path, MODELS)
     reference = plain(model, GLOBAL_BATCH, STEPS, tmp_path / "plain")
     pins = tuple(c for c in choices.split() if not c.startswith("--"))
     options = {"cluster": f"local:{ranks}", "global_batch": GLOBAL_BATCH, "strategy": strategy, "set": pins}
     made = compile_to(model, tmp_path / "plan", fuse="--fuse" in choices, **options)
     assert all(s.shards and s.styles for s in made.plan.sections if s.mesh.tp > 1)
-    assert ("norms=sequence" in choices) == any(style.kind == "sequence" for s in made.plan.sections for style in s.styles)
+    assert ("norms=sequence" in choices) == any(
+        style.kind == "sequence" for s in made.plan.sections for style in s.styles
+    )
     flags = [c for c in choices.split() if c.startswith("--") and c != "--fuse"]
     found = distributed(tmp_path / "plan", ranks, STEPS, tmp_path / "run", *flags)
     assert list(differences(found, reference)) == []
@@ -70,11 +104,14 @@ def test_plan_trains_as_plain_pytorch(name: str, ranks: int, strategy: str, choi
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_dropout_on_parts_draws_what_one_rank_draws(tmp_path: Path) -> None:
-    """GPT-2 with dropout in its attention, its layers recomputed by the user, and a vocabulary that two ranks cannot share evenly."""
+    """GPT-2 with dropout in its attention, its layers recomputed by the user, and a vocabulary that two ranks
+    cannot share evenly."""
     model = recording_model("gpt2_dropout", tmp_path, MODELS)
     runs: list[Trained] = []
     for ranks, pins in ((1, ()), (2, ("model.tp=2",))):
-        compile_to(model, tmp_path / f"plan{ranks}", cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, set=pins)
+        compile_to(
+            model, tmp_path / f"plan{ranks}", cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, set=pins
+        )
         runs.append(distributed(tmp_path / f"plan{ranks}", ranks, STEPS, tmp_path / f"run{ranks}"))
     assert list(differences(runs[1], runs[0])) == []
 
@@ -82,13 +119,24 @@ def test_dropout_on_parts_draws_what_one_rank_draws(tmp_path: Path) -> None:
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_checkpoints_pass_between_cuts(tmp_path: Path) -> None:
-    """Two steps in two parts of every matrix and a sharded optimizer, one in four parts, the rest whole: as plain PyTorch does all five."""
+    """Two steps in two parts of every matrix and a sharded optimizer, one in four parts, the rest whole: as
+    plain PyTorch does all five."""
     model = recording_model("nano", tmp_path, MODELS)
     reference = plain(model, GLOBAL_BATCH, STEPS, tmp_path / "plain")
     saved, losses = None, list[float]()
     found = None
-    for until, ranks, pins in ((2, 4, "model.tp=2 model.dp=2 model.sharding=zero1"), (3, 4, "model.tp=4"), (STEPS, 2, "model.dp=2")):
-        compile_to(model, tmp_path / f"plan{until}", cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, set=tuple(pins.split()))
+    for until, ranks, pins in (
+        (2, 4, "model.tp=2 model.dp=2 model.sharding=zero1"),
+        (3, 4, "model.tp=4"),
+        (STEPS, 2, "model.dp=2"),
+    ):
+        compile_to(
+            model,
+            tmp_path / f"plan{until}",
+            cluster=f"local:{ranks}",
+            global_batch=GLOBAL_BATCH,
+            set=tuple(pins.split()),
+        )
         resume = ("--resume", str(saved)) if saved else ()
         found = distributed(tmp_path / f"plan{until}", ranks, until, tmp_path / f"run{until}", *resume)
         saved = tmp_path / f"run{until}" / "saved"
@@ -99,12 +147,28 @@ def test_checkpoints_pass_between_cuts(tmp_path: Path) -> None:
 
 
 def test_norms_on_parts_of_the_sequence_are_refused_where_no_layer_was_shown_exact(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"model\.norms=sequence is impossible: no layer of it was shown exact"):
-        compile_to(MODELS / "nano.py", tmp_path / "plan", cluster="local:2", set=("model.tp=2", "model.norms=sequence"))
+    with pytest.raises(
+        UserError, match=r"model\.norms=sequence is impossible: no layer of it was shown exact"
+    ):
+        compile_to(
+            MODELS / "nano.py",
+            tmp_path / "plan",
+            cluster="local:2",
+            set=("model.tp=2", "model.norms=sequence"),
+        )
 
 
 def test_what_cannot_be_cut_is_refused_with_the_reason(tmp_path: Path) -> None:
-    for choice, ranks, reason in (("student.tp=4", 4, "tp=4 does not divide 2 heads"), ("student.tp=3", 3, "tp=3 does not divide")):
+    for choice, ranks, reason in (
+        ("student.tp=4", 4, "tp=4 does not divide 2 heads"),
+        ("student.tp=3", 3, "tp=3 does not divide"),
+    ):
         with pytest.raises(UserError, match=reason) as error:
-            compile_to(MODELS / "qwen_distil.py", tmp_path / "plan", cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, set=(choice,))
+            compile_to(
+                MODELS / "qwen_distil.py",
+                tmp_path / "plan",
+                cluster=f"local:{ranks}",
+                global_batch=GLOBAL_BATCH,
+                set=(choice,),
+            )
         assert error.value.remedy

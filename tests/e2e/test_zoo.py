@@ -1,4 +1,5 @@
-"""Public architectures compile, are exact, and train on three ranks as in plain PyTorch: a few by default, the whole zoo as slow tests."""
+"""Public architectures compile, are exact, and train on three ranks as in plain PyTorch: a few by default,
+the whole zoo as slow tests."""
 
 from __future__ import annotations
 
@@ -30,7 +31,11 @@ def test_all_other_architectures_train_exactly(name: str) -> None:
 
 def test_glue_that_depends_on_values_is_recorded_anew() -> None:
     row = look(entry("mistral3"), run=False)
-    assert row.check == EXACT and row.glue == "recorded anew" and list(row.sections) == ["vision_tower", "language_model"]
+    assert (
+        row.check == EXACT
+        and row.glue == "recorded anew"
+        and list(row.sections) == ["vision_tower", "language_model"]
+    )
     assert "moves with the batch" in row.notes[0] and "modeling_mistral3.py:" in row.notes[0]
 
 
@@ -48,6 +53,11 @@ def test_failures_are_listed_by_cause() -> None:
         Row("d", "x", check="KeyError: 'k'"),
     ]
     text = table(rows)
-    assert "1 of 4 without an error." in text and "| b | x | - | - | m.py:1: the loss is not separable by sample: op | - |" in text
-    causes = dict(line.removeprefix("- ").rsplit(": ", 1) for line in text.splitlines() if line.startswith("- "))
+    assert (
+        "1 of 4 without an error." in text
+        and "| b | x | - | - | m.py:1: the loss is not separable by sample: op | - |" in text
+    )
+    causes = dict(
+        line.removeprefix("- ").rsplit(": ", 1) for line in text.splitlines() if line.startswith("- ")
+    )
     assert sorted(causes.values()) == ["b", "c", "d"] and set(causes) <= {cause for _, cause in CAUSES}

@@ -1,4 +1,5 @@
-"""The examples' data, models and evaluations, on a small scale. That they learn what they should takes minutes: see the slow tests."""
+"""The examples' data, models and evaluations, on a small scale. That they learn what they should takes
+minutes: see the slow tests."""
 
 from __future__ import annotations
 
@@ -13,12 +14,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from secc.runtime.user_model import load, loss_of
+from secc.runtime.model.user_file import load, loss_of
 
 
 @pytest.fixture
 def example(examples: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Imports an example by name, with its folder on the path as when it is run, and forgets it afterwards."""
+    """Imports an example by name, with its folder on the path as when it is run, and forgets it
+    afterwards."""
     monkeypatch.syspath_prepend(str(examples))
     names = [p.stem for p in examples.glob("*.py")]
     for name in names:
@@ -53,7 +55,9 @@ def test_half_of_the_digits_samples_have_an_image_and_none_is_held_out(example: 
     images, _ = module.pictures()
     held_out = {image.numpy().tobytes() for image in images[:: module.HELD_OUT]}
     data = module.dataset()
-    shown = [s["pixel_values"][0].numpy().tobytes() for s in (data[i] for i in range(400)) if "pixel_values" in s]
+    shown = [
+        s["pixel_values"][0].numpy().tobytes() for s in (data[i] for i in range(400)) if "pixel_values" in s
+    ]
     assert 150 < len(shown) < 250
     twins = {image.numpy().tobytes() for j, image in enumerate(images) if j % module.HELD_OUT} & held_out
     assert not (set(shown) & held_out) - twins
@@ -79,11 +83,16 @@ def test_the_teacher_is_loaded_and_frozen(small_teacher: ModuleType):
     model = small_teacher.model()
     torch.manual_seed(0)
     wanted = small_teacher.teacher()
-    assert all(torch.equal(a, b) and not a.requires_grad for a, b in zip(model.teacher.parameters(), wanted.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) and not a.requires_grad
+        for a, b in zip(model.teacher.parameters(), wanted.parameters(), strict=True)
+    )
     assert all(p.requires_grad for p in model.student.parameters())
 
 
-def test_without_a_teacher_the_message_says_how_to_train_one(example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_without_a_teacher_the_message_says_how_to_train_one(
+    example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("DISTILL_TEACHER", str(tmp_path / "none.safetensors"))
     with pytest.raises(FileNotFoundError, match=r"train_teacher\.py"):
         example("distill_text").model()
@@ -105,7 +114,9 @@ def test_no_held_out_paragraph_is_trained_on(small_teacher: ModuleType):
     assert len(held_out) > 150 and not train & held_out
 
 
-def test_an_untrained_student_knows_nothing_of_the_held_out_text(small_teacher: ModuleType, example: Any, monkeypatch: pytest.MonkeyPatch):
+def test_an_untrained_student_knows_nothing_of_the_held_out_text(
+    small_teacher: ModuleType, example: Any, monkeypatch: pytest.MonkeyPatch
+):
     train, held_out = small_teacher.manual()
     evaluation = example("eval_distill")
     monkeypatch.setattr(evaluation, "manual", lambda: (train, held_out[:4096]))

@@ -27,7 +27,9 @@ class Shell:
 
     def _python(self, *arguments: object) -> str:
         command = [sys.executable, *map(str, arguments)]
-        result = subprocess.run(command, cwd=self.root, env=self.environment, capture_output=True, text=True, timeout=1700)
+        result = subprocess.run(
+            command, cwd=self.root, env=self.environment, capture_output=True, text=True, timeout=1700
+        )
         assert result.returncode == 0, result.stderr
         return result.stdout
 
@@ -44,7 +46,9 @@ class Shell:
 @pytest.fixture
 def shell(root: Path, tmp_path: Path) -> Shell:
     path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return Shell(root, os.environ | {"PYTHONPATH": path, "DISTILL_TEACHER": str(tmp_path / "teacher.safetensors")})
+    return Shell(
+        root, os.environ | {"PYTHONPATH": path, "DISTILL_TEACHER": str(tmp_path / "teacher.safetensors")}
+    )
 
 
 def number(text: str) -> float:

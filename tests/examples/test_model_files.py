@@ -1,4 +1,5 @@
-"""The model files that other tests compile are what they claim to be: plain PyTorch trains them, or says why not."""
+"""The model files that other tests compile are what they claim to be: plain PyTorch trains them, or says why
+not."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from secc.runtime.user_model import load, loss_of
+from secc.runtime.model.user_file import load, loss_of
 
 GOOD = ("internvl_tiny", "llava_tiny", "qwen_distil", "two_modalities", "voxtral_tiny", "whisper_tiny")
 
@@ -25,7 +26,10 @@ def test_plain_pytorch_trains_it(models: Path, name: str):
     assert any(p.grad is not None and p.grad.norm() > 0 for p in model.parameters())
 
 
-@pytest.mark.parametrize(("name", "key"), [("llava_tiny", "pixel_values"), ("two_modalities", "images"), ("two_modalities", "audio")])
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("llava_tiny", "pixel_values"), ("two_modalities", "images"), ("two_modalities", "audio")],
+)
 def test_some_samples_have_the_modality_and_some_lack_it(models: Path, name: str, key: str):
     user = load(models / f"{name}.py")
     share = sum(key in user.sample(i) for i in range(64)) / 64

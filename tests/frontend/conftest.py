@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from secc.runtime.user_model import UserModel, load
+from secc.runtime.model.user_file import UserModel, load
 
 
 class Anything(nn.Module):
@@ -22,7 +22,8 @@ class Anything(nn.Module):
 
 @pytest.fixture
 def user_of(tmp_path: Path) -> Callable[..., UserModel]:
-    """`user_of(samples, **functions)`: a user's model that takes any batch, with a list as dataset and further functions of the file."""
+    """`user_of(samples, **functions)`: a user's model that takes any batch, with a list as dataset and
+    further functions of the file."""
 
     def build(samples: list[dict[str, Any]], **functions: Any) -> UserModel:
         path = tmp_path / "given_functions.py"

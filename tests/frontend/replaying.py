@@ -1,4 +1,5 @@
-"""Runs a generic graph at given sizes with the user's modules, and compares loss and gradients with the eager model."""
+"""Runs a generic graph at given sizes with the user's modules, and compares loss and gradients with the eager
+model."""
 
 from __future__ import annotations
 
@@ -9,16 +10,16 @@ import sympy
 import torch
 from torch import fx, nn
 
-from secc.frontend.capture import Capture, capture
-from secc.frontend.compare import Generic
-from secc.frontend.inputs import describe
-from secc.frontend.reference import Result, compare, eager, gradients
-from secc.frontend.sampling import survey
-from secc.ir.expr import evaluate
-from secc.runtime.meta import meta_model
+from secc.frontend.capture.capture import Capture, capture
+from secc.frontend.capture.generalize import Generic
+from secc.frontend.dataset.eager_reference import Result, compare, eager, gradients
+from secc.frontend.dataset.input_symbols import describe
+from secc.frontend.dataset.sampling import survey
+from secc.ir.dialect.size_expr import evaluate
+from secc.runtime.model.meta_build import meta_model
+from secc.runtime.model.user_file import UserModel
+from secc.runtime.plan.batch_sizes import sizes_of
 from secc.runtime.recorder import Replay
-from secc.runtime.sizes import sizes_of
-from secc.runtime.user_model import UserModel
 
 
 class GenericReplay(Replay):

@@ -1,4 +1,5 @@
-"""What is learnt of a block while its result's shape is: rows that masks choose, random numbers, samples that it couples."""
+"""What is learnt of a block while its result's shape is: rows that masks choose, random numbers, samples that
+it couples."""
 
 from __future__ import annotations
 
@@ -62,7 +63,9 @@ def test_random_numbers_and_batch_norm_inside_blocks_are_told() -> None:
 
     found = record(Noisy(), BATCH, ["tower"])
     assert {(h.path, h.kind) for h in found.hazards} == {("tower", "batch_norm")}
-    assert [(line_free(d.call), d.shape, d.known) for d in found.draws] == [("tower.1@LINE#0", (len(BATCH["x"]), 5), True)]
+    assert [(line_free(d.call), d.shape, d.known) for d in found.draws] == [
+        ("tower.1@LINE#0", (len(BATCH["x"]), 5), True)
+    ]
     quiet = record(Noisy().eval(), BATCH, ["tower"])
     assert quiet.hazards == [] and quiet.draws == []
 
@@ -119,7 +122,12 @@ def test_a_tensor_that_a_block_uses_and_is_not_given_opens_the_block() -> None:
     assert error.value.where.startswith("test_blocks.py:")
     parts = error.value.blocks(["encoder", "layers.0"])
     assert parts == ["encoder", "layers.0.cross", "layers.0.own"]
-    assert [n.target for n in record(Model(), BATCH, ["encoder", "layers.0.own", "layers.0.cross", "layers.1.own", "layers.1.cross"]).calls]
+    assert [
+        n.target
+        for n in record(
+            Model(), BATCH, ["encoder", "layers.0.own", "layers.0.cross", "layers.1.own", "layers.1.cross"]
+        ).calls
+    ]
 
 
 def test_lists_are_joined_as_one_tensor_and_handed_to_blocks_as_two() -> None:
@@ -197,9 +205,13 @@ def test_a_tensor_that_blocks_keep_opens_all_blocks_of_the_class() -> None:
                 x = layer(x)
             return x.sum() + self.layers[0].loss  # type: ignore[operator]
 
-    with pytest.raises(BlockError, match=r"block layers\.0 keeps a tensor on a module, which forward uses") as error:
+    with pytest.raises(
+        BlockError, match=r"block layers\.0 keeps a tensor on a module, which forward uses"
+    ) as error:
         record(Model(), BATCH, ["layers.0", "layers.1"])
-    assert error.value.blocks(["layers.0", "layers.1"]) == [f"layers.{i}.{part}" for i in (0, 1) for part in ("other", "own")]
+    assert error.value.blocks(["layers.0", "layers.1"]) == [
+        f"layers.{i}.{part}" for i in (0, 1) for part in ("other", "own")
+    ]
 
 
 def test_lengths_from_inputs_give_packed_sequences_and_alignments_their_shapes() -> None:
@@ -217,12 +229,19 @@ def test_lengths_from_inputs_give_packed_sequences_and_alignments_their_shapes()
             super().__init__()
             self.heard = Heard()
 
-        def forward(self, x: torch.Tensor, lengths: torch.Tensor, words: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        def forward(
+            self, x: torch.Tensor, lengths: torch.Tensor, words: torch.Tensor, counts: torch.Tensor
+        ) -> torch.Tensor:
             found = self.heard(x, lengths).log_softmax(-1).transpose(0, 1)
             return F.ctc_loss(found, words, lengths, counts, reduction="sum")
 
     lengths, counts = torch.tensor([4, 9, 7]), torch.tensor([2, 1, 3])
-    batch = {"x": torch.randn(3, 9, 3), "lengths": lengths, "words": torch.randint(1, 6, (3, 3)), "counts": counts}
+    batch = {
+        "x": torch.randn(3, 9, 3),
+        "lengths": lengths,
+        "words": torch.randint(1, 6, (3, 3)),
+        "counts": counts,
+    }
     found = record(Model(), batch, ["heard"])
     (call,) = found.calls
     assert next(iter(call.users)).meta["shape"] == (3, 9, 6) and call.meta["reads"]

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from secc.errors import UserError
-from secc.frontend import batches
-from secc.frontend.capture import Capture
-from secc.frontend.import_ir import to_ir
-from secc.ir.text import print_module
-from secc.runtime.plan import Draw
+from secc.frontend.capture import probe_batches
+from secc.frontend.capture.capture import Capture
+from secc.frontend.capture.to_ir import to_ir
+from secc.ir.text_io.text import print_module
+from secc.runtime.model.user_file import UserModel, load
+from secc.runtime.plan.schema import Draw
 from secc.runtime.recorder import Recorder, Recording
-from secc.runtime.user_model import UserModel, load
 from tests.frontend.replaying import assert_exact, captured, real_model
 
 
@@ -43,7 +43,12 @@ def test_a_generic_graph_is_exact_at_an_unseen_size(models: Path, name: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "cut"), [("llava_tiny", "model.language_model"), ("llava_tiny", "model.vision_tower"), ("qwen_distil", "student")]
+    ("name", "cut"),
+    [
+        ("llava_tiny", "model.language_model"),
+        ("llava_tiny", "model.vision_tower"),
+        ("qwen_distil", "student"),
+    ],
 )
 def test_a_component_cut_at_its_layers_is_exact(models: Path, name: str, cut: str) -> None:
     user = load(models / f"{name}.py")
@@ -116,7 +121,9 @@ def test_what_couples_samples_inside_a_block_is_told_by_place(models: Path) -> N
 
 
 def test_random_ops_are_found_with_the_dim_of_their_samples(models: Path) -> None:
-    assert captured(load(models / "dropout.py")).draws == [Draw("@dropout.py:18#0", (0,), "B", "dropout.py:18")]
+    assert captured(load(models / "dropout.py")).draws == [
+        Draw("@dropout.py:18#0", (0,), "B", "dropout.py:18")
+    ]
 
 
 def test_what_mixes_samples_at_random_is_refused_by_place(models: Path) -> None:
@@ -186,7 +193,8 @@ def collate(samples):
 
 
 def test_a_width_that_all_captures_of_a_way_share_is_no_constant(tmp_path: Path) -> None:
-    """Whatever is padded at all is padded to 7 in the captures, and the model's own table has as many entries and two."""
+    """Whatever is padded at all is padded to 7 in the captures, and the model's own table has as many entries
+    and two."""
     (tmp_path / "model.py").write_text(ONE_WIDTH)
     user = load(tmp_path / "model.py")
     found = captured(user)
@@ -252,7 +260,8 @@ def dataset():
 
 
 def _split(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Have a copy of this process make recordings from the first on; the list grows with each that came from it."""
+    """Have a copy of this process make recordings from the first on; the list grows with each that came from
+    it."""
     taken, original = list[object](), Recorder.taken
 
     def noted(self: Recorder, recording: Recording) -> Recording:
@@ -260,7 +269,7 @@ def _split(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         return original(self, recording)
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr(batches, "LONG", 0.0)
+    monkeypatch.setattr(probe_batches, "LONG", 0.0)
     monkeypatch.setattr(Recorder, "taken", noted)
     return taken
 
@@ -270,7 +279,7 @@ def test_recordings_made_by_a_copy_of_the_process_give_the_same_capture(
     models: Path, monkeypatch: pytest.MonkeyPatch, name: str, cut: str
 ) -> None:
     text = lambda: print_module(to_ir(captured(load(models / f"{name}.py"), cut={cut} - {""})))  # noqa: E731
-    monkeypatch.setattr(batches, "LONG", float("inf"))
+    monkeypatch.setattr(probe_batches, "LONG", float("inf"))
     alone = text()
     taken = _split(monkeypatch)
     assert text() == alone and taken

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from secc.runtime.collate import DefaultCollate, default_collate
 from secc.runtime.errors import UserError
-from secc.runtime.plan import Input, Symbol
-from secc.runtime.sizes import check_batch, combine, pad_batch, sizes_of
+from secc.runtime.model.default_collate import DefaultCollate, default_collate
+from secc.runtime.plan.batch_sizes import check_batch, combine, pad_batch, sizes_of
+from secc.runtime.plan.schema import Input, Symbol
 
 TEXT = [{"input_ids": torch.arange(n), "labels": torch.arange(n)} for n in (2, 5, 3)]
 
@@ -40,18 +40,34 @@ def test_images_are_stacked_or_concatenated_by_what_all_samples_show():
 
 
 def test_a_plan_carries_the_rules_of_the_samples_it_was_made_from():
-    samples = [{"input_ids": [1, 2], "x": torch.ones(1, 3, 2, 2), "y": 0.5}, {"input_ids": [3]}, {"input_ids": [4]}]
+    samples = [
+        {"input_ids": [1, 2], "x": torch.ones(1, 3, 2, 2), "y": 0.5},
+        {"input_ids": [3]},
+        {"input_ids": [4]},
+    ]
     fitted = DefaultCollate.fit(samples, ["attention_mask"])
-    shapes = {"input_ids": ("B", "S"), "x": ("n_x", "3", "2", "2"), "y": ("n_y",), "attention_mask": ("B", "S")}
+    shapes = {
+        "input_ids": ("B", "S"),
+        "x": ("n_x", "3", "2", "2"),
+        "y": ("n_y",),
+        "attention_mask": ("B", "S"),
+    }
     planned = DefaultCollate.from_inputs([Input(k, "", dims) for k, dims in shapes.items()])
-    assert {k: v.tolist() for k, v in fitted(samples[:1]).items()} == {k: v.tolist() for k, v in planned(samples[:1]).items()}
+    assert {k: v.tolist() for k, v in fitted(samples[:1]).items()} == {
+        k: v.tolist() for k, v in planned(samples[:1]).items()
+    }
 
 
 def test_numbers_arrays_and_texts():
     numpy = pytest.importorskip("numpy")
-    samples = [{"i": 1, "f": 0.5, "a": numpy.arange(2), "t": "one", "e": []}, {"i": 2, "f": 1, "a": [5], "t": "two", "e": [3]}]
+    samples = [
+        {"i": 1, "f": 0.5, "a": numpy.arange(2), "t": "one", "e": []},
+        {"i": 2, "f": 1, "a": [5], "t": "two", "e": [3]},
+    ]
     batch = default_collate(samples, [])
-    assert batch["i"].tolist() == [1, 2] and batch["f"].tolist() == [0.5, 1.0] and batch["t"] == ["one", "two"]
+    assert (
+        batch["i"].tolist() == [1, 2] and batch["f"].tolist() == [0.5, 1.0] and batch["t"] == ["one", "two"]
+    )
     assert batch["a"].tolist() == [[0, 1], [5, 0]]
     assert batch["e"].tolist() == [[0], [3]] and batch["e"].dtype == torch.int64
 
@@ -84,7 +100,9 @@ INPUTS = (
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 2)), min_size=1, max_size=6), st.data())
-def test_sizes_of_a_batch_are_those_of_its_samples_combined(sizes: list[tuple[int, int]], data: st.DataObject):
+def test_sizes_of_a_batch_are_those_of_its_samples_combined(
+    sizes: list[tuple[int, int]], data: st.DataObject
+):
     samples = [{"input_ids": torch.ones(s)} | ({"x": torch.zeros(n, 2)} if n else {}) for s, n in sizes]
     collate = DefaultCollate({"input_ids": 2, "x": 2}, mask=False)
     parts = [sizes_of(collate([s]), SYMBOLS) for s in samples]
@@ -98,7 +116,11 @@ def test_a_symbol_without_a_key_is_the_number_of_samples():
 
 
 def test_a_batch_is_padded_to_given_widths():
-    batch = {"input_ids": torch.tensor([[1, 2]]), "mask": torch.zeros(1, 1, 2, 3, dtype=torch.bool), "other": 3}
+    batch = {
+        "input_ids": torch.tensor([[1, 2]]),
+        "mask": torch.zeros(1, 1, 2, 3, dtype=torch.bool),
+        "other": 3,
+    }
     padded = pad_batch(batch, INPUTS, {"S": 4})
     assert padded["input_ids"].tolist() == [[0, 0, 1, 2]] and padded["other"] == 3
     assert padded["mask"].shape == (1, 1, 4, 5)

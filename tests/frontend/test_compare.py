@@ -1,4 +1,5 @@
-"""Comparison of captures: which expressions explain moved numbers, which reads become guards, and what is refused."""
+"""Comparison of captures: which expressions explain moved numbers, which reads become guards, and what is
+refused."""
 
 from __future__ import annotations
 
@@ -13,16 +14,18 @@ from hypothesis import strategies as st
 from torch import nn
 
 from secc.errors import UserError
-from secc.frontend.compare import Generic, generalise
-from secc.frontend.fit import Fitter
-from secc.frontend.known import Known
-from secc.frontend.ways import Observed
-from secc.ir.expr import evaluate, parse, symbol, text
+from secc.frontend.capture.control_flow_paths import Observed
+from secc.frontend.capture.generalize import Generic, generalise
+from secc.frontend.capture.shared_explanations import Known
+from secc.frontend.capture.size_fit import Fitter
+from secc.ir.dialect.size_expr import evaluate, parse, symbol, text
 from secc.runtime.recorder import Recorder
 from secc.runtime.recorder.fold import fold
 from tests.frontend.replaying import GenericReplay
 
-ROWS = [dict(zip("BSI", row, strict=True)) for row in ((2, 11, 3), (3, 17, 1), (4, 13, 6), (5, 24, 2), (7, 19, 9))]
+ROWS = [
+    dict(zip("BSI", row, strict=True)) for row in ((2, 11, 3), (3, 17, 1), (4, 13, 6), (5, 24, 2), (7, 19, 9))
+]
 
 EXPRESSIONS = [
     "7", "S", "B*S", "B*S - B", "576*I", "S + 1", "(S + 3)//4", "B*((S + 1)//2)", "16*I + B", "S*S", "2*B*S + 3", "(S - 1)//2 + 1",
@@ -95,7 +98,10 @@ def batch(rows: int, width: int, seed: int = 0, full: bool = False) -> dict[str,
 
 def observe(model: nn.Module, sizes: list[tuple[int, int]], full: bool = False) -> list[Observed]:
     recorder = Recorder(model, ["body", "head"])
-    return [Observed(fold(recorder.record(batch(b, s, i, full))), {"B": b, "S": s}) for i, (b, s) in enumerate(sizes)]
+    return [
+        Observed(fold(recorder.record(batch(b, s, i, full))), {"B": b, "S": s})
+        for i, (b, s) in enumerate(sizes)
+    ]
 
 
 SIZES = [(2, 11), (3, 17), (4, 13), (5, 24), (7, 19)]
@@ -107,7 +113,8 @@ def assert_exact(model: nn.Module, generic: Generic, at: dict[str, torch.Tensor]
     torch.testing.assert_close(found, eager)
     parameters = list(model.parameters())
     torch.testing.assert_close(
-        torch.autograd.grad(found, parameters, allow_unused=True), torch.autograd.grad(eager, parameters, allow_unused=True)
+        torch.autograd.grad(found, parameters, allow_unused=True),
+        torch.autograd.grad(eager, parameters, allow_unused=True),
     )
 
 
@@ -139,7 +146,11 @@ def test_sizes_in_arguments_become_expressions() -> None:
     def glue(m: Model, h: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         b, s, _ = h.shape
         flat = m.head(h[:, : s // 2].reshape(b * (s // 2), 6))
-        return flat.sum() / b + (torch.arange(s, device=h.device)[None, :, None] * h).mean() + torch.full((b,), 1.0 / s).sum()
+        return (
+            flat.sum() / b
+            + (torch.arange(s, device=h.device)[None, :, None] * h).mean()
+            + torch.full((b,), 1.0 / s).sum()
+        )
 
     case, _ = generic(glue)
     assert {"B", "S", "S//2", "B*(S//2)"} <= expressions(case)
@@ -162,7 +173,10 @@ def test_taking_apart_and_joining_reads_as_a_reshape() -> None:
         return m.head(rows).square().mean() + again.sum() + same.square().sum()
 
     case, _ = generic(glue)
-    assert not any(str(n.target).startswith(("aten.unbind", "aten.cat", "aten.stack", "aten.split")) for n in case.graph.nodes)
+    assert not any(
+        str(n.target).startswith(("aten.unbind", "aten.cat", "aten.stack", "aten.split"))
+        for n in case.graph.nodes
+    )
 
 
 def test_rows_chosen_by_a_mask_have_a_size_of_their_own() -> None:
@@ -173,7 +187,10 @@ def test_rows_chosen_by_a_mask_have_a_size_of_their_own() -> None:
 
 
 def test_a_size_that_values_decide_is_about_what_it_follows() -> None:
-    rows = [{**row, "rows_0": row["I"] * 25 // 10, "rows_1": row["B"] * row["S"] * 3 // 4, "rows_2": 0} for row in ROWS]
+    rows = [
+        {**row, "rows_0": row["I"] * 25 // 10, "rows_1": row["B"] * row["S"] * 3 // 4, "rows_2": 0}
+        for row in ROWS
+    ]
     fitter = Fitter(rows, free="S")
     found = [fitter.about(f"rows_{i}", [f"rows_{i}" for i in range(3)]) for i in range(3)]
     assert [{str(s) for s in f.free_symbols} for f in found] == [{"I"}, {"B", "S"}, set()]
@@ -183,7 +200,11 @@ def test_a_size_that_values_decide_is_about_what_it_follows() -> None:
 def test_constants_made_of_sizes_are_made_anew() -> None:
     def glue(m: Model, h: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         rows, width, _ = h.shape
-        return (h * torch.tensor(float(rows))).mean() + (h.sum(-1) * torch.tensor(range(width))).mean() + h.sum() * torch.tensor(2)
+        return (
+            (h * torch.tensor(float(rows))).mean()
+            + (h.sum(-1) * torch.tensor(range(width))).mean()
+            + h.sum() * torch.tensor(2)
+        )
 
     case, _ = generic(glue)
     assert [t.tolist() for t in case.constants.values()] == [2]
@@ -263,7 +284,12 @@ def test_what_values_of_inputs_decide_is_refused_by_place_and_value() -> None:
 def test_ways_that_only_sizes_tell_apart_are_refused() -> None:
     """No guard could choose between them at run time."""
     with pytest.raises(UserError):
-        generalise(observe(Model(lambda m, h, mask: h.mean() if h.shape[1] > 15 else h.sum() / h.numel() * 2), [*SIZES, (6, 12)]))
+        generalise(
+            observe(
+                Model(lambda m, h, mask: h.mean() if h.shape[1] > 15 else h.sum() / h.numel() * 2),
+                [*SIZES, (6, 12)],
+            )
+        )
 
 
 def test_reading_a_constant_guards_nothing() -> None:
@@ -286,12 +312,17 @@ def test_counts_that_values_decide_are_left_to_torch_or_refused() -> None:
     case, model = generic(lambda m, h, mask: h[mask].sum() / (h[mask].shape[0] * h.shape[1] + 1))
     assert_exact(model, case, batch(6, 15, 3))
     with pytest.raises(UserError, match="rows that values of the inputs decide"):
-        generalise(observe(Model(lambda m, h, mask: h[mask].mean() * torch.ones(h[mask].shape[0]).sum()), SIZES))
+        generalise(
+            observe(Model(lambda m, h, mask: h[mask].mean() * torch.ones(h[mask].shape[0]).sum()), SIZES)
+        )
 
 
 def test_sizes_are_whole_multiples_where_the_samples_allow_it() -> None:
     rows = [{"B": b, "I": 3 * b} for b in (2, 3, 4, 5, 7)]
-    assert [Fitter(rows).integer([k * b for b in (2, 3, 4, 5, 7)]) for k in (1, 3)] == [symbol("B"), symbol("I")]
+    assert [Fitter(rows).integer([k * b for b in (2, 3, 4, 5, 7)]) for k in (1, 3)] == [
+        symbol("B"),
+        symbol("I"),
+    ]
 
 
 def test_other_patterns_tell_what_a_pattern_leaves_open() -> None:

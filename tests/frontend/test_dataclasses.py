@@ -1,4 +1,5 @@
-"""Dataclasses as arguments of blocks: a library's is built anew by sections, what no rank could import is refused."""
+"""Dataclasses as arguments of blocks: a library's is built anew by sections, what no rank could import is
+refused."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from secc.compiler import Options, compile_model
+from secc.driver.compile import Options, compile_model
 from secc.errors import UserError
 from tests.e2e.harness import compile_to
 
@@ -60,14 +61,24 @@ def test_a_section_builds_the_object_that_it_received_in_parts(tmp_path: Path) -
     sections = ("encoder=encoder", "decoder=decoder")
     plan = tmp_path / "plan"
     compiled = compile_to(
-        written(tmp_path, "BaseModelOutput"), plan, cluster="local:2", global_batch=4, strategy="apart", sections=sections
+        written(tmp_path, "BaseModelOutput"),
+        plan,
+        cluster="local:2",
+        global_batch=4,
+        strategy="apart",
+        sections=sections,
     )
     assert [p["exact"] for p in compiled.plan.checks["patterns"]] == [True]
     text = (plan / "sections" / "decoder.py").read_text()
-    assert "self.decoder(built('transformers.modeling_outputs:BaseModelOutput', {'last_hidden_state': encoder}))" in text
+    assert (
+        "self.decoder(built('transformers.modeling_outputs:BaseModelOutput', {'last_hidden_state': encoder}))"
+        in text
+    )
 
 
 def test_a_class_of_the_model_file_is_none_that_a_plan_can_name(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="called with a value of type Own, which cannot be written into a plan") as refused:
+    with pytest.raises(
+        UserError, match="called with a value of type Own, which cannot be written into a plan"
+    ) as refused:
         compile_model(written(tmp_path, "Own"), Options())
     assert "in a module that the model file imports" in refused.value.remedy

@@ -1,4 +1,5 @@
-"""Whose numbers a random op draws is found from its shapes in several captures; what cannot be told is refused by place."""
+"""Whose numbers a random op draws is found from its shapes in several captures; what cannot be told is
+refused by place."""
 
 from __future__ import annotations
 
@@ -8,11 +9,11 @@ import pytest
 from torch import fx
 
 from secc.errors import UserError
-from secc.frontend.compare import Observed
-from secc.frontend.draws import find
-from secc.frontend.inputs import Inputs
-from secc.ir import draws as texts
-from secc.runtime.plan import Draw, Symbol
+from secc.frontend.capture.generalize import Observed
+from secc.frontend.capture.random_op_rows import find
+from secc.frontend.dataset.input_symbols import Inputs
+from secc.ir.analysis import random_ops as texts
+from secc.runtime.plan.schema import Draw, Symbol
 from secc.runtime.recorder import Recording
 from secc.runtime.recorder.recording import Drawn
 
@@ -20,13 +21,23 @@ SYMBOLS = (Symbol("B", "rows", "x", 0), Symbol("S", "width", "x", 1), Symbol("im
 SIZES = [(2, 29, 3), (3, 43, 4), (4, 23, 9), (5, 37, 6), (7, 31, 8), (2, 20, 2)]
 
 
-def found(*shapes: Sequence[int], op: str = "aten.bernoulli_.float", known: bool = True, repeat: Sequence[int] = (1,) * 6) -> list[Draw]:
-    """The rule for an op whose result had these shapes in the captures, and was drawn `repeat` times in each."""
+def found(
+    *shapes: Sequence[int],
+    op: str = "aten.bernoulli_.float",
+    known: bool = True,
+    repeat: Sequence[int] = (1,) * 6,
+) -> list[Draw]:
+    """The rule for an op whose result had these shapes in the captures, and was drawn `repeat` times in
+    each."""
     observed: list[Observed] = []
     for shape, times, (b, s, n) in zip(shapes, repeat, SIZES, strict=True):
-        drawn = [Drawn("drop", ("model.py:7",), op, "model.py:7", tuple(shape), known, i) for i in range(times)]
+        drawn = [
+            Drawn("drop", ("model.py:7",), op, "model.py:7", tuple(shape), known, i) for i in range(times)
+        ]
         placeholders = {"x": fx.Graph().placeholder("x")}
-        observed.append(Observed(Recording(fx.Graph(), placeholders, {}, [], drawn), {"B": b, "S": s, "images": n}))
+        observed.append(
+            Observed(Recording(fx.Graph(), placeholders, {}, [], drawn), {"B": b, "S": s, "images": n})
+        )
     return find(observed, Inputs(SYMBOLS, (), "", (), ()))
 
 
@@ -54,18 +65,26 @@ REFUSED = [
     ([(b + 1, 3) for b, _, _ in SIZES], {}, "which of them belong to which sample cannot be told"),
     ([(b + n, 3) for b, _, n in SIZES], {}, "which of them belong to which sample cannot be told"),
     ([(i**3 + 2, 3) for i in (1, 5, 2, 9, 4, 8)], {}, "cannot be told"),
-    ([(2, 3)] * 6, {"known": False, "op": "aten.poisson.default"}, "aten.poisson.default draws random numbers, which cannot be tied"),
+    (
+        [(2, 3)] * 6,
+        {"known": False, "op": "aten.poisson.default"},
+        "aten.poisson.default draws random numbers, which cannot be tied",
+    ),
     ([(2, 3)] * 6, {"repeat": (2, 3, 4, 5, 7, 2)}, "in a loop whose length moves with the batch"),
     ([(b,) for b, _, _ in SIZES], {"op": "aten.randperm.default"}, "mixes the samples"),
 ]
 
 
 @pytest.mark.parametrize(("shapes", "options", "message"), REFUSED)
-def test_what_cannot_be_told_is_refused_by_place(shapes: list[tuple[int, ...]], options: dict[str, object], message: str) -> None:
+def test_what_cannot_be_told_is_refused_by_place(
+    shapes: list[tuple[int, ...]], options: dict[str, object], message: str
+) -> None:
     with pytest.raises(UserError, match=message) as error:
         found(*shapes, **options)  # type: ignore[arg-type]
     assert error.value.where == "model.py:7" and error.value.remedy
 
 
 def test_a_part_that_is_skipped_at_times_keeps_its_numbers() -> None:
-    assert found(*[(b, 3) for b, _, _ in SIZES], repeat=(1, 0, 1, 1, 0, 1)) == [Draw("drop@model.py:7#0", (0,), "B", "model.py:7")]
+    assert found(*[(b, 3) for b, _, _ in SIZES], repeat=(1, 0, 1, 1, 0, 1)) == [
+        Draw("drop@model.py:7#0", (0,), "B", "model.py:7")
+    ]

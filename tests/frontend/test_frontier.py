@@ -1,4 +1,5 @@
-"""Which modules become blocks, and how the choice moves: heads, losses, cuts, the user's own choice, and calls that cannot be recorded."""
+"""Which modules become blocks, and how the choice moves: heads, losses, cuts, the user's own choice, and
+calls that cannot be recorded."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from secc.errors import UserError
-from secc.frontend.frontier import Tree, choose, coarsen, is_stack
+from secc.frontend.capture.block_selection import Tree, choose, coarsen, is_stack
 
 WIDTH, VOCABULARY = 8, 40
 TOKENS = {"tokens": torch.randint(0, VOCABULARY, (3, 7)), "labels": torch.randint(0, VOCABULARY, (3, 7))}
@@ -114,7 +115,11 @@ class Merged(Wrapped):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tower, self.layers, self.out = nn.Identity(), nn.ModuleList(Layer() for _ in range(2)), nn.Linear(WIDTH, 2 * WIDTH)
+        self.tower, self.layers, self.out = (
+            nn.Identity(),
+            nn.ModuleList(Layer() for _ in range(2)),
+            nn.Linear(WIDTH, 2 * WIDTH),
+        )
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -130,7 +135,13 @@ def test_a_wide_projection_beside_the_layers_stays_with_them() -> None:
 
 def test_a_cut_component_has_its_layers_as_blocks() -> None:
     found = chosen(Pair(Wrapped(), Stack()), cut={"first"})
-    assert found == ["first.tower.embed", *(f"first.tower.layers.{i}" for i in range(3)), "first.tower.norm", "first.out", "second"]
+    assert found == [
+        "first.tower.embed",
+        *(f"first.tower.layers.{i}" for i in range(3)),
+        "first.tower.norm",
+        "first.out",
+        "second",
+    ]
 
 
 def test_the_user_may_name_blocks() -> None:

@@ -1,4 +1,5 @@
-"""The user's autograd functions between modules: one call each, with the user's own backward; and those that no plan can hold."""
+"""The user's autograd functions between modules: one call each, with the user's own backward; and those that
+no plan can hold."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from secc.errors import UserError
-from secc.runtime.functions import Function
 from secc.runtime.recorder import BlockError, record
+from secc.runtime.sections.autograd_functions import Function
 from tests.frontend.test_recorder import assert_replays, recorded, targets
 
 
@@ -33,7 +34,9 @@ twice = Twice.apply
 
 class Parts(torch.autograd.Function):
     @staticmethod
-    def forward(x: torch.Tensor, sizes: tuple[int, int], note: str) -> tuple[torch.Tensor, str, torch.Tensor, torch.Tensor]:
+    def forward(
+        x: torch.Tensor, sizes: tuple[int, int], note: str
+    ) -> tuple[torch.Tensor, str, torch.Tensor, torch.Tensor]:
         return x[:, : sizes[0]] * 2, note, x.argmax(-1), x[:, sizes[1] :] * 3
 
     @staticmethod
@@ -42,7 +45,9 @@ class Parts(torch.autograd.Function):
         ctx.width = inputs[0].shape[1]
 
     @staticmethod
-    def backward(ctx: Any, a: torch.Tensor, note: None, best: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(
+        ctx: Any, a: torch.Tensor, note: None, best: torch.Tensor, b: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None]:
         return torch.nn.functional.pad(a, (0, ctx.width - 1)) + b.sum(1, keepdim=True), None, None
 
 
@@ -102,7 +107,9 @@ APPLIED: dict[str, Callable[..., Any]] = {
     "under autocast": _autocast,
     "of a parameter": lambda m, h, x, keep: h * Twice.apply(m.scale),
     "checkpointed": lambda m, h, x, keep: checkpoint(lambda t: Twice.apply(t * 2), h, use_reentrant=False),
-    "checkpointed the old way": lambda m, h, x, keep: checkpoint(lambda t: Twice.apply(t * 2), h, use_reentrant=True),
+    "checkpointed the old way": lambda m, h, x, keep: checkpoint(
+        lambda t: Twice.apply(t * 2), h, use_reentrant=True
+    ),
 }
 
 
@@ -127,9 +134,18 @@ def _inner() -> Any:
 
 
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
-    "made inside of a function": (lambda m, h, x, keep: _inner().apply(h), "Inner.apply, a class that no plan can name"),
-    "an object as argument": (lambda m, h, x, keep: Twice.apply(h, object()), "Twice.apply is called with a value of type object"),
-    "writing into its argument": (lambda m, h, x, keep: Into.apply(h * 1), "Into.apply writes into its argument"),
+    "made inside of a function": (
+        lambda m, h, x, keep: _inner().apply(h),
+        "Inner.apply, a class that no plan can name",
+    ),
+    "an object as argument": (
+        lambda m, h, x, keep: Twice.apply(h, object()),
+        "Twice.apply is called with a value of type object",
+    ),
+    "writing into its argument": (
+        lambda m, h, x, keep: Into.apply(h * 1),
+        "Into.apply writes into its argument",
+    ),
     "drawing random numbers": (lambda m, h, x, keep: Noise.apply(h), "Noise.apply draws random numbers"),
     "reading a value": (lambda m, h, x, keep: Peeks.apply(h), "needs values that depend on a block's result"),
 }
@@ -163,7 +179,9 @@ def test_a_hook_is_refused_by_place() -> None:
     ids=["grad", "backward"],
 )
 def test_a_gradient_taken_between_modules_is_refused_by_place(glue: Callable[..., Any], name: str) -> None:
-    with pytest.raises(UserError, match=f"forward uses {name} between its modules, which cannot be recorded") as error:
+    with pytest.raises(
+        UserError, match=f"forward uses {name} between its modules, which cannot be recorded"
+    ) as error:
         recorded(glue)
     assert error.value.where.startswith("test_functions.py:") and error.value.remedy
 
@@ -177,5 +195,9 @@ def test_squeezed_dims_are_those_of_several_samples() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.map(x).squeeze().sum()
 
-    (node,) = (n for n in record(Squeezed(), {"x": torch.ones(3, 4)}, ["map"]).graph.nodes if "squeeze" in str(n.target))
+    (node,) = (
+        n
+        for n in record(Squeezed(), {"x": torch.ones(3, 4)}, ["map"]).graph.nodes
+        if "squeeze" in str(n.target)
+    )
     assert str(node.target) == "aten.squeeze.dims" and node.args[1] == [1]

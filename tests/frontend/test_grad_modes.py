@@ -1,4 +1,5 @@
-"""What users do to gradients and precision between modules: autocast regions, cut gradients, checkpoints, writes into views."""
+"""What users do to gradients and precision between modules: autocast regions, cut gradients, checkpoints,
+writes into views."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from secc.compiler import Options, compile_model
+from secc.driver.compile import Options, compile_model
 from secc.errors import UserError
 from tests.e2e.harness import compile_to
 from tests.frontend.test_recorder import assert_replays, recorded, targets
@@ -53,7 +54,9 @@ def _stopped(m: Any, h: torch.Tensor, x: torch.Tensor, keep: torch.Tensor) -> to
 
 def _checkpointed(m: Any, h: torch.Tensor, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
     step = lambda a, b: torch.relu(a) * b + m.body(x)  # noqa: E731
-    return checkpoint(step, h, m.scale, use_reentrant=False) + checkpoint(step, h, m.scale, use_reentrant=True)
+    return checkpoint(step, h, m.scale, use_reentrant=False) + checkpoint(
+        step, h, m.scale, use_reentrant=True
+    )
 
 
 def _without_gradient(m: Any, h: torch.Tensor, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
@@ -130,13 +133,19 @@ SECTIONS = ("encoder=encoder", "decoder=decoder+head")
 
 def test_views_and_writes_cross_sections(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL.format(region="if True:"))
-    compiled = compile_to(tmp_path / "model.py", tmp_path / "plan", sections=SECTIONS)  # raises where the plan is not exact
+    compiled = compile_to(
+        tmp_path / "model.py", tmp_path / "plan", sections=SECTIONS
+    )  # raises where the plan is not exact
     assert [s.name for s in compiled.plan.sections] == ["encoder", "decoder"] and compiled.plan.edges
 
 
 def test_a_backward_that_fails_in_plain_pytorch_is_bad_input(tmp_path: Path) -> None:
-    (tmp_path / "model.py").write_text(MODEL.format(region="if True:").replace("decoder(seen.float()) * 1", "decoder(seen.float())"))
-    with pytest.raises(UserError, match="plain PyTorch cannot train the model: one of the variables needed for gradient") as error:
+    (tmp_path / "model.py").write_text(
+        MODEL.format(region="if True:").replace("decoder(seen.float()) * 1", "decoder(seen.float())")
+    )
+    with pytest.raises(
+        UserError, match="plain PyTorch cannot train the model: one of the variables needed for gradient"
+    ) as error:
         compile_to(tmp_path / "model.py", tmp_path / "plan")
     assert "model.py:" in error.value.where
 
@@ -144,8 +153,12 @@ def test_a_backward_that_fails_in_plain_pytorch_is_bad_input(tmp_path: Path) -> 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the region has an effect")
 @pytest.mark.filterwarnings("ignore:.*CUDA is not available")
 def test_an_autocast_region_of_a_missing_device_is_noted_by_place(tmp_path: Path) -> None:
-    (tmp_path / "model.py").write_text(MODEL.format(region='with torch.autocast("cuda", dtype=torch.bfloat16):'))
+    (tmp_path / "model.py").write_text(
+        MODEL.format(region='with torch.autocast("cuda", dtype=torch.bfloat16):')
+    )
     plan = compile_model(tmp_path / "model.py", Options(sections=SECTIONS)).plan
     assert [
-        n for n in plan.checks["notes"] if n.startswith("autocast for CUDA does nothing on this machine") and n.endswith("(model.py:14)")
+        n
+        for n in plan.checks["notes"]
+        if n.startswith("autocast for CUDA does nothing on this machine") and n.endswith("(model.py:14)")
     ]

@@ -8,10 +8,10 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from xdsl.dialects.builtin import ModuleOp
 
-from secc.frontend.heads import note_linear
-from secc.ir.dialect import graph_of
-from secc.ir.text import parse
-from secc.ir.types import TensorType
+from secc.frontend.capture.linear_heads import note_linear
+from secc.ir.dialect.ops import graph_of
+from secc.ir.dialect.tensor_type import TensorType
+from secc.ir.text_io.text import parse
 
 TEXT = 'sec.graph "g" { sec.block "head" class "Linear" params 6 trainable 6 }'
 
@@ -41,9 +41,14 @@ def noted(layer: nn.Module) -> ModuleOp:
 
 def test_a_plain_layer_is_noted_with_the_types_of_its_parameters() -> None:
     attributes = graph_of(noted(nn.Linear(2, 3, dtype=torch.bfloat16))).blocks["head"].attributes
-    assert attributes == {"weight": TensorType.of([3, 2], "bf16", True), "bias": TensorType.of([3], "bf16", True)}
+    assert attributes == {
+        "weight": TensorType.of([3, 2], "bf16", True),
+        "bias": TensorType.of([3], "bf16", True),
+    }
 
 
-@pytest.mark.parametrize("layer", [Linear(2, 3), hooked(), wrapped(), parametrizations.weight_norm(nn.Linear(2, 3))])
+@pytest.mark.parametrize(
+    "layer", [Linear(2, 3), hooked(), wrapped(), parametrizations.weight_norm(nn.Linear(2, 3))]
+)
 def test_a_layer_that_does_more_is_not(layer: nn.Module) -> None:
     assert not graph_of(noted(layer)).blocks["head"].attributes

@@ -13,10 +13,10 @@ from filecheck.options import Options
 from filecheck.parser import Parser, pattern_for_opts
 from xdsl.dialects.builtin import ModuleOp
 
-from secc.frontend.import_ir import to_ir
-from secc.ir.dialect import GlueOp, GuardOp, graph_of
-from secc.ir.text import parse, print_module, verify
-from secc.runtime.user_model import load
+from secc.frontend.capture.to_ir import to_ir
+from secc.ir.dialect.ops import GlueOp, GuardOp, graph_of
+from secc.ir.text_io.text import parse, print_module, verify
+from secc.runtime.model.user_file import load
 from tests.frontend.replaying import captured
 
 LLAVA = """
@@ -68,7 +68,9 @@ def _module(models: Path, name: str) -> ModuleOp:
 def test_the_ir_says_what_was_captured(models: Path, name: str, checks: str) -> None:
     printed = print_module(_module(models, name))
     options = Options(match_filename=name)
-    matcher = Matcher(options, FInput(name, printed), Parser(options, StringIO(checks), *pattern_for_opts(options)))
+    matcher = Matcher(
+        options, FInput(name, printed), Parser(options, StringIO(checks), *pattern_for_opts(options))
+    )
     assert matcher.run() == 0, printed
 
 

@@ -11,11 +11,11 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from secc.errors import UserError
-from secc.frontend.inputs import Inputs, describe
-from secc.frontend.sampling import survey
-from secc.runtime.plan import Symbol
-from secc.runtime.sizes import check_batch, combine, pad_batch, sizes_of
-from secc.runtime.user_model import UserModel, load
+from secc.frontend.dataset.input_symbols import Inputs, describe
+from secc.frontend.dataset.sampling import survey
+from secc.runtime.model.user_file import UserModel, load
+from secc.runtime.plan.batch_sizes import check_batch, combine, pad_batch, sizes_of
+from secc.runtime.plan.schema import Symbol
 
 Sample = dict[str, Any]
 UserOf = Callable[..., UserModel]
@@ -54,14 +54,20 @@ def test_ragged_optional_images(user_of: UserOf):
 
 
 def test_one_image_in_some_samples_is_not_the_number_of_samples(user_of: UserOf):
-    found = described(user_of([t | ({"x": torch.zeros(1, 3, 4, 4)} if i % 2 else {}) for i, t in enumerate(TEXTS)]))
+    found = described(
+        user_of([t | ({"x": torch.zeros(1, 3, 4, 4)} if i % 2 else {}) for i, t in enumerate(TEXTS)])
+    )
     assert dims(found)["x"][0] == "n_x"
 
 
 def test_rows_in_proportion_share_the_smaller_symbol(user_of: UserOf):
     def grids(i: int) -> Sample:
         n = 1 + i % 3
-        return {"patches": torch.randn(16 * n, 5), "grid": torch.ones(n, 3, dtype=torch.long), "pair": torch.zeros(2, 3, 4, 4)}
+        return {
+            "patches": torch.randn(16 * n, 5),
+            "grid": torch.ones(n, 3, dtype=torch.long),
+            "pair": torch.zeros(2, 3, 4, 4),
+        }
 
     found = described(user_of([t | (grids(i) if i % 2 else {}) for i, t in enumerate(TEXTS)]))
     assert dims(found)["patches"] == ("16*n_grid", "5") and dims(found)["grid"] == ("n_grid", "3")
@@ -71,15 +77,23 @@ def test_rows_in_proportion_share_the_smaller_symbol(user_of: UserOf):
 def test_left_padding_by_the_user(user_of: UserOf):
     def collate(samples: list[Sample]) -> Sample:
         def left(key: str, value: int) -> torch.Tensor:
-            return pad_sequence([s[key] for s in samples], batch_first=True, padding_value=value, padding_side="left")
+            return pad_sequence(
+                [s[key] for s in samples], batch_first=True, padding_value=value, padding_side="left"
+            )
 
         ids = left("input_ids", 9)
-        mask = pad_sequence([torch.ones_like(s["input_ids"]) for s in samples], batch_first=True, padding_side="left").bool()
+        mask = pad_sequence(
+            [torch.ones_like(s["input_ids"]) for s in samples], batch_first=True, padding_side="left"
+        ).bool()
         return {"input_ids": ids, "mask": mask, "square": (mask[:, None, :, None] & mask[:, None, None, :])}
 
     found = described(user_of(TEXTS, collate=collate))
     assert dims(found)["square"] == ("B", "1", "S", "S")
-    left = {"input_ids": ((1, "left", 9.0),), "mask": ((1, "left", 0.0),), "square": ((2, "left", 0.0), (3, "left", 0.0))}
+    left = {
+        "input_ids": ((1, "left", 9.0),),
+        "mask": ((1, "left", 0.0),),
+        "square": ((2, "left", 0.0), (3, "left", 0.0)),
+    }
     assert pads(found) == left
 
 
@@ -94,7 +108,9 @@ def test_a_padded_batch_is_what_collate_gives_in_wider_company(user_of: UserOf):
 def test_sides_that_a_keys_content_leaves_open_follow_another_key(user_of: UserOf):
     def collate(samples: list[Sample]) -> Sample:
         sides = {"constant": torch.ones_like, "input_ids": torch.Tensor.clone}
-        make = lambda f: pad_sequence([f(s["input_ids"]) for s in samples], batch_first=True, padding_value=1, padding_side="left")  # noqa: E731
+        make = lambda f: pad_sequence(
+            [f(s["input_ids"]) for s in samples], batch_first=True, padding_value=1, padding_side="left"
+        )  # noqa: E731
         return {key: make(f) for key, f in sides.items()}
 
     assert pads(described(user_of(TEXTS, collate=collate)))["constant"] == ((1, "left", 1.0),)
@@ -111,7 +127,12 @@ def test_padding_that_is_not_one_value_is_not_a_pad(user_of: UserOf):
 
 def test_two_widths_and_one_that_is_longer_by_one(user_of: UserOf):
     samples = [
-        {"audio": torch.randn(3 + i * 5 % 11), "input_ids": torch.arange(2 + i % 5), "labels": torch.arange(3 + i % 5)} for i in range(40)
+        {
+            "audio": torch.randn(3 + i * 5 % 11),
+            "input_ids": torch.arange(2 + i % 5),
+            "labels": torch.arange(3 + i % 5),
+        }
+        for i in range(40)
     ]
     found = described(user_of(samples))
     assert dims(found) == {"audio": ("B", "S_audio"), "input_ids": ("B", "S"), "labels": ("B", "S + 1")}
@@ -142,7 +163,12 @@ def test_an_optional_key_padded_like_the_text_follows_it(user_of: UserOf):
             batch["where"] = torch.stack([(torch.arange(width) < n).long() for n in kept])
         return batch
 
-    short = [{"input_ids": torch.arange(1, 4 + i % 5), "x": 1} if i % 2 else {"input_ids": torch.arange(1, 9 + i % 3)} for i in range(30)]
+    short = [
+        {"input_ids": torch.arange(1, 4 + i % 5), "x": 1}
+        if i % 2
+        else {"input_ids": torch.arange(1, 9 + i % 3)}
+        for i in range(30)
+    ]
     found = described(user_of(short, collate=collate))
     assert dims(found)["where"] == ("n_where", "S")
 
@@ -154,7 +180,9 @@ def test_constant_lengths_are_a_width_while_samples_may_be_cropped(user_of: User
     assert dims(describe(user, found.without_crops()))["labels"] == ("B", "3000")
 
 
-@pytest.mark.parametrize("name", ["llava_tiny", "internvl_tiny", "voxtral_tiny", "two_modalities", "whisper_tiny"])
+@pytest.mark.parametrize(
+    "name", ["llava_tiny", "internvl_tiny", "voxtral_tiny", "two_modalities", "whisper_tiny"]
+)
 def test_every_batch_of_a_model_has_the_described_dims(models: Path, name: str):
     user = load(models / f"{name}.py")
     found = described(user)
@@ -168,7 +196,8 @@ def test_labels_are_known_by_their_padding(models: Path):
     assert described(load(models / "two_modalities.py")).labels_key == "targets"
 
 
-# -- what cannot be split -----------------------------------------------------------------------------------------------------------
+# -- what cannot be split
+# -----------------------------------------------------------------------------------------------------------
 
 
 def stacked(samples: list[Sample]) -> torch.Tensor:
@@ -178,30 +207,58 @@ def stacked(samples: list[Sample]) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("collate", "message"),
     [
-        (lambda samples: {"input_ids": stacked(samples[::-1])}, "'input_ids' of other rows than of each sample alone"),
+        (
+            lambda samples: {"input_ids": stacked(samples[::-1])},
+            "'input_ids' of other rows than of each sample alone",
+        ),
         (lambda samples: {"input_ids": stacked(samples) + torch.randint(9, ())}, "'input_ids' of other rows"),
-        (lambda samples: {"x": torch.zeros(len(samples) ** 2, 3)}, "dim 0 of 'x' is neither constant nor additive nor a maximum"),
-        (lambda samples: {"x": torch.zeros([1] * min(len(samples), 3))}, "'x' has . dims in one batch and . in another"),
+        (
+            lambda samples: {"x": torch.zeros(len(samples) ** 2, 3)},
+            "dim 0 of 'x' is neither constant nor additive nor a maximum",
+        ),
+        (
+            lambda samples: {"x": torch.zeros([1] * min(len(samples), 3))},
+            "'x' has . dims in one batch and . in another",
+        ),
         (lambda samples: {"x": stacked(samples), "n": len(samples)}, "'n' changes and is no tensor"),
-        (lambda samples: {"x": stacked(samples).to(torch.int if len(samples) > 3 else torch.long)}, "'x' is int64 in one batch and int32"),
-        (lambda samples: {"x": stacked(samples)} | ({"y": stacked(samples)} if len(samples) > 1 else {}), "gives 'y' for a set of samples"),
+        (
+            lambda samples: {"x": stacked(samples).to(torch.int if len(samples) > 3 else torch.long)},
+            "'x' is int64 in one batch and int32",
+        ),
+        (
+            lambda samples: {"x": stacked(samples)} | ({"y": stacked(samples)} if len(samples) > 1 else {}),
+            "gives 'y' for a set of samples",
+        ),
         (
             lambda samples: {"x": stacked(samples), "t": [[s["input_ids"]] for s in samples]},
             "the list 't' has another number",
         ),
-        (lambda samples: {"t": [s["input_ids"].float() for s in samples[::-1]]}, r"'t\.\*sizes' of other rows than of each sample"),
-        (lambda samples: {"t": [torch.zeros([1] * len(s["input_ids"])) for s in samples]}, "the list 't' have different numbers of dims"),
+        (
+            lambda samples: {"t": [s["input_ids"].float() for s in samples[::-1]]},
+            r"'t\.\*sizes' of other rows than of each sample",
+        ),
+        (
+            lambda samples: {"t": [torch.zeros([1] * len(s["input_ids"])) for s in samples]},
+            "the list 't' have different numbers of dims",
+        ),
     ],
 )
-def test_what_cannot_be_split_is_refused(user_of: UserOf, collate: Callable[[list[Sample]], Sample], message: str):
+def test_what_cannot_be_split_is_refused(
+    user_of: UserOf, collate: Callable[[list[Sample]], Sample], message: str
+):
     with pytest.raises(UserError, match=message) as caught:
         described(user_of(TEXTS, collate=collate))
     assert caught.value.remedy and caught.value.where.startswith(str(Path(__file__)))
 
 
 def test_a_list_that_some_samples_leave_empty_is_optional(user_of: UserOf):
-    samples = [t | {"pictures": [torch.randn(3, 2 + k, 4) for k in range(i % 3)]} for i, t in enumerate(TEXTS)]
-    collate: Callable[[list[Sample]], Sample] = lambda some: {"x": stacked(some), "pictures": [p for s in some for p in s["pictures"]]}  # noqa: E731
+    samples = [
+        t | {"pictures": [torch.randn(3, 2 + k, 4) for k in range(i % 3)]} for i, t in enumerate(TEXTS)
+    ]
+    collate: Callable[[list[Sample]], Sample] = lambda some: {
+        "x": stacked(some),
+        "pictures": [p for s in some for p in s["pictures"]],
+    }  # noqa: E731
     found = described(user_of(samples, collate=collate))
     assert {i.key: i.dims for i in found.inputs if i.optional} == {
         "pictures.*": ("n_pictures_0", "4"), "pictures.*sizes": ("n_pictures", "2"), "pictures.*most": ("0", "3", "S_pictures")

@@ -1,4 +1,5 @@
-"""Loops over samples in a loss: which sums are taken for one, and that a marked recording computes what it did."""
+"""Loops over samples in a loss: which sums are taken for one, and that a marked recording computes what it
+did."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def test_a_loop_over_samples_is_marked_and_computes_what_it_did(loss: Loss) -> N
     model = Model(loss)
     found = rolled(fold(record(model, BATCH, ["body"])))
     (loop,) = loops(found)
-    assert Outline.of(found).made["loss:0"] is loop and loop.meta["shape"] == ((3,) if loop.target is torch.ops.aten.stack.default else ())
+    assert Outline.of(found).made["loss:0"] is loop and loop.meta["shape"] == (
+        (3,) if loop.target is torch.ops.aten.stack.default else ()
+    )
     torch.testing.assert_close(Replay(model, found.graph, found.constants).loss(BATCH), model(**BATCH))
 
 

@@ -1,4 +1,5 @@
-"""Models without weights: large tensors have no storage, small ones have values, checkpoints are not read, ties hold."""
+"""Models without weights: large tensors have no storage, small ones have values, checkpoints are not read,
+ties hold."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ import torch
 import transformers as T
 
 from secc.errors import UserError
-from secc.runtime.meta import SMALL, meta_model
-from secc.runtime.user_model import UserModel, load
+from secc.runtime.model.meta_build import SMALL, meta_model
+from secc.runtime.model.user_file import UserModel, load
 
 PLAIN = """
 import torch

@@ -27,7 +27,11 @@ def layout(value: Any) -> Any:
 
 def calls(n: int) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     x, turned, half = fake(n, 3, 8), fake(8, 3, n).permute(2, 1, 0), fake(n, 3, 8, dtype=torch.bfloat16)
-    whole, flag, one = fake(n, 3, 8, dtype=torch.int64), fake(3, 8, dtype=torch.bool), fake(dtype=torch.float64)
+    whole, flag, one = (
+        fake(n, 3, 8, dtype=torch.int64),
+        fake(3, 8, dtype=torch.bool),
+        fake(dtype=torch.float64),
+    )
     return [
         (aten.mul.Tensor, (x, fake(8)), {}),
         (aten.add.Tensor, (half, x), {}),

@@ -14,15 +14,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 from secc.errors import UserError
+from secc.runtime.model.user_file import loss_of
 from secc.runtime.recorder import BlockError, Recorder, Recording, Replay, record, take
 from secc.runtime.recorder.travel import pack, unpack
-from secc.runtime.user_model import loss_of
 
 BATCH = {"x": torch.arange(20.0).reshape(4, 5) / 10 - 1, "keep": torch.tensor([True, False, True, True])}
 
 
 class Model(nn.Module):
-    """Two linear blocks around glue that a test chooses: `glue(hidden, batch)` gives the loss, or what the head takes."""
+    """Two linear blocks around glue that a test chooses: `glue(hidden, batch)` gives the loss, or what the
+    head takes."""
 
     def __init__(self, glue: Callable[..., Any]) -> None:
         super().__init__()
@@ -107,7 +108,8 @@ def test_grad_mode_detach_and_data_cut_the_gradient() -> None:
     assert_replays(found, model)
 
 
-# Each writes into a tensor: a view of a block's result, a buffer of zeros, an input, through `out=`, by a mask.
+# Each writes into a tensor: a view of a block's result, a buffer of zeros, an input, through `out=`, by a
+# mask.
 def _add(m: Any, h: torch.Tensor, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
     h = h * 1
     h[1:3] += m.scale
@@ -182,7 +184,12 @@ def test_reads_of_inputs_are_logged_with_their_place() -> None:
         assert f"{keep.sum()}"  # a message reads nothing that decides
         scale = 2.0 if keep.all() else 1.0
         n = int(keep.sum())
-        return h * scale * n + sum(keep.tolist()) + float(torch.tensor([keep.sum(), 1]).max()) + keep.numpy().sum()
+        return (
+            h * scale * n
+            + sum(keep.tolist())
+            + float(torch.tensor([keep.sum(), 1]).max())
+            + keep.numpy().sum()
+        )
 
     found, model = recorded(glue)
     assert [(r.kind, r.value) for r in found.reads] == [
@@ -205,7 +212,9 @@ READING: list[Callable[..., Any]] = [
     lambda m, h, x, keep: h + float(torch.tensor([h.sum()])),
     lambda m, h, x, keep: h * float(m.scale[0]),
     lambda m, h, x, keep: h * h.nonzero().sum(),
-    lambda m, h, x, keep: h * torch.zeros(4).copy_(h[:, 0]).sum().item(),  # a real tensor that a block's values flow into
+    lambda m, h, x, keep: (
+        h * torch.zeros(4).copy_(h[:, 0]).sum().item()
+    ),  # a real tensor that a block's values flow into
 ]
 
 
@@ -218,7 +227,9 @@ def test_reading_a_blocks_value_is_refused_by_place(glue: Callable[..., Any]) ->
 
 REFUSED: dict[str, Callable[..., Any]] = {
     "hook": lambda m, h, x, keep: h.register_hook(lambda g: 2 * g) and h,
-    "torch.autograd.grad": lambda m, h, x, keep: torch.autograd.grad(h.sum(), m.scale, allow_unused=True) and h,
+    "torch.autograd.grad": lambda m, h, x, keep: (
+        torch.autograd.grad(h.sum(), m.scale, allow_unused=True) and h
+    ),
     "count": lambda m, h, x, keep: h * m.count.add_(1),
 }
 
@@ -231,7 +242,9 @@ def test_what_a_recording_cannot_hold_is_refused_by_place(name: str) -> None:
 
 
 def test_rows_chosen_by_a_mask_of_inputs_are_recomputed() -> None:
-    found, model = recorded(lambda m, h, x, keep: h[keep] + torch.masked_select(h, keep[:, None]).reshape(-1, 3))
+    found, model = recorded(
+        lambda m, h, x, keep: h[keep] + torch.masked_select(h, keep[:, None]).reshape(-1, 3)
+    )
     assert "aten.index.Tensor" in targets(found)
     assert_replays(found, model, {**BATCH, "keep": torch.tensor([True, False, False, False])})
 
@@ -376,7 +389,9 @@ class _Windows(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         windows = self.project(x).split(2)
-        return torch.cat([F.scaled_dot_product_attention(w[None], w[None], w[None])[0].mul_(2) for w in windows])
+        return torch.cat(
+            [F.scaled_dot_product_attention(w[None], w[None], w[None])[0].mul_(2) for w in windows]
+        )
 
 
 def test_attention_inside_blocks_is_learnt_once_for_each_layout() -> None:
@@ -455,7 +470,11 @@ def test_grouped_products_have_a_shape_in_float32() -> None:
             return self.experts(x).mean()
 
     (result,) = [n for n in record(Mixture(), BATCH, ["experts"]).graph.nodes if n.target is take]
-    assert (result.meta["shape"], result.meta["dtype"], result.meta["requires_grad"]) == ((4, 3), torch.float32, True)
+    assert (result.meta["shape"], result.meta["dtype"], result.meta["requires_grad"]) == (
+        (4, 3),
+        torch.float32,
+        True,
+    )
 
 
 def test_a_forward_without_a_loss_is_refused() -> None:
@@ -489,4 +508,8 @@ def test_a_recording_travels_as_bytes() -> None:
     assert str(there.graph) == str(found.graph) and list(there.inputs) == list(found.inputs)
     assert [n.meta for n in there.graph.nodes] == [n.meta for n in found.graph.nodes]
     assert all(torch.equal(there.constants[k], v) for k, v in found.constants.items()) and found.constants
-    assert [(r.kind, r.value, r.where) for r in there.reads] == [(r.kind, r.value, r.where) for r in found.reads] != []
+    assert (
+        [(r.kind, r.value, r.where) for r in there.reads]
+        == [(r.kind, r.value, r.where) for r in found.reads]
+        != []
+    )

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from secc.cli import main
-from secc.compiler import Options, compile_model
+from secc.driver.compile import Options, compile_model
 from secc.errors import UserError
-from secc.frontend.sampling import survey
-from secc.runtime.user_model import load
+from secc.frontend.dataset.sampling import survey
+from secc.runtime.model.user_file import load
 
 MODEL = """
 import torch
@@ -71,13 +71,18 @@ def stats_of(path: Path, *options: str) -> dict[str, Any]:
 def shares(compiled: Any) -> dict[str, str]:
     text = compiled.dumps[0][1]
     return {
-        line.split("when [")[1].split("]")[0]: line.split('share "')[1].split('"')[0] for line in text.splitlines() if "sec.pattern" in line
+        line.split("when [")[1].split("]")[0]: line.split('share "')[1].split('"')[0]
+        for line in text.splitlines()
+        if "sec.pattern" in line
     }
 
 
 def test_a_survey_counts_what_it_draws(tmp_path: Path) -> None:
     found = stats_of(model_file(tmp_path), "--stats-samples", "32")
-    assert found["samples"] == 32 and [p["when"] for p in found["patterns"]] in ([[], ["rows"]], [["rows"], []])
+    assert found["samples"] == 32 and [p["when"] for p in found["patterns"]] in (
+        [[], ["rows"]],
+        [["rows"], []],
+    )
     assert found["symbols"]["S"] == "width of input_ids, dim 1"
     assert {p["sizes"]["n_rows"] > 0 for p in found["patterns"] if p["when"]} == {True}
 
@@ -95,7 +100,9 @@ def test_sizes_tell_of_the_whole_dataset_and_find_rare_patterns(tmp_path: Path) 
     assert len(user.module.LOADED) == 64
 
 
-def test_sizes_that_are_wrong_are_refused_when_the_plan_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sizes_that_are_wrong_are_refused_when_the_plan_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = model_file(tmp_path, sizes=True)
     path.write_text(path.read_text().replace("4 + i % 7 + rows", "5 + i % 7 + rows"))
     with pytest.raises(SystemExit, match="2"):
@@ -111,7 +118,9 @@ def test_a_file_gives_what_the_allocation_reckons_with(tmp_path: Path) -> None:
     (tmp_path / "stats.json").write_text(json.dumps(stats))
     compiled = compile_model(path, Options(cluster="local:1", stats=tmp_path / "stats.json"))
     assert shares(compiled) == {'"rows"': "0.9", "": "0.1"}
-    assert compiled.plan.checks["notes"] == ["how frequent and how large samples are is taken from stats.json"]
+    assert compiled.plan.checks["notes"] == [
+        "how frequent and how large samples are is taken from stats.json"
+    ]
 
 
 def test_a_pattern_may_have_no_share_at_all(tmp_path: Path) -> None:
@@ -126,8 +135,14 @@ def test_a_pattern_may_have_no_share_at_all(tmp_path: Path) -> None:
 WRONG = [
     ("{", "not statistics of a dataset"),
     ('{"patterns": [{"when": []}]}', "KeyError: 'share'"),
-    ('{"patterns": [{"when": ["pixels"], "share": 1, "sizes": {}}]}', "name 'pixels', which the model does not have"),
-    ('{"patterns": [{"when": [], "share": 1, "sizes": {"T": 1}}]}', "name 'T', which the model does not have"),
+    (
+        '{"patterns": [{"when": ["pixels"], "share": 1, "sizes": {}}]}',
+        "name 'pixels', which the model does not have",
+    ),
+    (
+        '{"patterns": [{"when": [], "share": 1, "sizes": {"T": 1}}]}',
+        "name 'T', which the model does not have",
+    ),
     ('{"patterns": [{"when": [], "share": 1, "sizes": {"S": 1}}]}', "lack the size 'n_rows'"),
     ('{"patterns": [{"when": [], "share": 0, "sizes": {"S": 1, "n_rows": 0}}]}', "must not add up to 0"),
     ('{"patterns": [{"when": [], "share": -1, "sizes": {"S": 1, "n_rows": 0}}]}', "cannot be negative"),

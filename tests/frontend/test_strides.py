@@ -1,4 +1,5 @@
-"""Floor divisions are found among the many that fit a few lengths, by asking for the lengths that tell them apart."""
+"""Floor divisions are found among the many that fit a few lengths, by asking for the lengths that tell them
+apart."""
 
 from __future__ import annotations
 
@@ -9,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from secc.frontend.fit import Fitter
-from secc.frontend.strides import strides, telling
-from secc.ir.expr import evaluate, text
-from secc.runtime.user_model import UserModel
+from secc.frontend.capture.size_fit import Fitter
+from secc.frontend.capture.stride_sizes import strides, telling
+from secc.ir.dialect.size_expr import evaluate, text
+from secc.runtime.model.user_file import UserModel
 from tests.frontend.replaying import captured
 
 LENGTHS = (911, 1310, 1204, 1750, 1033)
@@ -67,7 +68,11 @@ class Listener(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.head = nn.Conv1d(1, 4, 11, stride=7), nn.Conv1d(4, 4, 5, stride=3), nn.Linear(4, 2)
+        self.first, self.second, self.head = (
+            nn.Conv1d(1, 4, 11, stride=7),
+            nn.Conv1d(4, 4, 5, stride=3),
+            nn.Linear(4, 2),
+        )
 
     def forward(self, sound: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x = self.second(self.first(sound[:, None])).transpose(1, 2)

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from secc.errors import UserError
-from secc.frontend.sampling import survey
-from secc.frontend.survey import COUNTS, KEPT, Survey, length
-from secc.runtime.user_model import UserModel, load
+from secc.frontend.dataset.sampling import survey
+from secc.frontend.dataset.survey import COUNTS, KEPT, Survey, length
+from secc.runtime.model.user_file import UserModel, load
 
 Sample = dict[str, Any]
 UserOf = Callable[..., UserModel]
@@ -28,7 +28,12 @@ def image(n: int = 1) -> torch.Tensor:
     return torch.randn(n, 3, 4, 4)
 
 
-MIXED = [text(5 + i % 7) | ({"x": image(1 + i % 3)} if i % 2 else {}) | ({"y": torch.randn(1, 8)} if i % 3 == 1 else {}) for i in range(60)]
+MIXED = [
+    text(5 + i % 7)
+    | ({"x": image(1 + i % 3)} if i % 2 else {})
+    | ({"y": torch.randn(1, 8)} if i % 3 == 1 else {})
+    for i in range(60)
+]
 
 
 def pattern_of(found: Survey, batch: list[Sample]) -> frozenset[str]:
@@ -68,12 +73,18 @@ def test_micro_batches_have_their_pattern_and_move_in_every_size(user_of: UserOf
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_two_keys_have_as_many_samples_in_all_micro_batches(user_of: UserOf, seed: int):
-    """With one row for each sample that has them, rows of two keys, and the number of samples, would look alike."""
+    """With one row for each sample that has them, rows of two keys, and the number of samples, would look
+    alike."""
     rng = random.Random(seed)
-    samples = [text(rng.randint(3, 12), **{k: image() for k in "xyz" if rng.random() < 0.6}) for _ in range(40)]
+    samples = [
+        text(rng.randint(3, 12), **{k: image() for k in "xyz" if rng.random() < 0.6}) for _ in range(40)
+    ]
     found = survey(user_of(samples))
     for pattern in found.unions():
-        counts = {k: [sum(k in s for s in b) for b in found.batches(pattern)] for k in [*sorted(pattern), "input_ids"]}
+        counts = {
+            k: [sum(k in s for s in b) for b in found.batches(pattern)]
+            for k in [*sorted(pattern), "input_ids"]
+        }
         for a, b in combinations(counts, 2):
             told = any((a in p) != (b in p or b == "input_ids") for p in found.patterns if p < pattern)
             assert counts[a] != counts[b] or not told, (pattern, counts)
@@ -94,7 +105,9 @@ def test_even_micro_batches_need_no_padding(user_of: UserOf):
 
 def test_long_texts_are_cropped_to_where_their_labels_are(user_of: UserOf):
     labels = torch.cat([torch.full((2000,), -100), torch.arange(1000)])
-    found = survey(user_of([{"input_ids": torch.arange(3000), "labels": labels.clone(), "kind": 3} for _ in range(5)]))
+    found = survey(
+        user_of([{"input_ids": torch.arange(3000), "labels": labels.clone(), "kind": 3} for _ in range(5)])
+    )
     assert found.cropped
     widths = set()
     for batch in found.batches(frozenset()):
@@ -115,26 +128,37 @@ def test_a_text_with_an_image_loses_only_its_end(user_of: UserOf):
 def test_heavy_samples_are_in_no_micro_batch(user_of: UserOf):
     pictures = [torch.zeros(1200 if i % 6 == 0 else 300 + i, 3, 32, 32) for i in range(12)]
     found = survey(user_of([text(5 + i) | {"x": picture} for i, picture in enumerate(pictures)]))
-    used = {s["x"].shape[0] for turn in range(3) for batch in found.batches(frozenset(), turn=turn) for s in batch}
+    used = {
+        s["x"].shape[0] for turn in range(3) for batch in found.batches(frozenset(), turn=turn) for s in batch
+    }
     assert used <= set(range(301, 312)) and len(used) > 3 and len(found.samples(frozenset())) == 12
 
 
 def test_without_crops_only_the_datasets_own_samples_remain(user_of: UserOf):
     found = survey(user_of([text(200) for _ in range(5)])).without_crops()
     assert not found.cropped
-    assert all(length(s) == 200 for even in (False, True) for b in found.batches(frozenset(), even) for s in b)
+    assert all(
+        length(s) == 200 for even in (False, True) for b in found.batches(frozenset(), even) for s in b
+    )
 
 
 def test_lists_are_cropped_as_tensors_are(user_of: UserOf):
     found = survey(user_of([{"input_ids": list(range(300)), "labels": list(range(300))} for _ in range(3)]))
     sample = found.batches(frozenset())[0][0]
-    assert isinstance(sample["input_ids"], list) and sample["input_ids"] == sample["labels"] and len(sample["labels"]) < 50
+    assert (
+        isinstance(sample["input_ids"], list)
+        and sample["input_ids"] == sample["labels"]
+        and len(sample["labels"]) < 50
+    )
 
 
 def test_the_pattern_is_that_of_the_batch_and_none_is_a_missing_key(user_of: UserOf):
     def collate(samples: list[Sample]) -> Sample:
         images = [s["picture"] for s in samples if s["picture"] is not None]
-        return {"ids": torch.stack([s["ids"] for s in samples]), "pixels": torch.cat(images) if images else None}
+        return {
+            "ids": torch.stack([s["ids"] for s in samples]),
+            "pixels": torch.cat(images) if images else None,
+        }
 
     samples = [{"ids": torch.arange(3), "picture": image() if i % 2 else None} for i in range(40)]
     found = survey(user_of(samples, collate=collate))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from secc.runtime.errors import UserError
-from secc.runtime.user_model import UserModel, load, loss_of
+from secc.runtime.model.user_file import UserModel, load, loss_of
 
 Write = Callable[[str], Path]
 
@@ -43,7 +43,9 @@ def write(tmp_path: Path) -> Write:
 
 def line_of(path: Path, text: str) -> str:
     """file:line of the first line that starts with `text`."""
-    number = next(n for n, line in enumerate(path.read_text().splitlines(), 1) if line.strip().startswith(text))
+    number = next(
+        n for n, line in enumerate(path.read_text().splitlines(), 1) if line.strip().startswith(text)
+    )
     return f"{path}:{number}"
 
 
@@ -84,7 +86,11 @@ def test_a_module_beside_the_model_file_is_imported_and_blamed(write: Write, tmp
     ("text", "message", "place"),
     [
         ("def model(:\n", "importing the model file raises SyntaxError", "def model(:"),
-        ("import no_such_module_anywhere\n", "importing the model file raises ModuleNotFoundError", "import no_such"),
+        (
+            "import no_such_module_anywhere\n",
+            "importing the model file raises ModuleNotFoundError",
+            "import no_such",
+        ),
         ("1 / 0\n", "importing the model file raises ZeroDivisionError", "1 / 0"),
     ],
 )
@@ -115,17 +121,49 @@ def everything(user: UserModel) -> None:
     [
         (DATA, "the model file has no model\\(\\)", ""),
         ("model = 3\n" + DATA, "model in the model file is an object of type int, not a function", ""),
-        (MODEL + "def model():\n    return 3\n" + DATA, "model\\(\\) returns an object of type int, not an nn.Module", "def model():"),
+        (
+            MODEL + "def model():\n    return 3\n" + DATA,
+            "model\\(\\) returns an object of type int, not an nn.Module",
+            "def model():",
+        ),
         (MODEL, "the model file has no dataset\\(\\)", ""),
         (MODEL + "def dataset():\n    return []\n", "dataset\\(\\) is empty", "def dataset"),
         (MODEL + "def dataset():\n    return {'a': 1}\n", "not a map-style dataset", "def dataset"),
-        (MODEL + "def dataset():\n    return [(1, 2)]\n", r"dataset\(\)\[0\] is an object of type tuple, not a dict", "def dataset"),
-        (MODEL + "def dataset():\n    return [{'input_ids': [1], 'extra': 2}]\n", "has the key 'extra', which forward", "def data"),
-        (MODEL + "def dataset():\n    return [{'labels': [1]}]\n", "forward needs the argument 'input_ids'", "def forward"),
-        (MODEL + "def dataset():\n    return [{'input_ids': {1}}]\n", "'input_ids' is of type set", "def dataset"),
-        (MODEL + DATA + "def collate(samples):\n    return samples\n", "collate\\(\\) returns an object of type list", "def collate"),
-        (MODEL + DATA + "def collate(samples):\n    return samples[99]\n", "collate\\(\\) raises IndexError", "return samples[99]"),
-        (MODEL + DATA + "def optimizer(params):\n    return 1\n", "not a torch.optim.Optimizer", "def optimizer"),
+        (
+            MODEL + "def dataset():\n    return [(1, 2)]\n",
+            r"dataset\(\)\[0\] is an object of type tuple, not a dict",
+            "def dataset",
+        ),
+        (
+            MODEL + "def dataset():\n    return [{'input_ids': [1], 'extra': 2}]\n",
+            "has the key 'extra', which forward",
+            "def data",
+        ),
+        (
+            MODEL + "def dataset():\n    return [{'labels': [1]}]\n",
+            "forward needs the argument 'input_ids'",
+            "def forward",
+        ),
+        (
+            MODEL + "def dataset():\n    return [{'input_ids': {1}}]\n",
+            "'input_ids' is of type set",
+            "def dataset",
+        ),
+        (
+            MODEL + DATA + "def collate(samples):\n    return samples\n",
+            "collate\\(\\) returns an object of type list",
+            "def collate",
+        ),
+        (
+            MODEL + DATA + "def collate(samples):\n    return samples[99]\n",
+            "collate\\(\\) raises IndexError",
+            "return samples[99]",
+        ),
+        (
+            MODEL + DATA + "def optimizer(params):\n    return 1\n",
+            "not a torch.optim.Optimizer",
+            "def optimizer",
+        ),
         (MODEL + DATA + "def scheduler(optimizer):\n    return 1\n", "has no step", "def scheduler"),
     ],
 )
@@ -133,7 +171,11 @@ def test_what_is_wrong_in_a_file_is_said_with_its_place(write: Write, text: str,
     path = write("import torch\n" + text)
     with pytest.raises(UserError, match=message) as caught:
         everything(load(path))
-    lines = [n for n, line in enumerate(path.read_text().splitlines(), 1) if place and line.strip().startswith(place)]
+    lines = [
+        n
+        for n, line in enumerate(path.read_text().splitlines(), 1)
+        if place and line.strip().startswith(place)
+    ]
     assert caught.value.where in ([f"{path}:{n}" for n in lines] or [str(path)])
     assert caught.value.remedy
 
@@ -145,7 +187,9 @@ def test_an_iterable_dataset_is_refused(write: Write):
 
 
 def test_an_optimizer_that_does_not_expect_names_is_told_what_it_gets(write: Write):
-    path = write(MODEL + "def optimizer(params):\n    return torch.optim.SGD([p for p in params if p.ndim > 1])\n")
+    path = write(
+        MODEL + "def optimizer(params):\n    return torch.optim.SGD([p for p in params if p.ndim > 1])\n"
+    )
     with pytest.raises(UserError, match="AttributeError") as caught:
         load(path).optimizer(list(torch.nn.Linear(2, 2).named_parameters()))
     assert "(name, parameter) pairs" in caught.value.remedy
@@ -177,15 +221,26 @@ class Output:
 
 
 LOSS = torch.tensor(2.0, requires_grad=True)
-TUPLES = [(LOSS, {"kl": torch.tensor(1.0)}), (torch.zeros(3), LOSS), (LOSS, LOSS * 3), (torch.tensor(0.5), LOSS), (torch.tensor(2.0), None)]
+TUPLES = [
+    (LOSS, {"kl": torch.tensor(1.0)}),
+    (torch.zeros(3), LOSS),
+    (LOSS, LOSS * 3),
+    (torch.tensor(0.5), LOSS),
+    (torch.tensor(2.0), None),
+]
 
 
-@pytest.mark.parametrize("output", [torch.tensor(2.0), torch.tensor([2.0]), {"loss": torch.tensor(2.0)}, Output(), *TUPLES])
+@pytest.mark.parametrize(
+    "output", [torch.tensor(2.0), torch.tensor([2.0]), {"loss": torch.tensor(2.0)}, Output(), *TUPLES]
+)
 def test_the_loss_is_found(output: object):
     assert loss_of(output).shape == () and loss_of(output).item() == 2.0
 
 
-@pytest.mark.parametrize("output", [None, torch.zeros(3), torch.tensor(1), {"logits": torch.zeros(1)}, 2.0, (torch.zeros(3), LOSS, LOSS)])
+@pytest.mark.parametrize(
+    "output",
+    [None, torch.zeros(3), torch.tensor(1), {"logits": torch.zeros(1)}, 2.0, (torch.zeros(3), LOSS, LOSS)],
+)
 def test_what_is_no_loss_is_refused(output: object):
     with pytest.raises(UserError, match="forward returns no loss") as caught:
         loss_of(output, "model.py:3")

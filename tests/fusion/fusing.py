@@ -10,8 +10,8 @@ from torch import nn
 from secc.codegen.fused import fused_module, rewrites
 from secc.frontend.fusion.declare import declare
 from secc.frontend.fusion.find import Fusions, find
-from secc.ir.dialect import CaseOp, GraphOp, graph_of
-from secc.ir.text import parse
+from secc.ir.dialect.ops import CaseOp, GraphOp, graph_of
+from secc.ir.text_io.text import parse
 from secc.runtime.fusion.install import installed
 
 GRAPH = 'builtin.module {\n  sec.graph "g" {\n    sec.case "all" when [] {\n      sec.return\n    }\n  }\n}\n'

@@ -1,4 +1,5 @@
-"""Rewritten modules stay the user's: parameters, names, hooks, lines; other arguments than a trace had take the user's own code."""
+"""Rewritten modules stay the user's: parameters, names, hooks, lines; other arguments than a trace had take
+the user's own code."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from secc.errors import UserError
 from secc.frontend.fusion.find import find
 from secc.runtime.fusion import install as install_module
 from secc.runtime.fusion.install import install, installed, rebound
-from secc.runtime.recorder.places import call_name, drawer, paths_of
+from secc.runtime.model.source_lines import call_name, drawer, paths_of
 from tests.fusion.fusing import blocks, declared, fused
 
 WIDTH = 8
@@ -51,7 +52,9 @@ def ran(model: nn.Module, *args: Any, **kwargs: Any) -> bool:
     calls: list[Any] = []
     kernel = install_module.operators.swiglu
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(install_module.operators, "swiglu", lambda gate, up: calls.append(1) or kernel(gate, up))
+        patch.setattr(
+            install_module.operators, "swiglu", lambda gate, up: calls.append(1) or kernel(gate, up)
+        )
         model[0](*args, **kwargs)
     return bool(calls)
 

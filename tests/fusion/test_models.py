@@ -10,9 +10,9 @@ import torch
 import transformers as T
 from torch import nn
 
-from secc.frontend.reference import compare, eager
-from secc.runtime.collate import DefaultCollate
-from secc.runtime.user_model import loss_of
+from secc.frontend.dataset.eager_reference import compare, eager
+from secc.runtime.model.default_collate import DefaultCollate
+from secc.runtime.model.user_file import loss_of
 from tests.fusion.fusing import fused, matched, reasons
 from tools.zoo_models import entry
 
@@ -70,7 +70,8 @@ def losses(model: nn.Module, batch: dict[str, Any]) -> list[float]:
 
 
 def check(model: nn.Module, batch: dict[str, Any], rules: set[str]) -> None:
-    """The first gradients agree within the tolerances of plans, and the losses of some steps from the same weights."""
+    """The first gradients agree within the tolerances of plans, and the losses of some steps from the same
+    weights."""
     model.train()
     weights = {k: v.clone() for k, v in model.state_dict().items()}
     own = eager(model, batch)

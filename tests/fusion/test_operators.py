@@ -1,4 +1,5 @@
-"""The operators that rewritten code calls: shapes of users' code, tables that a kernel does not take, parts of tensor-parallel tensors."""
+"""The operators that rewritten code calls: shapes of users' code, tables that a kernel does not take, parts
+of tensor-parallel tensors."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ import pytest
 import torch
 
 from secc.runtime.fusion import operators
-from secc.runtime.tensor_parallel.marks import Mark, Refused, Shapes, mark, set_mark
+from secc.runtime.tensor_parallel.rules.mark import Mark, Refused, mark, set_mark
+from secc.runtime.tensor_parallel.shape_mode import Shapes
 
 
 def plain(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -23,7 +25,9 @@ SHAPES = [
 
 @pytest.mark.parametrize(("shape", "table"), SHAPES)
 @pytest.mark.parametrize("learnt", [False, True])
-def test_rotations_broadcast_as_the_users_code(shape: tuple[int, ...], table: tuple[int, ...], learnt: bool) -> None:
+def test_rotations_broadcast_as_the_users_code(
+    shape: tuple[int, ...], table: tuple[int, ...], learnt: bool
+) -> None:
     x = torch.randn(shape, requires_grad=True)
     cos, sin = (torch.randn(table, requires_grad=learnt) for _ in range(2))
     wanted, found = plain(x, cos, sin), operators.rotate(x, cos, sin)
@@ -31,7 +35,9 @@ def test_rotations_broadcast_as_the_users_code(shape: tuple[int, ...], table: tu
     inputs = [x, cos, sin] if learnt else [x]
     upstream = torch.randn_like(wanted)
     torch.testing.assert_close(found, wanted)
-    torch.testing.assert_close(torch.autograd.grad(found, inputs, upstream), torch.autograd.grad(wanted, inputs, upstream))
+    torch.testing.assert_close(
+        torch.autograd.grad(found, inputs, upstream), torch.autograd.grad(wanted, inputs, upstream)
+    )
 
 
 def part(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -48,7 +54,11 @@ def test_operators_on_parts_give_parts() -> None:
         normed = operators.rms_norm(part(x, 1), weight, 1e-5)
         turned = operators.rotate(part(x, 1), cos, sin)
         assert gated.shape == gate.shape and normed.shape == x.shape  # whole sizes, on parts
-    found = {gated: operators.swiglu(gate, up), normed: operators.rms_norm(x, weight, 1e-5), turned: operators.rotate(x, cos, sin)}
+    found = {
+        gated: operators.swiglu(gate, up),
+        normed: operators.rms_norm(x, weight, 1e-5),
+        turned: operators.rotate(x, cos, sin),
+    }
     for got, whole in found.items():
         known = mark(got)
         assert known is not None and known.size == whole.shape[known.dim]

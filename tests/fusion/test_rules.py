@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from secc.frontend.dataset.eager_reference import Result, compare
 from secc.frontend.fusion import find as finding
-from secc.frontend.reference import Result, compare
 from tests.fusion.fusing import fused, matched, reasons
 
 WIDTH = 12
@@ -40,7 +40,12 @@ class Sigmoid(Holder):
 class NewGelu(Holder):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         g = self.gate(x)
-        return 0.5 * g * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (g + 0.044715 * torch.pow(g, 3.0)))) * self.up(x)
+        return (
+            0.5
+            * g
+            * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (g + 0.044715 * torch.pow(g, 3.0))))
+            * self.up(x)
+        )
 
 
 class ExactGelu(Holder):
@@ -66,7 +71,10 @@ class OnePlus(Holder):
 class Variance(Holder):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         centred = x - x.mean(-1, keepdim=True)
-        return centred * torch.rsqrt(x.var(-1, unbiased=False, keepdim=True) + self.eps) * self.scale + self.shift
+        return (
+            centred * torch.rsqrt(x.var(-1, unbiased=False, keepdim=True) + self.eps) * self.scale
+            + self.shift
+        )
 
 
 class Block(Holder):
@@ -82,7 +90,9 @@ def halves(x: torch.Tensor) -> torch.Tensor:
     return torch.cat((-high, low), dim=-1)
 
 
-def turn(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def turn(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     cos, sin = cos[None, None], sin[None, None]
     return q * cos + halves(q) * sin, k * cos + halves(k) * sin
 
@@ -92,7 +102,9 @@ class Attention(Holder):
         q, k, v = (p(x).view(x.shape[0], -1, 3, 4).transpose(1, 2) for p in (self.gate, self.up, self.down))
         angles = torch.arange(x.shape[1])[:, None] * torch.tensor([1.0, 0.1, 1.0, 0.1])
         q, k = turn(q, k, angles.cos(), angles.sin())
-        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape) * self.scale + self.shift
+        return (
+            F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape) * self.scale + self.shift
+        )
 
 
 FUSED = [
@@ -183,9 +195,18 @@ class Training(Holder):
 
 REFUSED = [
     (Clamped, "swiglu: `silu(gate) * up` does not fit: `clamp` stands where silu(…) is expected"),
-    (OutsideRoot, "rms-norm: `x * rsqrt(mean(square(x)) + eps) * weight` does not fit: mean(…) stands where add(…) is expected"),
-    (OtherDim, "rms-norm: `x * rsqrt(mean(square(x)) + eps) * weight` does not fit: `mean` stands where mean(…) is expected"),
-    (LearntEps, "rms-norm: `x * rsqrt(mean(square(x)) + eps) * weight` does not fit: eps is shift, not a number"),
+    (
+        OutsideRoot,
+        "rms-norm: `x * rsqrt(mean(square(x)) + eps) * weight` does not fit: mean(…) stands where add(…) is expected",
+    ),
+    (
+        OtherDim,
+        "rms-norm: `x * rsqrt(mean(square(x)) + eps) * weight` does not fit: `mean` stands where mean(…) is expected",
+    ),
+    (
+        LearntEps,
+        "rms-norm: `x * rsqrt(mean(square(x)) + eps) * weight` does not fit: eps is shift, not a number",
+    ),
     (Branch, "it cannot be traced: symbolically traced variables cannot be used as inputs to control flow"),
     (Writes, "it writes to last"),
     (InPlace, "it changes a tensor in place (*=)"),
@@ -200,7 +221,11 @@ def test_a_module_that_stays_as_it_is_says_why(cls: type[nn.Module], reason: str
     model = nn.Sequential(cls())
     with fused(model) as found:
         assert not found.forms
-        assert reason in reasons(found) and f"{cls.__name__}.forward" in reasons(found) and "test_rules.py:" in reasons(found)
+        assert (
+            reason in reasons(found)
+            and f"{cls.__name__}.forward" in reasons(found)
+            and "test_rules.py:" in reasons(found)
+        )
 
 
 def test_modules_with_hooks_on_what_would_go_keep_them() -> None:

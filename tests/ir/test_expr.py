@@ -1,4 +1,5 @@
-"""Size expressions: the compiler's sympy and a rank's plain integers agree on every text, and texts survive being read and printed."""
+"""Size expressions: the compiler's sympy and a rank's plain integers agree on every text, and texts survive
+being read and printed."""
 
 from __future__ import annotations
 
@@ -6,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from secc.ir import expr
-from secc.runtime import expr as rank
+from secc.ir.dialect import size_expr
+from secc.runtime.plan import expr_eval as rank
 
 SYMBOLS = ("B", "S", "N", "I", "n_pixel_values")
 # A micro-batch may have no image; the other sizes are at least one.
@@ -35,15 +36,15 @@ def texts() -> st.SearchStrategy[str]:
 @given(texts(), sizes)
 @settings(max_examples=300, deadline=None)
 def test_sympy_and_ranks_agree(text: str, at: dict[str, int]) -> None:
-    assert expr.evaluate(expr.parse(text), at) == rank.evaluate(text, at)
+    assert size_expr.evaluate(size_expr.parse(text), at) == rank.evaluate(text, at)
 
 
 @given(texts(), sizes)
 @settings(max_examples=300, deadline=None)
 def test_a_printed_expression_has_the_same_value_on_a_rank(text: str, at: dict[str, int]) -> None:
-    printed = expr.text(expr.parse(text))
+    printed = size_expr.text(size_expr.parse(text))
     assert rank.evaluate(printed, at) == rank.evaluate(text, at)
-    assert expr.evaluate(expr.parse(printed), at) == rank.evaluate(text, at)
+    assert size_expr.evaluate(size_expr.parse(printed), at) == rank.evaluate(text, at)
 
 
 @pytest.mark.parametrize(
@@ -58,31 +59,48 @@ def test_a_printed_expression_has_the_same_value_on_a_rank(text: str, at: dict[s
     ],
 )
 def test_expressions_are_simplified(text: str, printed: str) -> None:
-    assert expr.text(expr.parse(text)) == printed
+    assert size_expr.text(size_expr.parse(text)) == printed
 
 
-@pytest.mark.parametrize("text", ["", "B +", "B.real", "__import__('os')", "open('x')", "[B]", "B if S else 1", "'B'", "True", "lambda: 1"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "B +",
+        "B.real",
+        "__import__('os')",
+        "open('x')",
+        "[B]",
+        "B if S else 1",
+        "'B'",
+        "True",
+        "lambda: 1",
+    ],
+)
 def test_anything_else_is_refused_by_both(text: str) -> None:
     with pytest.raises(ValueError):
-        expr.parse(text)
+        size_expr.parse(text)
     with pytest.raises(ValueError):
         rank.evaluate(text, {"B": 1, "S": 1})
 
 
 def test_a_mean_that_is_no_whole_number_is_the_fraction_nearest_to_it() -> None:
     """Sizes are whole, shares of them need not be, and means may be given as sizes."""
-    share = expr.parse("B*S") / 7 + expr.parse("S//4")
-    assert expr.evaluate(share, {"B": 3, "S": 5}) == 15 / 7 + 1 and expr.evaluate(share, {"B": 7, "S": 5}) == 6
-    assert expr.evaluate(expr.parse("2*S + 1"), {"S": 2.25}) == 5.5  # pyright: ignore[reportArgumentType]
-    assert isinstance(expr.evaluate(share, {"B": 7, "S": 5}), int)
+    share = size_expr.parse("B*S") / 7 + size_expr.parse("S//4")
+    assert (
+        size_expr.evaluate(share, {"B": 3, "S": 5}) == 15 / 7 + 1
+        and size_expr.evaluate(share, {"B": 7, "S": 5}) == 6
+    )
+    assert size_expr.evaluate(size_expr.parse("2*S + 1"), {"S": 2.25}) == 5.5  # pyright: ignore[reportArgumentType]
+    assert isinstance(size_expr.evaluate(share, {"B": 7, "S": 5}), int)
 
 
 def test_floats_keep_all_their_digits() -> None:
-    assert expr.text(expr.parse("0.30000000000000004*B")) == "0.30000000000000004*B"
+    assert size_expr.text(size_expr.parse("0.30000000000000004*B")) == "0.30000000000000004*B"
 
 
 def test_a_missing_size_is_named() -> None:
     with pytest.raises(ValueError, match="S"):
-        expr.evaluate(expr.parse("B*S"), {"B": 2})
+        size_expr.evaluate(size_expr.parse("B*S"), {"B": 2})
     with pytest.raises(ValueError, match="S"):
         rank.evaluate("B*S", {"B": 2})

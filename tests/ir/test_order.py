@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from secc.ir import text
-from secc.ir.dialect import graph_of
-from secc.ir.order import Order
+from secc.ir.analysis.row_order import Order
+from secc.ir.dialect.ops import graph_of
+from secc.ir.text_io import text
 
 GRAPH = """
 sec.graph "g" optional ["px"] {
@@ -54,7 +54,15 @@ def test_results_of_blocks_have_their_arguments_order(line: str, result: str) ->
 
 
 def test_merging_a_dim_in_front_of_the_samples_mixes_them() -> None:
-    turned = glue("t.default", "%x", "$0", "[S, B]") + "\n    %w = " + glue("reshape.default", "%y", "$0, [B*S]", '["B*S"]')
-    graph = graph_of(text.parse(GRAPH.replace("LINE", turned).replace('"net" (%y)', '"net" (%w)').replace("RESULT", '["B*S"]')))
+    turned = (
+        glue("t.default", "%x", "$0", "[S, B]")
+        + "\n    %w = "
+        + glue("reshape.default", "%y", "$0, [B*S]", '["B*S"]')
+    )
+    graph = graph_of(
+        text.parse(
+            GRAPH.replace("LINE", turned).replace('"net" (%y)', '"net" (%w)').replace("RESULT", '["B*S"]')
+        )
+    )
     (case,) = graph.cases
     assert len(Order(graph, case).mixed) == 2

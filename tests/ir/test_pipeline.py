@@ -1,4 +1,5 @@
-"""Pipelines of passes: their text form, options from dataclass fields, dumps that say how to make them again, times, and `secc opt`."""
+"""Pipelines of passes: their text form, options from dataclass fields, dumps that say how to make them again,
+times, and `secc opt`."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ from xdsl.context import Context
 from xdsl.dialects.builtin import ModuleOp
 from xdsl.passes import ModulePass
 
-from secc import pipeline
+from secc import pass_pipeline
 from secc.cli import main
 from secc.errors import UserError
-from secc.ir import text
-from secc.ir.dialect import graph_of
+from secc.ir.dialect.ops import graph_of
+from secc.ir.text_io import text
 
 SOURCE = """
 sec.graph "g" {
@@ -50,62 +51,70 @@ class Rename(ModulePass):
 
 @pytest.fixture
 def rename(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "load_pass", lambda name, load=pipeline.load_pass: Rename if name == "rename" else load(name))
-    monkeypatch.setitem(pipeline.PASSES, "rename", "rename.Rename")
+    monkeypatch.setattr(
+        pass_pipeline,
+        "load_pass",
+        lambda name, load=pass_pipeline.load_pass: Rename if name == "rename" else load(name),
+    )
+    monkeypatch.setitem(pass_pipeline.PASSES, "rename", "rename.Rename")
 
 
-@pytest.mark.parametrize("name", pipeline.PASSES)
+@pytest.mark.parametrize("name", pass_pipeline.PASSES)
 def test_every_registered_pass_loads_under_its_name(name: str) -> None:
-    assert pipeline.load_pass(name).name == name
+    assert pass_pipeline.load_pass(name).name == name
 
 
 def test_options_are_the_fields_of_the_pass(rename: None) -> None:
-    (found,) = pipeline.parse('rename{to="x y" max-uses=5 keys="a","b" breaks=true}')
+    (found,) = pass_pipeline.parse('rename{to="x y" max-uses=5 keys="a","b" breaks=true}')
     assert found == Rename("x y", 5, ("a", "b"), True)
-    assert pipeline.parse("rename,dce")[0] == Rename()
+    assert pass_pipeline.parse("rename,dce")[0] == Rename()
 
 
-@pytest.mark.parametrize("spec", ["nonsense", "rename{color=1}", 'rename{max-uses="many"}', "rename{", "dce,,dce"])
+@pytest.mark.parametrize(
+    "spec", ["nonsense", "rename{color=1}", 'rename{max-uses="many"}', "rename{", "dce,,dce"]
+)
 def test_a_bad_pipeline_is_refused_by_name(rename: None, spec: str) -> None:
     with pytest.raises(UserError) as error:
-        pipeline.parse(spec)
+        pass_pipeline.parse(spec)
     assert repr(spec) in error.value.message
     assert "dce" in error.value.remedy
 
 
 def test_a_described_pass_parses_to_itself(rename: None) -> None:
     for step in (Rename(), Rename("x", 7, ("a",), False)):
-        assert pipeline.parse(pipeline.described(step)) == (step,)
-    assert pipeline.described(Rename(max_uses=4)) == "rename{max-uses=4}"
+        assert pass_pipeline.parse(pass_pipeline.described(step)) == (step,)
+    assert pass_pipeline.described(Rename(max_uses=4)) == "rename{max-uses=4}"
 
 
 def test_dumps_hold_the_pipeline_that_made_them(rename: None) -> None:
     module = text.parse(SOURCE)
-    record = pipeline.run(module, pipeline.parse("dce,rename{max-uses=4}"), dump=True)
+    record = pass_pipeline.run(module, pass_pipeline.parse("dce,rename{max-uses=4}"), dump=True)
     assert [name for name, _ in record.dumps] == ["dce", "rename"]
     last = record.dumps[-1][1]
     assert last.startswith("// secc opt -p 'dce,rename{max-uses=4}'\n")
-    assert pipeline.made_by(last) == ["dce,rename{max-uses=4}"]
+    assert pass_pipeline.made_by(last) == ["dce,rename{max-uses=4}"]
     again = text.parse(SOURCE)
-    remade = pipeline.run(again, pipeline.parse(pipeline.made_by(last)[0]), dump=True)
+    remade = pass_pipeline.run(again, pass_pipeline.parse(pass_pipeline.made_by(last)[0]), dump=True)
     assert remade.dumps[-1][1] == last
 
 
 def test_every_dump_parses(rename: None) -> None:
-    steps = pipeline.parse("canonicalize,dce,normalize-loss,dce,annotate-patterns,infer-modes")
-    record = pipeline.run(text.parse(SOURCE), steps, dump=True)
+    steps = pass_pipeline.parse("canonicalize,dce,normalize-loss,dce,annotate-patterns,infer-modes")
+    record = pass_pipeline.run(text.parse(SOURCE), steps, dump=True)
     for _, dump in record.dumps:
         assert text.print_module(text.parse(dump)) in dump
 
 
 def test_a_pass_that_breaks_a_rule_is_a_defect_of_secc(rename: None) -> None:
-    with pytest.raises(RuntimeError, match=r"pass rename left IR that breaks a rule[^@]*a case ends with sec\.return"):
-        pipeline.run(text.parse(SOURCE), [Rename(breaks=True)])
+    with pytest.raises(
+        RuntimeError, match=r"pass rename left IR that breaks a rule[^@]*a case ends with sec\.return"
+    ):
+        pass_pipeline.run(text.parse(SOURCE), [Rename(breaks=True)])
 
 
 def test_progress_hears_of_each_pass_before_it_runs(rename: None) -> None:
     heard: list[str] = []
-    record = pipeline.run(text.parse(SOURCE), pipeline.parse("dce,rename"), progress=heard.append)
+    record = pass_pipeline.run(text.parse(SOURCE), pass_pipeline.parse("dce,rename"), progress=heard.append)
     assert heard == ["dce", "rename"] == [name for name, _ in record.seconds]
 
 
@@ -123,7 +132,9 @@ def opt(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return int(ended.value.code or 0), printed.out, printed.err
 
 
-def test_opt_prints_the_result_and_how_it_was_made(file: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_opt_prints_the_result_and_how_it_was_made(
+    file: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     code, out, err = opt(capsys, file, "-p", "dce")
     assert (code, err) == (0, "")
     assert out.startswith("// secc opt -p 'dce'\n") and "dead" not in out
@@ -132,10 +143,15 @@ def test_opt_prints_the_result_and_how_it_was_made(file: str, capsys: pytest.Cap
     assert opt(capsys, str(dump), "-p", "infer-modes")[1].startswith("// secc opt -p 'dce,infer-modes'\n")
 
 
-def test_opt_prints_between_passes_and_times_them_on_stderr(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_opt_prints_between_passes_and_times_them_on_stderr(
+    file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, out, err = opt(capsys, file, "-p", "canonicalize,dce", "--print-between-passes", "--time-passes")
     assert code == 0 and out.count("sec.graph") == 1
-    first, second = "// after canonicalize\n// secc opt -p 'canonicalize'\n", "// after dce\n// secc opt -p 'canonicalize,dce'\n"
+    first, second = (
+        "// after canonicalize\n// secc opt -p 'canonicalize'\n",
+        "// after dce\n// secc opt -p 'canonicalize,dce'\n",
+    )
     assert err.index(first) < err.index(second)
     assert err.splitlines()[-1].endswith("100.0 %  total") and " s " in err.splitlines()[-3]
 
@@ -146,7 +162,9 @@ def test_opt_for_machines(file: str, capsys: pytest.CaptureFixture[str]) -> None
     assert found["ir"].startswith("// secc opt") and [s["pass"] for s in found["seconds"]] == ["dce"]
 
 
-def test_opt_splits_a_file_and_reads_stdin(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_opt_splits_a_file_and_reads_stdin(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     two = tmp_path / "two.mlir"
     two.write_text(SOURCE + "// -----\n" + SOURCE)
     assert opt(capsys, str(two), "-p", "dce", "--split-input-file")[1].count("// -----\n") == 1

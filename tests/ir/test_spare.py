@@ -1,13 +1,14 @@
-"""A spare case is kept where it exchanges the values that the other cases do, and dropped, with a note, where it would need others."""
+"""A spare case is kept where it exchanges the values that the other cases do, and dropped, with a note, where
+it would need others."""
 
 from __future__ import annotations
 
 import pytest
 
-from secc.ir import text
-from secc.ir.analysis import texts_of
-from secc.ir.dialect import GraphOp, graph_of
-from secc.ir.spare import drop, drop_misfits, spare_cases
+from secc.ir.analysis.dataflow import texts_of
+from secc.ir.dialect.ops import GraphOp, graph_of
+from secc.ir.text_io import text
+from secc.passes.boundaries.fallback_cases import drop, drop_misfits, spare_cases
 
 CASE = """
   sec.case "{name}" when [] {marked} {{
@@ -36,16 +37,22 @@ OTHER_ROWS = 'sec.glue "recorded.decoder:0" (%h) args "$0" in @encoder : !sec.te
 def graph(*glue: str) -> GraphOp:
     """A case whose decoder takes the tangent of what the encoder sends, and spare cases with other glue."""
     cases = CASE.format(name="c0", glue=TANH.format(section="decoder"), marked="")
-    cases += "".join(CASE.format(name=f"c{i}", glue=g, marked="attributes {anew, spare}") for i, g in enumerate(glue, 1))
+    cases += "".join(
+        CASE.format(name=f"c{i}", glue=g, marked="attributes {anew, spare}") for i, g in enumerate(glue, 1)
+    )
     return graph_of(text.parse(GRAPH.format(cases=cases)))
 
 
-@pytest.mark.parametrize(("glue", "kept"), [(FITTING, True), (OTHER_ROWS, False), (TANH.format(section="encoder"), False)])
+@pytest.mark.parametrize(
+    ("glue", "kept"), [(FITTING, True), (OTHER_ROWS, False), (TANH.format(section="encoder"), False)]
+)
 def test_a_spare_case_has_the_edges_of_the_others(glue: str, kept: bool) -> None:
     found = graph(glue)
     drop_misfits(found)
     assert [c.sym.data for c in spare_cases(found)] == (["c1"] if kept else [])
-    assert ["is refused" in note for s in found.sections for note in texts_of(s, "notes")] == ([] if kept else [True])
+    assert ["is refused" in note for s in found.sections for note in texts_of(s, "notes")] == (
+        [] if kept else [True]
+    )
 
 
 def test_one_misfit_does_not_drop_the_others() -> None:

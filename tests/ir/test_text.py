@@ -1,4 +1,5 @@
-"""IR text: every op prints and parses back to the same, whatever its texts hold; errors point into the text."""
+"""IR text: every op prints and parses back to the same, whatever its texts hold; errors point into the
+text."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ from hypothesis import strategies as st
 from xdsl.dialects.builtin import IntAttr, ModuleOp, StringAttr
 
 from secc.errors import UserError
-from secc.ir import text
-from secc.ir.dialect import BlockOp, CaseOp, GlueOp, GraphOp, InputOp, ReturnOp, Sec, new_block, texts
-from secc.ir.types import DTYPES, TensorType
+from secc.ir.dialect.ops import BlockOp, CaseOp, GlueOp, GraphOp, InputOp, ReturnOp, Sec, new_block, texts
+from secc.ir.dialect.tensor_type import DTYPES, TensorType
+from secc.ir.text_io import text
 
 EVERY_OP = (Path(__file__).parent / "every_op.mlir").read_text()
 
@@ -26,14 +27,19 @@ def test_every_op_of_the_dialect_survives_printing_and_parsing() -> None:
 @given(st.text(max_size=20), st.lists(st.text(max_size=8), max_size=3))
 def test_any_text_survives(name: str, keys: list[str]) -> None:
     numbers = {"params": IntAttr(3), "trainable": IntAttr(0)}
-    block = BlockOp.create(properties={"path": StringAttr(name), "cls": StringAttr("A"), "when": texts(keys), **numbers})
+    block = BlockOp.create(
+        properties={"path": StringAttr(name), "cls": StringAttr("A"), "when": texts(keys), **numbers}
+    )
     block.attributes["note"] = StringAttr(name)
     module = ModuleOp([GraphOp.create(properties={"sym": StringAttr(name)}, regions=[new_block([block])])])
     assert module.is_structurally_equivalent(text.parse(text.print_module(module)))
 
 
 @given(
-    st.lists(st.one_of(st.integers(0, 9), st.sampled_from(["B", "S - 1", "B*(S + 1)", "(S + 3)//4", "max(1, n)"])), max_size=4),
+    st.lists(
+        st.one_of(st.integers(0, 9), st.sampled_from(["B", "S - 1", "B*(S + 1)", "(S + 3)//4", "max(1, n)"])),
+        max_size=4,
+    ),
     st.sampled_from(list(DTYPES)),
     st.booleans(),
 )
@@ -53,7 +59,9 @@ def test_names_of_values_are_kept() -> None:
     assert "%loss = sec.input" in text.print_module(text.parse(graph))
 
 
-@pytest.mark.parametrize("hints", [["x", "x", "x", "x_2_2"], ["x_2_2", "x", "x", "x"], ["x", "x_1_1", "x", "x_1_1"]])
+@pytest.mark.parametrize(
+    "hints", [["x", "x", "x", "x_2_2"], ["x_2_2", "x", "x", "x"], ["x", "x_1_1", "x", "x_1_1"]]
+)
 def test_values_whose_names_would_meet_survive(hints: list[str]) -> None:
     inputs = [InputOp.of(f"k{i}", TensorType.of([], "f32")) for i in range(len(hints))]
     for op, hint in zip(inputs, hints, strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from secc.errors import UserError
-from secc.ir import text
+from secc.ir.text_io import text
 
 HEAD = """
   sec.symbol "B" kind "rows" key "x" dim 0
@@ -43,7 +43,10 @@ BROKEN = {
     "an unknown section": (graph(CALL.replace("@one", "@two"), RETURN), "section @two is not declared"),
     "an unknown symbol": (graph(CALL.replace("[B, 8]", "[T, 8]"), RETURN), "symbols ['T'] are not declared"),
     "a case without an end": (graph(CALL), "a case ends with sec.return"),
-    "a numerator that is no scalar": (graph('sec.term "loss" (%x)', RETURN), "numerator and coefficient are scalars"),
+    "a numerator that is no scalar": (
+        graph('sec.term "loss" (%x)', RETURN),
+        "numerator and coefficient are scalars",
+    ),
     "a transfer along no dim": (graph(transfer("one", 2), RETURN), "dim 2 of a tensor with 2 dims"),
     "a transfer to nowhere": (graph(transfer("two", 0), RETURN), "section @two is not declared"),
 }

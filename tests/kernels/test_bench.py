@@ -16,7 +16,10 @@ def test_every_operator_errs_no_more_than_unfused_pytorch(case, dtype):
 
 
 def test_results_print_as_a_table_and_a_plot():
-    results = [Result("rms_norm", "tiny", 48, "secc", 1.0, 2.0, 0.8), Result("rms_norm", "tiny", 48, "eager", failure="out of memory")]
+    results = [
+        Result("rms_norm", "tiny", 48, "secc", 1.0, 2.0, 0.8),
+        Result("rms_norm", "tiny", 48, "eager", failure="out of memory"),
+    ]
     assert "| rms_norm | tiny | 48 | secc | 1.000 | 2 | 80 % |  |" in table(results)
     assert "out of memory" in table(results)
     assert "secc 1 ms" in plot(results)

@@ -1,4 +1,5 @@
-"""Every launch compiles to machine code for a GPU that need not be here: the operators run on CPU tensors, and Triton only compiles."""
+"""Every launch compiles to machine code for a GPU that need not be here: the operators run on CPU tensors,
+and Triton only compiles."""
 
 from __future__ import annotations
 
@@ -10,7 +11,17 @@ import pytest
 import torch
 
 from secc.runtime import kernels
-from secc.runtime.kernels import backend, divergence, entropy, gated, kl_cross_entropy, norms, rotary, rows, tuning
+from secc.runtime.kernels import (
+    backend,
+    divergence,
+    entropy,
+    gated,
+    kl_cross_entropy,
+    norms,
+    rotary,
+    rows,
+    tuning,
+)
 
 triton = pytest.importorskip("triton")
 
@@ -32,13 +43,18 @@ class Hopper:
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Launches compile for a Hopper GPU and are kept here instead of running; the operators take CPU tensors for the GPU's."""
+    """Launches compile for a Hopper GPU and are kept here instead of running; the operators take CPU tensors
+    for the GPU's."""
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
     found: list[Any] = []
     run = JITFunction.run
-    monkeypatch.setattr(JITFunction, "run", lambda self, *args, **kwargs: found.append(run(self, *args, **{**kwargs, "warmup": True})))
+    monkeypatch.setattr(
+        JITFunction,
+        "run",
+        lambda self, *args, **kwargs: found.append(run(self, *args, **{**kwargs, "warmup": True})),
+    )
     for module in (divergence, entropy, gated, kl_cross_entropy, norms, rotary, rows):
         monkeypatch.setattr(module, "has_kernels", lambda x: x.dtype in backend.KERNEL_DTYPES)
     monkeypatch.setattr(driver, "_active", Hopper())
@@ -53,11 +69,18 @@ def losses() -> None:
     hidden, weight, target = random(3, 32), random(4096, 32), torch.tensor([1, 2, -100])
     with tuning.use("linear_cross_entropy", tuning.Launch(1024, 3, 4)):
         kernels.linear_cross_entropy(hidden, weight, target)
-        kernels.linear_cross_entropy(hidden, weight, target, bias=random(4096), softcap=30.0, label_smoothing=0.1)[0].backward()
+        kernels.linear_cross_entropy(
+            hidden, weight, target, bias=random(4096), softcap=30.0, label_smoothing=0.1
+        )[0].backward()
     for kind in divergence.KINDS:
-        with tuning.use("linear_kl", tuning.Launch(1024, 3, 4)), tuning.use("linear_kl_ce", tuning.Launch(1024, 3, 4)):
+        with (
+            tuning.use("linear_kl", tuning.Launch(1024, 3, 4)),
+            tuning.use("linear_kl_ce", tuning.Launch(1024, 3, 4)),
+        ):
             kernels.linear_kl(hidden, weight, hidden, weight, kind=kind)
-            divergences, _, entropies, _ = kernels.linear_kl_ce(hidden, weight, hidden, weight, target, kind=kind)
+            divergences, _, entropies, _ = kernels.linear_kl_ce(
+                hidden, weight, hidden, weight, target, kind=kind
+            )
             (divergences + entropies).backward()
 
 
@@ -73,7 +96,9 @@ def norms_of(width: int) -> Callable[[], None]:
 def entries() -> None:
     for function in (kernels.swiglu, kernels.geglu, lambda g, u: kernels.geglu(g, u, "none")):
         function(random(3, 4096), random(3, 4096)).sum().backward()
-    kernels.rope(random(1, 32, 2, 128), random(1, 8, 2, 128), torch.ones(2, 128), torch.ones(2, 128))[0].sum().backward()
+    kernels.rope(random(1, 32, 2, 128), random(1, 8, 2, 128), torch.ones(2, 128), torch.ones(2, 128))[
+        0
+    ].sum().backward()
     kernels.rope(random(1, 32, 2, 80), random(1, 8, 2, 80), torch.ones(2, 64), torch.ones(2, 64))
 
 
@@ -83,7 +108,9 @@ def moves() -> None:
     kernels.scatter_rows(x, index, random(2, 4096)).sum().backward()
 
 
-@pytest.mark.parametrize(("run", "launches"), [(losses, 28), (norms_of(128), 4), (norms_of(4096), 4), (entries, 11), (moves, 5)])
+@pytest.mark.parametrize(
+    ("run", "launches"), [(losses, 28), (norms_of(128), 4), (norms_of(4096), 4), (entries, 11), (moves, 5)]
+)
 def test_every_launch_compiles(compiled, run, launches):
     run()
     assert len(compiled) == launches
@@ -91,4 +118,6 @@ def test_every_launch_compiles(compiled, run, launches):
         assert kernel.asm["cubin"]
         if kernel.name == "_row_losses":  # a few numbers a row
             continue
-        assert re.search(r"ld\.global\S*\.v[48]", kernel.asm["ptx"]), f"{kernel.name} does not load 16 bytes at a time"
+        assert re.search(r"ld\.global\S*\.v[48]", kernel.asm["ptx"]), (
+            f"{kernel.name} does not load 16 bytes at a time"
+        )

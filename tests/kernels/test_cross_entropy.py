@@ -44,7 +44,10 @@ def operator(hidden, weight, bias, **options):
     seed=seeds(),
 )
 def test_agrees_with_float64(rows, width, vocabulary, chunk, smoothing, softcap, layout, seed):
-    hidden, weight = strided([*rows, width], layout, seed, 2.0), strided([vocabulary, width], layout, seed + 1)
+    hidden, weight = (
+        strided([*rows, width], layout, seed, 2.0),
+        strided([vocabulary, width], layout, seed + 1),
+    )
     target = torch.randint(vocabulary, rows, generator=torch.Generator().manual_seed(seed))
     target[target == 0] = -1
     options = {"target": target, "ignore_index": -1, "label_smoothing": smoothing, "softcap": softcap}
@@ -148,6 +151,11 @@ def test_a_compiled_loss_is_the_eager_one():
 
 
 def test_the_operator_traces_and_its_registrations_agree():
-    inputs = torch.randn(3, 4, requires_grad=True), torch.randn(6, 4, requires_grad=True), torch.randn(6), torch.tensor([0, 5, -100])
+    inputs = (
+        torch.randn(3, 4, requires_grad=True),
+        torch.randn(6, 4, requires_grad=True),
+        torch.randn(6),
+        torch.tensor([0, 5, -100]),
+    )
     options = -100, 0.1, 0.0, 0, 6, ""
     check_registrations("linear_cross_entropy", *inputs, *options)

@@ -1,12 +1,13 @@
-"""Modules that `fuse-blocks` rewrites compute with the kernels what they compute themselves; here with the references, in the
-interpreter's process (`test_interpreter.py`) with the Triton kernels, in the comparison that finds them and in the modules."""
+"""Modules that `fuse-blocks` rewrites compute with the kernels what they compute themselves; here with the
+references, in the interpreter's process (`test_interpreter.py`) with the Triton kernels, in the comparison
+that finds them and in the modules."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from secc.frontend.reference import compare
+from secc.frontend.dataset.eager_reference import compare
 from tests.fusion import test_rules
 from tests.fusion.fusing import fused, matched, reasons
 

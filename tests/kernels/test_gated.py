@@ -33,7 +33,9 @@ def test_both_halves_of_one_projection():
 @pytest.mark.parametrize("activation", sorted(FUSED))
 def test_half_precision_rounds_once(activation):
     inputs = [torch.randn(7, 24).bfloat16(), torch.randn(7, 24).bfloat16()]
-    assert_agree(FUSED[activation], lambda g, u: PLAIN[activation](g) * u, inputs, torch.finfo(torch.bfloat16).eps)
+    assert_agree(
+        FUSED[activation], lambda g, u: PLAIN[activation](g) * u, inputs, torch.finfo(torch.bfloat16).eps
+    )
 
 
 def test_what_does_not_fit_is_refused():

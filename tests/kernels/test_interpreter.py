@@ -14,5 +14,11 @@ import pytest
 def test_the_triton_kernels_pass_the_same_tests():
     here = Path(__file__).parent
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(here)]
-    result = subprocess.run(command, cwd=here.parent.parent, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    result = subprocess.run(
+        command,
+        cwd=here.parent.parent,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
     assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]

@@ -24,7 +24,9 @@ def launch_both(chunk: int, block: int = 8):
     return tuning.use("linear_kl_ce", tuning.Launch(block, chunk))
 
 
-def reference(student, student_weight, *, teacher, teacher_weight, mask=None, temperature=1.0, kind="forward", beta=0.5):
+def reference(
+    student, student_weight, *, teacher, teacher_weight, mask=None, temperature=1.0, kind="forward", beta=0.5
+):
     """The divergence as the formulas have it, summed over the rows of `mask`."""
     log_q = F.log_softmax(student @ student_weight.T / temperature, -1)
     log_p = F.log_softmax(teacher.double() @ teacher_weight.double().T / temperature, -1)
@@ -52,7 +54,9 @@ def random_mask(rows, seed):
     kind=KINDS, temperature=st.sampled_from([0.5, 1.0, 3.0]), beta=st.sampled_from([0.1, 0.5, 0.8]), masked=st.booleans(), layout=LAYOUTS,
     seed=seeds(),
 )  # fmt: skip
-def test_agrees_with_float64(rows, width, teacher_width, vocabulary, chunk, kind, temperature, beta, masked, layout, seed):
+def test_agrees_with_float64(
+    rows, width, teacher_width, vocabulary, chunk, kind, temperature, beta, masked, layout, seed
+):
     options = {
         "teacher": strided([*rows, teacher_width], layout, seed),
         "teacher_weight": strided([vocabulary, teacher_width], layout, seed + 1),
@@ -69,8 +73,13 @@ def test_agrees_with_float64(rows, width, teacher_width, vocabulary, chunk, kind
     rows=ROWS, vocabulary=st.integers(1, 20), chunk=st.integers(1, 8), kind=KINDS, temperature=st.sampled_from([1.0, 2.0]),
     smoothing=st.sampled_from([0.0, 0.1]), masked=st.booleans(), layout=LAYOUTS, seed=seeds(),
 )  # fmt: skip
-def test_with_cross_entropy_agrees_with_float64(rows, vocabulary, chunk, kind, temperature, smoothing, masked, layout, seed):
-    options = {"teacher": strided([*rows, 3], layout, seed), "teacher_weight": strided([vocabulary, 3], layout, seed + 1)}
+def test_with_cross_entropy_agrees_with_float64(
+    rows, vocabulary, chunk, kind, temperature, smoothing, masked, layout, seed
+):
+    options = {
+        "teacher": strided([*rows, 3], layout, seed),
+        "teacher_weight": strided([vocabulary, 3], layout, seed + 1),
+    }
     options |= {"mask": random_mask(rows, seed) if masked else None, "kind": kind, "temperature": temperature}
     target = torch.randint(vocabulary, rows, generator=torch.Generator().manual_seed(seed))
     target[target == 0] = -100
@@ -78,7 +87,14 @@ def test_with_cross_entropy_agrees_with_float64(rows, vocabulary, chunk, kind, t
     def both(student, weight):
         teacher = options["teacher"], options["teacher_weight"]
         return linear_kl_ce(
-            student, weight, *teacher, target, options["mask"], temperature=temperature, kind=kind, label_smoothing=smoothing
+            student,
+            weight,
+            *teacher,
+            target,
+            options["mask"],
+            temperature=temperature,
+            kind=kind,
+            label_smoothing=smoothing,
         )
 
     def separate(student, weight):
@@ -87,7 +103,12 @@ def test_with_cross_entropy_agrees_with_float64(rows, vocabulary, chunk, kind, t
         return reference(student, weight, **options), labels
 
     with launch_both(chunk):
-        assert_agree(both, separate, [strided([*rows, 4], layout, seed + 2), strided([vocabulary, 4], layout, seed + 3)], 5e-5)
+        assert_agree(
+            both,
+            separate,
+            [strided([*rows, 4], layout, seed + 2), strided([vocabulary, 4], layout, seed + 3)],
+            5e-5,
+        )
 
 
 @pytest.mark.parametrize("kind", ["forward", "reverse", "js"])
@@ -131,19 +152,29 @@ def test_one_of_both_losses_may_be_used_alone():
     labels = torch.tensor([1, 2, 3])
     divergence, _, cross_entropy, _ = linear_kl_ce(student, weight, teacher, weight.detach(), labels)
     alone = linear_kl(student, weight, teacher, weight.detach())[0]
-    torch.testing.assert_close(torch.autograd.grad(divergence, weight, retain_graph=True), torch.autograd.grad(alone, weight))
+    torch.testing.assert_close(
+        torch.autograd.grad(divergence, weight, retain_graph=True), torch.autograd.grad(alone, weight)
+    )
     expected = F.cross_entropy(student @ weight.T, labels, reduction="sum")
-    torch.testing.assert_close(torch.autograd.grad(cross_entropy, weight), torch.autograd.grad(expected, weight))
+    torch.testing.assert_close(
+        torch.autograd.grad(cross_entropy, weight), torch.autograd.grad(expected, weight)
+    )
 
 
 @pytest.mark.parametrize("kind", ["forward", "js"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_keeps_its_sums_in_float32(dtype, kind):
     torch.manual_seed(0)
-    options = {"teacher": torch.randn(12, 8).to(dtype), "teacher_weight": torch.randn(40, 8).to(dtype), "kind": kind}
+    options = {
+        "teacher": torch.randn(12, 8).to(dtype),
+        "teacher_weight": torch.randn(40, 8).to(dtype),
+        "kind": kind,
+    }
     inputs = [torch.randn(12, 16).to(dtype), torch.randn(40, 16).to(dtype)]
     with launch(5, 16):
-        assert_agree(partial(operator, **options), partial(reference, **options), inputs, 3 * torch.finfo(dtype).eps)
+        assert_agree(
+            partial(operator, **options), partial(reference, **options), inputs, 3 * torch.finfo(dtype).eps
+        )
 
 
 @pytest.mark.parametrize(
@@ -168,7 +199,12 @@ def test_what_does_not_fit_is_refused(change, message):
 
 
 def test_the_operators_trace_and_their_registrations_agree():
-    heads = torch.randn(3, 4, requires_grad=True), torch.randn(6, 4, requires_grad=True), torch.randn(3, 2), torch.randn(6, 2)
+    heads = (
+        torch.randn(3, 4, requires_grad=True),
+        torch.randn(6, 4, requires_grad=True),
+        torch.randn(3, 2),
+        torch.randn(6, 2),
+    )
     mask, target = torch.tensor([True, False, True]), torch.tensor([0, 5, -100])
     check_registrations("linear_kl", *heads, mask, 2.0, "forward", 0.5, 6, "", True, True)
     check_registrations("linear_kl_ce", *heads, target, mask, 2.0, "reverse", 0.5, -100, 0.1, 0, 6, "")

@@ -24,7 +24,11 @@ def test_logits_exist_for_one_chunk_of_rows_only():
         (divergence + labels).backward()
 
     launch = tuning.Launch(4096, CHUNK, columns=4096)
-    with tuning.use("linear_cross_entropy", launch), tuning.use("linear_kl", launch), tuning.use("linear_kl_ce", launch):
+    with (
+        tuning.use("linear_cross_entropy", launch),
+        tuning.use("linear_kl", launch),
+        tuning.use("linear_kl_ce", launch),
+    ):
         for run in (
             lambda: linear_cross_entropy(hidden, weight, target)[0].backward(),
             lambda: linear_kl(hidden, weight, hidden, weight),

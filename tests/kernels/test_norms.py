@@ -19,9 +19,17 @@ def launch(width: int, rows: int = 2):
 
 @settings(max_examples=examples(40))
 @given(
-    rows=ROWS, width=st.integers(1, 20), weighted=st.booleans(), center=st.booleans(), residual=st.booleans(), layout=LAYOUTS, seed=seeds()
+    rows=ROWS,
+    width=st.integers(1, 20),
+    weighted=st.booleans(),
+    center=st.booleans(),
+    residual=st.booleans(),
+    layout=LAYOUTS,
+    seed=seeds(),
 )
-@example(rows=(9,), width=2, weighted=False, center=True, residual=False, layout="swapped", seed=863851)  # gradients that cancel
+@example(
+    rows=(9,), width=2, weighted=False, center=True, residual=False, layout="swapped", seed=863851
+)  # gradients that cancel
 def test_agrees_with_float64(rows, width, weighted, center, residual, layout, seed):
     inputs = [strided([*rows, width], layout, seed + i, 3.0) for i in range(1 + residual)]
     inputs += [strided([width], "plain", seed + 2 + i) for i in range(weighted * (1 + center))]
@@ -49,7 +57,12 @@ def test_agrees_with_float64(rows, width, weighted, center, residual, layout, se
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_rounds_once(dtype):
     inputs = [(3 * torch.randn(7, 24)).to(dtype), torch.randn(24).to(dtype)]
-    assert_agree(lambda x, w: rms_norm(x, w, 1e-5), lambda x, w: F.rms_norm(x, [24], w, 1e-5), inputs, torch.finfo(dtype).eps)
+    assert_agree(
+        lambda x, w: rms_norm(x, w, 1e-5),
+        lambda x, w: F.rms_norm(x, [24], w, 1e-5),
+        inputs,
+        torch.finfo(dtype).eps,
+    )
 
 
 def test_mixed_dtypes_promote_as_in_pytorch():

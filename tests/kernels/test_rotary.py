@@ -29,7 +29,11 @@ def reference(x, cos, sin):
     rest=st.integers(0, 3), tables=st.sampled_from(["shared", "own", "2-dim"]), transposed=st.booleans(), seed=seeds(),
 )  # fmt: skip
 def test_agrees_with_float64(batch, heads, key_heads, positions, half, rest, tables, transposed, seed):
-    shape = {"shared": [1, positions, 2 * half], "own": [batch, positions, 2 * half], "2-dim": [positions, 2 * half]}[tables]
+    shape = {
+        "shared": [1, positions, 2 * half],
+        "own": [batch, positions, 2 * half],
+        "2-dim": [positions, 2 * half],
+    }[tables]
     cos, sin = strided(shape, "plain", seed), strided(shape, "stepped", seed + 1)  # halves that differ, too
 
     def projected(count, number):
@@ -40,7 +44,12 @@ def test_agrees_with_float64(batch, heads, key_heads, positions, half, rest, tab
 
     inputs = [projected(heads, seed + 2), projected(key_heads, seed + 3)]
     with tuning.use("rope", tuning.Launch(0, 2)):
-        assert_agree(lambda q, k: rope(q, k, cos, sin), lambda q, k: (reference(q, cos, sin), reference(k, cos, sin)), inputs, 2e-5)
+        assert_agree(
+            lambda q, k: rope(q, k, cos, sin),
+            lambda q, k: (reference(q, cos, sin), reference(k, cos, sin)),
+            inputs,
+            2e-5,
+        )
 
 
 def test_results_keep_the_order_of_dims_in_memory():

@@ -31,7 +31,12 @@ def plain_gather(x, index):
 def test_gathering_agrees_with_float64(trailing, index, layout, seed):
     picks = torch.tensor(index, dtype=torch.int64)
     with tuning.use("rows", tuning.Launch(8)):
-        assert_agree(lambda x: gather_rows(x, picks), lambda x: plain_gather(x, picks), [strided([6, *trailing], layout, seed)], 2e-5)
+        assert_agree(
+            lambda x: gather_rows(x, picks),
+            lambda x: plain_gather(x, picks),
+            [strided([6, *trailing], layout, seed)],
+            2e-5,
+        )
 
 
 @settings(max_examples=examples(40))
@@ -40,7 +45,9 @@ def test_scattering_agrees_with_float64(trailing, index, layout, seed):
     places = torch.tensor(index, dtype=torch.int32)
     inputs = [strided([6, *trailing], layout, seed), strided([len(index), *trailing], "plain", seed + 1)]
     with tuning.use("rows", tuning.Launch(8)):
-        assert_agree(lambda b, r: scatter_rows(b, places, r), lambda b, r: plain_scatter(b, places, r), inputs, 2e-5)
+        assert_agree(
+            lambda b, r: scatter_rows(b, places, r), lambda b, r: plain_scatter(b, places, r), inputs, 2e-5
+        )
 
 
 def test_image_features_take_the_places_of_their_tokens():

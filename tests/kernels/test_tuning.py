@@ -42,7 +42,9 @@ def test_what_the_device_cannot_hold_is_passed_over(cache):
     def time(run):
         raise RuntimeError("out of resource: shared memory")
 
-    assert tune(4, {"gated": 64}, torch.float32, "cpu", time=time)["gated"] == tuning.TUNABLES["gated"].default(64, torch.device("cpu"))
+    assert tune(4, {"gated": 64}, torch.float32, "cpu", time=time)["gated"] == tuning.TUNABLES[
+        "gated"
+    ].default(64, torch.device("cpu"))
 
 
 def test_every_kernel_has_a_trial_that_runs(cache):

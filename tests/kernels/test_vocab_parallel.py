@@ -27,7 +27,13 @@ def slices(rank: int):
     """What a rank holds: hidden states whole, weights and bias from its own tokens."""
     hidden, weight, teacher, teacher_weight, bias = tensors()
     mine = slice(BOUNDS[rank], BOUNDS[rank + 1])
-    return hidden.requires_grad_(), weight[mine].requires_grad_(), teacher, teacher_weight[mine], bias[mine].requires_grad_()
+    return (
+        hidden.requires_grad_(),
+        weight[mine].requires_grad_(),
+        teacher,
+        teacher_weight[mine],
+        bias[mine].requires_grad_(),
+    )
 
 
 def sharded(rank: int):
@@ -37,17 +43,31 @@ def sharded(rank: int):
     found = {}
     with tuning.use("linear_cross_entropy", tuning.Launch(4, 2, columns=5)):
         hidden, weight, _, _, bias = slices(rank)
-        loss, _ = vocab_parallel_linear_cross_entropy(hidden, weight, TARGET, bias=bias, label_smoothing=0.1, softcap=3.0, **place)
+        loss, _ = vocab_parallel_linear_cross_entropy(
+            hidden, weight, TARGET, bias=bias, label_smoothing=0.1, softcap=3.0, **place
+        )
         found["ce"] = loss.detach(), *torch.autograd.grad(loss, (hidden, weight, bias))
     for kind in ("forward", "reverse", "js"):
         hidden, weight, teacher, teacher_weight, _ = slices(rank)
         with tuning.use("linear_kl", tuning.Launch(4, 2)):
             loss, _ = vocab_parallel_linear_kl(
-                hidden, weight, teacher, teacher_weight, group=dist.group.WORLD, vocabulary=11, kind=kind, temperature=2.0
+                hidden,
+                weight,
+                teacher,
+                teacher_weight,
+                group=dist.group.WORLD,
+                vocabulary=11,
+                kind=kind,
+                temperature=2.0,
             )
         found[kind] = loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
-        loss, _, labels, _ = vocab_parallel_linear_kl_ce(hidden, weight, teacher, teacher_weight, TARGET, kind=kind, **place)
-        found[kind + "+ce"] = (loss + labels).detach(), *torch.autograd.grad(2 * loss + labels, (hidden, weight))
+        loss, _, labels, _ = vocab_parallel_linear_kl_ce(
+            hidden, weight, teacher, teacher_weight, TARGET, kind=kind, **place
+        )
+        found[kind + "+ce"] = (
+            (loss + labels).detach(),
+            *torch.autograd.grad(2 * loss + labels, (hidden, weight)),
+        )
     return found
 
 
@@ -70,7 +90,9 @@ def whole():
 def test_two_ranks_compute_what_one_computes():
     ranks, wanted = run_ranks(2, sharded), whole()
     for name, (loss, hidden, *own) in wanted.items():
-        assert torch.equal(ranks[0][name][0], ranks[1][name][0]), f"{name}: both ranks hold the same loss, bit for bit"
+        assert torch.equal(ranks[0][name][0], ranks[1][name][0]), (
+            f"{name}: both ranks hold the same loss, bit for bit"
+        )
         for rank in ranks:
             torch.testing.assert_close(rank[name][:2], (loss.detach(), hidden))
         for i, gradient in enumerate(own):

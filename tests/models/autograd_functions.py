@@ -1,6 +1,7 @@
 """A frozen encoder, a student that quantises its states, and a domain head behind a gradient reversal.
 
-The user's autograd functions stand between modules: one under a name of its own, one with several results, one under autocast.
+The user's autograd functions stand between modules: one under a name of its own, one with several results,
+one under autocast.
 """
 
 from __future__ import annotations
@@ -47,14 +48,18 @@ class Gate(torch.autograd.Function):
     """Several results, of which one has no gradient, and an argument that is no tensor."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor, kind: str) -> tuple[torch.Tensor, str, torch.Tensor, torch.Tensor]:
+    def forward(
+        ctx: Any, x: torch.Tensor, y: torch.Tensor, kind: str
+    ) -> tuple[torch.Tensor, str, torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(x, y)
         signs = x > 0
         ctx.mark_non_differentiable(signs)
         return x * y, kind, signs, x + y
 
     @staticmethod
-    def backward(ctx: Any, product: torch.Tensor, kind: None, signs: torch.Tensor, total: torch.Tensor) -> tuple[Any, ...]:
+    def backward(
+        ctx: Any, product: torch.Tensor, kind: None, signs: torch.Tensor, total: torch.Tensor
+    ) -> tuple[Any, ...]:
         x, y = ctx.saved_tensors
         return 2 * product * y + total, product * x + 3 * total, None
 
@@ -76,7 +81,11 @@ class Student(nn.Module):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             reversed_ = reverse(hidden, 0.5)
         near = F.mse_loss(Quantise.apply(hidden, 8), seen)
-        return F.cross_entropy(self.classes(hidden), label) + F.cross_entropy(self.domains(reversed_), domain) + near
+        return (
+            F.cross_entropy(self.classes(hidden), label)
+            + F.cross_entropy(self.domains(reversed_), domain)
+            + near
+        )
 
 
 class Samples(Dataset):  # type: ignore[type-arg]

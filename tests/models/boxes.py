@@ -1,4 +1,5 @@
-"""Boxes in pictures: a list of dicts has those of each sample, as many as it has, and a loop over it adds up the loss."""
+"""Boxes in pictures: a list of dicts has those of each sample, as many as it has, and a loop over it adds up
+the loss."""
 
 from __future__ import annotations
 
@@ -35,9 +36,15 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem, self.asked = nn.Linear(6, WIDTH), Asked()
-        self.layers, self.boxes, self.kinds = nn.ModuleList([Layer(), Layer()]), nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 6)
+        self.layers, self.boxes, self.kinds = (
+            nn.ModuleList([Layer(), Layer()]),
+            nn.Linear(WIDTH, 4),
+            nn.Linear(WIDTH, 6),
+        )
 
-    def forward(self, pictures: torch.Tensor, targets: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    def forward(
+        self, pictures: torch.Tensor, targets: list[dict[str, torch.Tensor]]
+    ) -> dict[str, torch.Tensor]:
         x = self.stem(pictures) + self.asked(targets)[:, None]
         for layer in self.layers:
             x = layer(x)
@@ -57,7 +64,11 @@ def model() -> nn.Module:
 def sample(i: int) -> dict[str, torch.Tensor]:
     g, count = torch.Generator().manual_seed(i), 1 + i % MOST
     kinds = torch.randint(0, 6, (count,), generator=g)
-    return {"picture": torch.randn(MOST, 6, generator=g), "boxes": torch.rand(count, 4, generator=g), "kinds": kinds}
+    return {
+        "picture": torch.randn(MOST, 6, generator=g),
+        "boxes": torch.rand(count, 4, generator=g),
+        "kinds": kinds,
+    }
 
 
 def dataset() -> list[dict[str, torch.Tensor]]:

@@ -1,4 +1,5 @@
-"""Flamingo-style conditioning: layers with frozen parts are told of the pictures before the text runs through them."""
+"""Flamingo-style conditioning: layers with frozen parts are told of the pictures before the text runs through
+them."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ class Layer(nn.Module):
     def __init__(self, sees: bool) -> None:
         super().__init__()
         self.seen = Seen() if sees else None
-        self.mlp = nn.Sequential(nn.LayerNorm(12), nn.Linear(12, 24), nn.GELU(), nn.Linear(24, 12)).requires_grad_(False)
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(12), nn.Linear(12, 24), nn.GELU(), nn.Linear(24, 12)
+        ).requires_grad_(False)
         self.pictures: Any = None
 
     def condition(self, pictures: torch.Tensor | None, before: torch.Tensor | None) -> None:
@@ -49,7 +52,9 @@ class Flamingo(nn.Module):
         self.embed, self.head = nn.Embedding(40, 12), nn.Linear(12, 40)
         self.layers = nn.ModuleList([Layer(True), Layer(False), Layer(True)])
 
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor, pictures: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(
+        self, ids: torch.Tensor, labels: torch.Tensor, pictures: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
         found, before = self.vision(pictures), (ids == IMAGE).cumsum(-1)
         for layer in self.layers:
             layer.condition(found, before)
@@ -68,7 +73,10 @@ def model() -> nn.Module:
 def sample(i: int) -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(i)
     count = 1 + i % 3
-    parts = [torch.cat([torch.tensor([IMAGE]), torch.randint(1, IMAGE, (2 + (i + k) % 5,), generator=g)]) for k in range(count)]
+    parts = [
+        torch.cat([torch.tensor([IMAGE]), torch.randint(1, IMAGE, (2 + (i + k) % 5,), generator=g)])
+        for k in range(count)
+    ]
     return {"ids": torch.cat(parts), "pictures": torch.randn(count, 6, generator=g)}
 
 

@@ -1,4 +1,5 @@
-"""A mixture of experts in plain PyTorch: the router's scores leave each layer, and the balance loss is made of them over the batch."""
+"""A mixture of experts in plain PyTorch: the router's scores leave each layer, and the balance loss is made
+of them over the batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A frozen tower that stays in training mode: it drops entries at random for each image, of which samples have none to three."""
+"""A frozen tower that stays in training mode: it drops entries at random for each image, of which samples
+have none to three."""
 
 from __future__ import annotations
 
@@ -16,7 +17,11 @@ WIDTH, VOCABULARY, PIXELS, SIZE, IMAGE = 24, 40, 300, 64, 1
 class Tower(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.outer, self.drop = nn.Linear(PIXELS, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), nn.Dropout(0.3)
+        self.inner, self.outer, self.drop = (
+            nn.Linear(PIXELS, 2 * WIDTH),
+            nn.Linear(2 * WIDTH, WIDTH),
+            nn.Dropout(0.3),
+        )
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return self.outer(self.drop(self.inner(images).relu()))
@@ -32,7 +37,9 @@ class Model(nn.Module):
         self.mix = nn.Linear(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, images: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, labels: torch.Tensor, images: torch.Tensor | None = None
+    ) -> torch.Tensor:
         hidden = self.embed(input_ids)
         if images is not None:
             hidden = hidden.masked_scatter((input_ids == IMAGE).unsqueeze(-1), self.tower(images))

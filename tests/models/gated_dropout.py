@@ -1,4 +1,5 @@
-"""A T5 with gated activations and dropout as it is trained: random ops inside modules that fused operators may compute, ragged texts."""
+"""A T5 with gated activations and dropout as it is trained: random ops inside modules that fused operators
+may compute, ragged texts."""
 
 from __future__ import annotations
 

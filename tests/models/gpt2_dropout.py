@@ -1,4 +1,5 @@
-"""A Hugging Face GPT-2 as it is trained: dropout everywhere, in fused attention too; recomputed layers, ragged texts."""
+"""A Hugging Face GPT-2 as it is trained: dropout everywhere, in fused attention too; recomputed layers,
+ragged texts."""
 
 from __future__ import annotations
 

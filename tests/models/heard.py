@@ -1,4 +1,5 @@
-"""Speech with lengths: a recurrent encoder over packed clips and a CTC loss, in the way that recipes without a library write it."""
+"""Speech with lengths: a recurrent encoder over packed clips and a CTC loss, in the way that recipes without
+a library write it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ class Encoder(nn.Module):
         self.inward, self.rnn = nn.Linear(5, 8), nn.LSTM(8, 4, batch_first=True, bidirectional=True)
 
     def forward(self, clips: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        packed = pack_padded_sequence(self.inward(clips), lengths.cpu(), batch_first=True, enforce_sorted=False)
+        packed = pack_padded_sequence(
+            self.inward(clips), lengths.cpu(), batch_first=True, enforce_sorted=False
+        )
         return pad_packed_sequence(self.rnn(packed)[0], batch_first=True)[0]
 
 
@@ -23,7 +26,9 @@ class Recogniser(nn.Module):
         super().__init__()
         self.encoder, self.head = Encoder(), nn.Linear(8, 12)
 
-    def forward(self, clips: torch.Tensor, lengths: torch.Tensor, words: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, clips: torch.Tensor, lengths: torch.Tensor, words: torch.Tensor, counts: torch.Tensor
+    ) -> torch.Tensor:
         found = self.head(self.encoder(clips, lengths)).log_softmax(-1).transpose(0, 1)
         return F.ctc_loss(found, words, lengths, counts, reduction="sum") / len(clips)
 
@@ -34,7 +39,10 @@ def model() -> nn.Module:
 
 def sample(i: int) -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(i)
-    return {"clips": torch.randn(8 + i * 7 % 9, 5, generator=g), "words": torch.randint(1, 12, (1 + i % 3,), generator=g)}
+    return {
+        "clips": torch.randn(8 + i * 7 % 9, 5, generator=g),
+        "words": torch.randint(1, 12, (1 + i % 3,), generator=g),
+    }
 
 
 def dataset() -> list[dict[str, torch.Tensor]]:

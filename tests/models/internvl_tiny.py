@@ -1,4 +1,5 @@
-"""A tiny InternVL: pixel shuffle between the towers, tied embeddings, up to three image tiles a sample, a frozen vision tower."""
+"""A tiny InternVL: pixel shuffle between the towers, tied embeddings, up to three image tiles a sample, a
+frozen vision tower."""
 
 from __future__ import annotations
 
@@ -14,7 +15,12 @@ VOCABULARY, IMAGE, TOKENS_PER_TILE = 120, 119, 4
 
 def model() -> nn.Module:
     vision = T.InternVLVisionConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=4
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=16,
+        patch_size=4,
     )
     text = T.Qwen2Config(
         vocab_size=VOCABULARY,
@@ -26,7 +32,9 @@ def model() -> nn.Module:
         max_position_embeddings=128,
         use_cache=False,
     )
-    net = T.InternVLForConditionalGeneration(T.InternVLConfig(vision_config=vision, text_config=text, image_token_id=IMAGE))
+    net = T.InternVLForConditionalGeneration(
+        T.InternVLConfig(vision_config=vision, text_config=text, image_token_id=IMAGE)
+    )
     net.model.vision_tower.requires_grad_(False)
     return net
 
@@ -40,7 +48,10 @@ class Samples(Dataset):
         tiles = int(torch.randint(1, 4, (), generator=g)) if torch.rand((), generator=g) < 0.6 else 0
         text = torch.randint(1, IMAGE, (int(torch.randint(5, 16, (), generator=g)),), generator=g)
         blank = torch.full((TOKENS_PER_TILE * tiles,), IMAGE)
-        sample = {"input_ids": torch.cat([blank, text]), "labels": torch.cat([torch.full_like(blank, -100), text])}
+        sample = {
+            "input_ids": torch.cat([blank, text]),
+            "labels": torch.cat([torch.full_like(blank, -100), text]),
+        }
         if tiles:
             sample["pixel_values"] = torch.randn(tiles, 3, 16, 16, generator=g)
         return sample
@@ -55,7 +66,9 @@ def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
         return nn.utils.rnn.pad_sequence([s[key] for s in samples], batch_first=True, padding_value=value)
 
     batch = {"input_ids": pad("input_ids", 0), "labels": pad("labels", -100)}
-    batch["attention_mask"] = nn.utils.rnn.pad_sequence([torch.ones_like(s["input_ids"]) for s in samples], batch_first=True)
+    batch["attention_mask"] = nn.utils.rnn.pad_sequence(
+        [torch.ones_like(s["input_ids"]) for s in samples], batch_first=True
+    )
     if tiles := [s["pixel_values"] for s in samples if "pixel_values" in s]:
         batch["pixel_values"] = torch.cat(tiles)
     return batch

@@ -1,4 +1,5 @@
-"""A tower keeps what it has seen on itself, where the text tower looks for it, and a layer hands on the positions' bias that all share."""
+"""A tower keeps what it has seen on itself, where the text tower looks for it, and a layer hands on the
+positions' bias that all share."""
 
 from __future__ import annotations
 
@@ -14,7 +15,11 @@ class Layer(nn.Module):
 
     def __init__(self, width: int, first: bool) -> None:
         super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.norm, self.qkv, self.out = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, width),
+        )
         self.near = nn.Embedding(9, 1) if first else None
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:

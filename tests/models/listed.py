@@ -1,4 +1,5 @@
-"""Pictures and sounds of their own sizes, and thumbnails of one size, each in a list: what collate functions without padding return."""
+"""Pictures and sounds of their own sizes, and thumbnails of one size, each in a list: what collate functions
+without padding return."""
 
 from __future__ import annotations
 
@@ -43,15 +44,28 @@ class Model(nn.Module):
         super().__init__()
         self.vision, self.sound = Vision(), nn.Linear(4, WIDTH)
         self.heard = nn.ModuleList([Layer(WIDTH), Layer(WIDTH)])
-        self.small, self.embed, self.head = nn.Linear(12, WIDTH), nn.Embedding(30, WIDTH), nn.Linear(WIDTH, 30)
+        self.small, self.embed, self.head = (
+            nn.Linear(12, WIDTH),
+            nn.Embedding(30, WIDTH),
+            nn.Linear(WIDTH, 30),
+        )
         self.text = nn.ModuleList([Layer(WIDTH), Layer(WIDTH)])
 
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor, pictures: list[torch.Tensor], sounds: list[torch.Tensor], small: Any) -> Any:
+    def forward(
+        self,
+        ids: torch.Tensor,
+        labels: torch.Tensor,
+        pictures: list[torch.Tensor],
+        sounds: list[torch.Tensor],
+        small: Any,
+    ) -> Any:
         heard = self.sound(pad_sequence(sounds, batch_first=True))
         for layer in self.heard:
             heard = layer(heard)
         lengths = torch.tensor([len(s) for s in sounds], device=ids.device)
-        heard = heard.masked_fill(torch.arange(heard.shape[1], device=ids.device)[None, :, None] >= lengths[:, None, None], 0.0)
+        heard = heard.masked_fill(
+            torch.arange(heard.shape[1], device=ids.device)[None, :, None] >= lengths[:, None, None], 0.0
+        )
         thumbs = self.small(torch.stack(small["thumbs"]).flatten(1))
         x = self.embed(ids) + (self.vision(pictures) + heard.sum(1) + thumbs)[:, None]
         for layer in self.text:
@@ -67,7 +81,12 @@ def sample(i: int) -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(i)
     ids = torch.randint(1, 29, (3 + i % 5,), generator=g)
     picture = torch.randn(3, 2 + 2 * (i % 3), 2 + 2 * (i % 2), generator=g)
-    return {"ids": ids, "picture": picture, "sound": torch.randn(2 + i % 4, 4, generator=g), "thumb": torch.randn(3, 2, 2, generator=g)}
+    return {
+        "ids": ids,
+        "picture": picture,
+        "sound": torch.randn(2 + i % 4, 4, generator=g),
+        "thumb": torch.randn(3, 2, 2, generator=g),
+    }
 
 
 def dataset() -> list[dict[str, torch.Tensor]]:

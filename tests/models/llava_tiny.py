@@ -14,7 +14,12 @@ VOCABULARY, IMAGE, PATCHES = 120, 119, 16
 
 def model() -> nn.Module:
     vision = T.CLIPVisionConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=8
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=32,
+        patch_size=8,
     )
     text = T.LlamaConfig(
         vocab_size=VOCABULARY,
@@ -26,7 +31,9 @@ def model() -> nn.Module:
         max_position_embeddings=128,
         use_cache=False,
     )
-    config = T.LlavaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE, vision_feature_layer=-1)
+    config = T.LlavaConfig(
+        vision_config=vision, text_config=text, image_token_index=IMAGE, vision_feature_layer=-1
+    )
     return T.LlavaForConditionalGeneration(config)
 
 

@@ -1,4 +1,5 @@
-"""Distillation whose forward returns scalars beside the loss: parts of it, counts, an accuracy, some as numbers, one that no sum gives."""
+"""Distillation whose forward returns scalars beside the loss: parts of it, counts, an accuracy, some as
+numbers, one that no sum gives."""
 
 from __future__ import annotations
 
@@ -21,8 +22,19 @@ class Model(nn.Module):
         scores = self.head(hidden)
         ce, mse = F.cross_entropy(scores, label), F.mse_loss(hidden, self.teacher(x))
         right = scores.argmax(-1) == label
-        found = {"loss": ce + 0.5 * mse, "ce": ce.detach().item(), "mse": mse, "sum": ce + mse + 1.0, "logits": scores, "rate": 0.1}
-        found |= {"right": right.sum().item(), "accuracy": right[label != 0].float().mean(), "weight": weight.sum()}
+        found = {
+            "loss": ce + 0.5 * mse,
+            "ce": ce.detach().item(),
+            "mse": mse,
+            "sum": ce + mse + 1.0,
+            "logits": scores,
+            "rate": 0.1,
+        }
+        found |= {
+            "right": right.sum().item(),
+            "accuracy": right[label != 0].float().mean(),
+            "weight": weight.sum(),
+        }
         return found | {"bias": self.head.bias.norm(), "spread": hidden.std()}
 
 

@@ -1,4 +1,5 @@
-"""A language model whose layers run twice, one after the other and again, as in a universal transformer: one stack, twice as deep."""
+"""A language model whose layers run twice, one after the other and again, as in a universal transformer: one
+stack, twice as deep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A transformer in plain PyTorch, written as tutorials write it: fused projections, sizes spelt out, a tied head, one class a block."""
+"""A transformer in plain PyTorch, written as tutorials write it: fused projections, sizes spelt out, a tied
+head, one class a block."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """The feed-forward part stands in the block itself, and gates by heads that are normed with shared scales."""
+    """The feed-forward part stands in the block itself, and gates by heads that are normed with shared
+    scales."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""An encoder of ragged frames and a decoder of text, of nano's blocks: gradients flow between two sections of four heads each."""
+"""An encoder of ragged frames and a decoder of text, of nano's blocks: gradients flow between two sections of
+four heads each."""
 
 from __future__ import annotations
 
@@ -27,7 +28,11 @@ class Pair(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inp, self.encoder = nn.Linear(8, WIDTH), Stack()
-        self.wte, self.decoder, self.head = nn.Embedding(VOCABULARY, WIDTH), Stack(), nn.Linear(WIDTH, VOCABULARY)
+        self.wte, self.decoder, self.head = (
+            nn.Embedding(VOCABULARY, WIDTH),
+            Stack(),
+            nn.Linear(WIDTH, VOCABULARY),
+        )
 
     def forward(self, frames: torch.Tensor, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x = self.decoder(self.wte(input_ids) + self.encoder(self.inp(frames)))
@@ -55,4 +60,7 @@ def dataset() -> Dataset:
 
 def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
     pads = {"frames": 0.0, "input_ids": 0, "labels": -100}
-    return {key: pad_sequence([s[key] for s in samples], batch_first=True, padding_value=value) for key, value in pads.items()}
+    return {
+        key: pad_sequence([s[key] for s in samples], batch_first=True, padding_value=value)
+        for key, value in pads.items()
+    }

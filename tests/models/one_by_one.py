@@ -55,7 +55,11 @@ def sample(i: int) -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(i)
     text, count = torch.randint(1, IMAGE, (3 + i % 5,), generator=g), 1 + i % 3
     ids = torch.cat([torch.full((3 * count,), IMAGE), text])
-    return {"ids": ids, "labels": torch.where(ids == IMAGE, -100, ids), "pictures": torch.randn(count, 3, 6, generator=g)}
+    return {
+        "ids": ids,
+        "labels": torch.where(ids == IMAGE, -100, ids),
+        "pictures": torch.randn(count, 3, 6, generator=g),
+    }
 
 
 def dataset() -> list[dict[str, torch.Tensor]]:

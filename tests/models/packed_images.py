@@ -1,4 +1,5 @@
-"""NaViT-style packing: images of all sizes in one row of patches, masked by image numbers that collate counts; returns (logits, loss)."""
+"""NaViT-style packing: images of all sizes in one row of patches, masked by image numbers that collate
+counts; returns (logits, loss)."""
 
 from __future__ import annotations
 
@@ -15,8 +16,14 @@ PLACE, VOCABULARY = 49, 50
 class Layer(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.norm, self.qkv, self.out = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, width),
+        )
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         q, k, v = (t.unflatten(-1, (2, -1)).transpose(-2, -3) for t in self.qkv(self.norm(x)).chunk(3, -1))
@@ -58,7 +65,9 @@ class Reader(nn.Module):
         self.vision, self.connector = Vision(), nn.Linear(16, 20)
         self.embed, self.text, self.head = nn.Embedding(VOCABULARY, 20), Text(), nn.Linear(20, VOCABULARY)
 
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor, images: dict[str, torch.Tensor] | None = None) -> tuple[torch.Tensor, ...]:
+    def forward(
+        self, ids: torch.Tensor, labels: torch.Tensor, images: dict[str, torch.Tensor] | None = None
+    ) -> tuple[torch.Tensor, ...]:
         x = self.embed(ids)
         if images is not None:
             x = x.clone()
@@ -75,7 +84,10 @@ def sample(i: int) -> dict[str, Any]:
     """A text behind up to two images of 1 to 9 patches."""
     g = torch.Generator().manual_seed(i)
     grids = torch.randint(1, 4, (int(torch.randint(0, 3, (), generator=g)), 2), generator=g).tolist()
-    images = [(torch.randn(h * w, 12, generator=g), torch.cartesian_prod(torch.arange(h), torch.arange(w))) for h, w in grids]
+    images = [
+        (torch.randn(h * w, 12, generator=g), torch.cartesian_prod(torch.arange(h), torch.arange(w)))
+        for h, w in grids
+    ]
     text = torch.randint(1, PLACE, (int(torch.randint(4, 12, (), generator=g)),), generator=g)
     return {"text": text, "images": images}
 
@@ -88,7 +100,9 @@ def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
     counts = [sum(len(patches) for patches, _ in s["images"]) for s in samples]
     texts = [torch.cat([torch.full((n,), PLACE), s["text"]]) for n, s in zip(counts, samples, strict=True)]
     ids = pad_sequence(texts, batch_first=True)
-    labels = pad_sequence([torch.where(t == PLACE, -100, t) for t in texts], batch_first=True, padding_value=-100)
+    labels = pad_sequence(
+        [torch.where(t == PLACE, -100, t) for t in texts], batch_first=True, padding_value=-100
+    )
     images = [image for s in samples for image in s["images"]]
     if not images:
         return {"ids": ids, "labels": labels}

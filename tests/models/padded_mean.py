@@ -1,4 +1,5 @@
-"""A model whose padded positions count: the loss is a mean over all positions, so every micro-batch needs the global batch's width."""
+"""A model whose padded positions count: the loss is a mean over all positions, so every micro-batch needs the
+global batch's width."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ class Tagger(nn.Module):
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         logits = self.head(self.embed(input_ids))
         kept = (labels != 3).float()
-        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten().clamp(min=0), reduction="none").view_as(labels)
+        losses = F.cross_entropy(
+            logits.flatten(0, 1), labels.flatten().clamp(min=0), reduction="none"
+        ).view_as(labels)
         return (losses * kept).sum() / kept.sum() + logits.square().mean()
 
 
@@ -31,7 +34,10 @@ class Samples(Dataset):
     def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
         g = torch.Generator().manual_seed(i)
         length = int(torch.randint(4, 20, (), generator=g))
-        return {"input_ids": torch.randint(1, 40, (length,), generator=g), "labels": torch.randint(0, 5, (length,), generator=g)}
+        return {
+            "input_ids": torch.randint(1, 40, (length,), generator=g),
+            "labels": torch.randint(0, 5, (length,), generator=g),
+        }
 
 
 def dataset() -> Dataset:

@@ -1,4 +1,5 @@
-"""Losses that are added up in a loop over samples, each of its own length, as detection and ranking heads have them."""
+"""Losses that are added up in a loop over samples, each of its own length, as detection and ranking heads
+have them."""
 
 from __future__ import annotations
 
@@ -22,7 +23,10 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.head, self.score = nn.Embedding(30, WIDTH), nn.Linear(WIDTH, 30), nn.Linear(WIDTH, 1)
-        self.teacher, self.layers = nn.ModuleList([Layer(), Layer()]).requires_grad_(False), nn.ModuleList([Layer(), Layer()])
+        self.teacher, self.layers = (
+            nn.ModuleList([Layer(), Layer()]).requires_grad_(False),
+            nn.ModuleList([Layer(), Layer()]),
+        )
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         x = taught = self.embed(ids)

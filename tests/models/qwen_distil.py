@@ -1,4 +1,5 @@
-"""Distillation: a frozen Qwen3-style teacher and a smaller student, cross entropy plus a masked KL divergence, ragged lengths."""
+"""Distillation: a frozen Qwen3-style teacher and a smaller student, cross entropy plus a masked KL
+divergence, ragged lengths."""
 
 from __future__ import annotations
 
@@ -34,11 +35,15 @@ class Distillation(nn.Module):
         self.teacher = qwen(64, 3).requires_grad_(False)
         self.student = qwen(32, 2)
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, labels: torch.Tensor, attention_mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
         with torch.no_grad():
             wanted = self.teacher(input_ids=input_ids, attention_mask=attention_mask).logits
         out = self.student(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
-        kl = F.kl_div(out.logits.log_softmax(-1), wanted.log_softmax(-1), reduction="none", log_target=True).sum(-1)
+        kl = F.kl_div(
+            out.logits.log_softmax(-1), wanted.log_softmax(-1), reduction="none", log_target=True
+        ).sum(-1)
         mask = (labels != -100).to(kl.dtype)
         return 0.5 * out.loss + 0.5 * (kl * mask).sum() / mask.sum()
 

@@ -1,5 +1,6 @@
-"""Random ops of every kind: noise and dropout in the glue, some of it only with an image; dropout in a recurrent encoder whose dim 0 is
-time, in attention with merged heads and in recomputed layers; a layer that the whole batch skips; soft choices by Gumbel noise."""
+"""Random ops of every kind: noise and dropout in the glue, some of it only with an image; dropout in a
+recurrent encoder whose dim 0 is time, in attention with merged heads and in recomputed layers; a layer that
+the whole batch skips; soft choices by Gumbel noise."""
 
 from __future__ import annotations
 
@@ -35,7 +36,10 @@ class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.attention = nn.MultiheadAttention(WIDTH, 2, dropout=0.1, batch_first=True)
-        self.norm, self.mlp = nn.LayerNorm(WIDTH), nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, WIDTH))
+        self.norm, self.mlp = (
+            nn.LayerNorm(WIDTH),
+            nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, WIDTH)),
+        )
 
     def forward(self, x: torch.Tensor, padded: torch.Tensor) -> torch.Tensor:
         return checkpoint(self.block, x, padded, use_reentrant=False)
@@ -59,12 +63,18 @@ class Choice(nn.Module):
 class Compound(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.pictures, self.layers, self.choice = Pictures(), nn.ModuleList(Layer() for _ in range(2)), Choice()
+        self.pictures, self.layers, self.choice = (
+            Pictures(),
+            nn.ModuleList(Layer() for _ in range(2)),
+            Choice(),
+        )
         self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
         self.recurrent = nn.GRU(WIDTH, WIDTH, num_layers=2, dropout=0.2)
         self.drop = nn.Dropout(0.1)
 
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor, pixels: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, ids: torch.Tensor, labels: torch.Tensor, pixels: torch.Tensor | None = None
+    ) -> torch.Tensor:
         padded = ids == 0
         x = self.embed(ids)
         if pixels is not None:

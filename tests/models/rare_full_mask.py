@@ -1,4 +1,5 @@
-"""A clip's frames go through the encoder without a mask where no clip of the batch is padded, which few are."""
+"""A clip's frames go through the encoder without a mask where no clip of the batch is padded, which few
+are."""
 
 import torch
 from torch import nn
@@ -36,5 +37,7 @@ def dataset():
         ids = torch.randint(1, 30, (4 + i % 9,), generator=g)
         frames = 10 if i == 50 else 3 + i % 6
         seen = (torch.arange(10) < frames).long()
-        made.append({"input_ids": ids, "labels": ids.clone(), "frames": torch.randn(10, 6, generator=g), "seen": seen})
+        made.append(
+            {"input_ids": ids, "labels": ids.clone(), "frames": torch.randn(10, 6, generator=g), "seen": seen}
+        )
     return made

@@ -1,5 +1,5 @@
-"""An encoder with dropout that looks at either of two optional inputs, or at both: which of its calls is the first differs from sample to
-sample."""
+"""An encoder with dropout that looks at either of two optional inputs, or at both: which of its calls is the
+first differs from sample to sample."""
 
 from __future__ import annotations
 
@@ -37,11 +37,19 @@ class Encoder(nn.Module):
 class Robot(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.encoder, self.embed, self.head = Encoder(), nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.encoder, self.embed, self.head = (
+            Encoder(),
+            nn.Embedding(VOCABULARY, WIDTH),
+            nn.Linear(WIDTH, VOCABULARY),
+        )
         self.layers = nn.ModuleList(Layer() for _ in range(2))
 
     def forward(
-        self, ids: torch.Tensor, labels: torch.Tensor, camera: torch.Tensor | None = None, sonar: torch.Tensor | None = None
+        self,
+        ids: torch.Tensor,
+        labels: torch.Tensor,
+        camera: torch.Tensor | None = None,
+        sonar: torch.Tensor | None = None,
     ) -> torch.Tensor:
         x = self.embed(ids)
         if camera is not None:

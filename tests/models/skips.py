@@ -1,5 +1,5 @@
-"""What stages of a pipeline have to pass on: a bias without samples for every layer, skip connections over layers, a tied head, glue that
-reads parameters, and a first layer that does not train."""
+"""What stages of a pipeline have to pass on: a bias without samples for every layer, skip connections over
+layers, a tied head, glue that reads parameters, and a first layer that does not train."""
 
 from __future__ import annotations
 

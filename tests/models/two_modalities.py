@@ -1,4 +1,5 @@
-"""Plain PyTorch: a decoder with a tied head, optional images (up to three a sample) and optional audio, and its own collate."""
+"""Plain PyTorch: a decoder with a tied head, optional images (up to three a sample) and optional audio, and
+its own collate."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, dim=-1))
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1, 2).flatten(2))
+        x = x + self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1, 2).flatten(2)
+        )
         return x + self.mlp(self.norm2(x))
 
 
@@ -71,7 +74,8 @@ class Decoder(nn.Module):
 
 
 class Listener(nn.Module):
-    """Text, images and sounds in one sequence; placeholders in `tokens` say where the encoders' outputs go."""
+    """Text, images and sounds in one sequence; placeholders in `tokens` say where the encoders' outputs
+    go."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +87,11 @@ class Listener(nn.Module):
         self.head.weight = self.embed.weight
 
     def forward(
-        self, tokens: torch.Tensor, targets: torch.Tensor, images: torch.Tensor | None = None, audio: torch.Tensor | None = None
+        self,
+        tokens: torch.Tensor,
+        targets: torch.Tensor,
+        images: torch.Tensor | None = None,
+        audio: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
         x = self.embed(tokens) + self.position[: tokens.shape[1]]
         penalty = x.new_zeros(())

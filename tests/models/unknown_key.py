@@ -27,7 +27,11 @@ class Samples(Dataset):
 
     def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
         g = torch.Generator().manual_seed(i)
-        return {"x": torch.randn(8, generator=g), "labels": torch.randint(0, 4, (), generator=g), "weight": torch.ones(())}
+        return {
+            "x": torch.randn(8, generator=g),
+            "labels": torch.randint(0, 4, (), generator=g),
+            "weight": torch.ones(()),
+        }
 
 
 def dataset() -> Dataset:

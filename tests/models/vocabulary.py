@@ -1,6 +1,8 @@
-"""Losses on logits, one beside the other: labels smoothed and left out, a teacher's most likely tokens, a penalty on the normaliser.
+"""Losses on logits, one beside the other: labels smoothed and left out, a teacher's most likely tokens, a
+penalty on the normaliser.
 
-The vocabulary of 61 tokens no two or four ranks share evenly; the student's head is its embedding, read by forward itself.
+The vocabulary of 61 tokens no two or four ranks share evenly; the student's head is its embedding, read by
+forward itself.
 """
 
 from __future__ import annotations
@@ -31,9 +33,17 @@ def layers(count: int) -> nn.Module:
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.teacher_embed, self.teacher, self.teacher_head = nn.Embedding(TOKENS, WIDTH), layers(1), nn.Linear(WIDTH, TOKENS)
+        self.teacher_embed, self.teacher, self.teacher_head = (
+            nn.Embedding(TOKENS, WIDTH),
+            layers(1),
+            nn.Linear(WIDTH, TOKENS),
+        )
         self.requires_grad_(False)
-        self.embed, self.layers, self.temperature = nn.Embedding(TOKENS, WIDTH), layers(2), nn.Parameter(torch.tensor(1.5))
+        self.embed, self.layers, self.temperature = (
+            nn.Embedding(TOKENS, WIDTH),
+            layers(2),
+            nn.Parameter(torch.tensor(1.5)),
+        )
         self.second = nn.Linear(WIDTH, TOKENS)
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -47,7 +57,11 @@ class Model(nn.Module):
         scaled = F.log_softmax(logits / self.temperature, -1).gather(-1, places)
         distilled = -(likely.softmax(-1) * scaled).sum(-1).mean()
         right = ((logits.argmax(-1) == labels) & (labels != LEFT_OUT)).sum()
-        return {"loss": smoothed + 0.5 * plain + 0.01 * penalty + distilled, "right": right, "penalty": penalty}
+        return {
+            "loss": smoothed + 0.5 * plain + 0.01 * penalty + distilled,
+            "right": right,
+            "penalty": penalty,
+        }
 
 
 def model() -> nn.Module:
@@ -71,4 +85,7 @@ def dataset() -> Dataset:
 
 def collate(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     padded = {"ids": 0, "labels": LEFT_OUT}
-    return {k: nn.utils.rnn.pad_sequence([s[k] for s in samples], batch_first=True, padding_value=v) for k, v in padded.items()}
+    return {
+        k: nn.utils.rnn.pad_sequence([s[k] for s in samples], batch_first=True, padding_value=v)
+        for k, v in padded.items()
+    }

@@ -1,4 +1,5 @@
-"""A tiny Voxtral: a speech encoder whose frames are grouped by four, then a Llama decoder; about half of the samples have sound."""
+"""A tiny Voxtral: a speech encoder whose frames are grouped by four, then a Llama decoder; about half of the
+samples have sound."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def model() -> nn.Module:
         max_position_embeddings=128,
         use_cache=False,
     )
-    return T.VoxtralForConditionalGeneration(T.VoxtralConfig(audio_config=audio, text_config=text, audio_token_id=AUDIO))
+    return T.VoxtralForConditionalGeneration(
+        T.VoxtralConfig(audio_config=audio, text_config=text, audio_token_id=AUDIO)
+    )
 
 
 class Samples(Dataset):

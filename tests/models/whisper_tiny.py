@@ -1,4 +1,5 @@
-"""A tiny Whisper: encoder and decoder joined by cross attention, a tied head, labels of ragged length, no optional input."""
+"""A tiny Whisper: encoder and decoder joined by cross attention, a tied head, labels of ragged length, no
+optional input."""
 
 from __future__ import annotations
 

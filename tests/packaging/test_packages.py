@@ -1,4 +1,5 @@
-"""The wheel, the sdist and the editable install hold all of secc, although three of its packages are links to folders beside it."""
+"""The wheel, the sdist and the editable install hold all of secc, although three of its packages are links to
+folders beside it."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ def build(kind: str, source: Path, target: Path) -> Path:
     """The file that the build backend makes of `source`: `kind` is wheel, sdist or editable."""
     target.mkdir(exist_ok=True)
     code = f"from setuptools import build_meta; print(build_meta.build_{kind}({str(target)!r}))"
-    result = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True, timeout=100)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=source, capture_output=True, text=True, timeout=100
+    )
     assert result.returncode == 0, result.stderr
     return target / result.stdout.splitlines()[-1]
 
@@ -34,7 +37,11 @@ def expected(root: Path) -> set[str]:
     """The path inside the package of every module and template."""
     found = {p.relative_to(root) for p in (root / "secc").rglob("*.py")}
     for folder in ("passes", "runtime", "templates"):
-        found |= {Path("secc") / p.relative_to(root) for pattern in ("*.py", "*.j2") for p in (root / folder).rglob(pattern)}
+        found |= {
+            Path("secc") / p.relative_to(root)
+            for pattern in ("*.py", "*.j2")
+            for p in (root / folder).rglob(pattern)
+        }
     return {p.as_posix() for p in found}
 
 
@@ -63,10 +70,19 @@ def test_an_editable_install_finds_the_linked_packages_under_secc_only(checkout:
         [
             "import site, sys, importlib.util as u",
             f"site.addsitedir({str(tmp_path / 'site')!r})",
-            "import secc.passes, secc.runtime.plan",
+            "import secc.passes, secc.runtime.plan.schema",
             "print(secc.passes.__file__, u.find_spec('passes'), u.find_spec('runtime'))",
         ]
     )
     # -S: without this environment's own site-packages, where secc may be installed, too
-    result = subprocess.run([sys.executable, "-S", "-P", "-c", code], cwd=tmp_path, env={}, capture_output=True, text=True, timeout=60)
-    assert result.stdout.split() == [str(checkout / "secc" / "passes" / "__init__.py"), "None", "None"], result.stderr
+    result = subprocess.run(
+        [sys.executable, "-S", "-P", "-c", code],
+        cwd=tmp_path,
+        env={},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.stdout.split() == [str(checkout / "secc" / "passes" / "__init__.py"), "None", "None"], (
+        result.stderr
+    )

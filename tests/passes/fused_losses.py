@@ -1,7 +1,8 @@
-"""Losses on heads as users write them, as the end of one small model's forward: what `fuse-linear-loss` makes of each.
+"""Losses on heads as users write them, as the end of one small model's forward: what `fuse-linear-loss` makes
+of each.
 
-`y` are the student's logits and `t` the teacher's, [B, S, 24]; `rows` and `targets` are logits and labels without the split into
-samples; `known` masks labels that are not -100; `h` are the student's hidden states.
+`y` are the student's logits and `t` the teacher's, [B, S, 24]; `rows` and `targets` are logits and labels
+without the split into samples; `known` masks labels that are not -100; `h` are the student's hidden states.
 """
 
 from __future__ import annotations
@@ -70,14 +71,34 @@ FUSED: list[tuple[str, str, list[str]]] = [
     (HEAD, "F.cross_entropy(y[:, :-1].reshape(-1, 24), labels[:, 1:].reshape(-1))", [CE]),
     (HEAD, "F.cross_entropy(y[:, :-1].transpose(1, 2), labels[:, 1:])", [CE]),
     (HEAD, "F.cross_entropy(y.view(-1, 24), labels.view(-1), label_smoothing=0.1)", [CE]),
-    (HEAD, "F.cross_entropy(y.view(-1, 24), labels.view(-1), label_smoothing=0.1, reduction='sum') / len(x)", [CE]),
+    (
+        HEAD,
+        "F.cross_entropy(y.view(-1, 24), labels.view(-1), label_smoothing=0.1, reduction='sum') / len(x)",
+        [CE],
+    ),
     (HEAD, "F.cross_entropy(y.view(-1, 24), torch.where(known, labels, 2).view(-1), ignore_index=2)", [CE]),
     (HEAD, "F.cross_entropy(y[known], labels[known])", [CE]),
     (HEAD, "F.nll_loss(y.float().log_softmax(-1).flatten(0, 1), labels.flatten())", [CE]),
-    (HEAD, "(F.cross_entropy(y.flatten(0, 1), labels.flatten(), reduction='none').view_as(labels) * known).sum() / known.sum()", [CE]),
-    (HEAD, "torch.where(known, F.cross_entropy(y.transpose(1, 2), labels, reduction='none'), 0.0).sum() / known.sum()", [CE]),
-    (HEAD, "-y.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1).mul(known).sum() / known.sum()", [CE]),
-    (HEAD, "((y.logsumexp(-1) - y.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)) * known.float()).sum() / known.sum()", [CE]),
+    (
+        HEAD,
+        "(F.cross_entropy(y.flatten(0, 1), labels.flatten(), reduction='none').view_as(labels) * known).sum() / known.sum()",
+        [CE],
+    ),
+    (
+        HEAD,
+        "torch.where(known, F.cross_entropy(y.transpose(1, 2), labels, reduction='none'), 0.0).sum() / known.sum()",
+        [CE],
+    ),
+    (
+        HEAD,
+        "-y.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1).mul(known).sum() / known.sum()",
+        [CE],
+    ),
+    (
+        HEAD,
+        "((y.logsumexp(-1) - y.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)) * known.float()).sum() / known.sum()",
+        [CE],
+    ),
     (HEAD, "F.cross_entropy((y / 0.7).flatten(0, 1), labels.flatten())", [CE]),
     (HEAD, "F.cross_entropy((30 * torch.tanh(y / 30)).flatten(0, 1), labels.flatten())", [CE]),
     (HEAD, "F.cross_entropy((30 * torch.tanh(y * 0.5 / 30)).flatten(0, 1), labels.flatten())", [CE]),
@@ -86,12 +107,20 @@ FUSED: list[tuple[str, str, list[str]]] = [
     ("y = F.linear(h, self.embedding)", "F.cross_entropy(y.flatten(0, 1), labels.flatten())", [CE]),
     ("y = h @ self.embedding.T", "F.cross_entropy(y.flatten(0, 1), labels.flatten())", [CE]),
     ("y = h.flatten(0, 1) @ self.head.weight.T", "F.cross_entropy(y, labels.flatten())", [CE]),
-    ("y = F.linear(h, self.biased.weight, self.biased.bias)", "F.cross_entropy(y.flatten(0, 1), labels.flatten())", [CE]),
+    (
+        "y = F.linear(h, self.biased.weight, self.biased.bias)",
+        "F.cross_entropy(y.flatten(0, 1), labels.flatten())",
+        [CE],
+    ),
     ("y = self.wide(h)[..., :24]", "F.cross_entropy(y.flatten(0, 1), labels.flatten())", [CE]),
     (HEAD, HF + "ForCausalLMLoss(y, labels, 24)", [CE]),
     (HEAD, HF + "ForCausalLMLoss(y, labels, 24, num_items_in_batch=known.sum())", [CE]),
     (f"{HEAD}; {TEACHER}", "F.kl_div(y.log_softmax(-1), t.softmax(-1), reduction='batchmean')", [KL]),
-    (f"{HEAD}; {TEACHER}", "F.kl_div(y.log_softmax(-1), t.log_softmax(-1), reduction='batchmean', log_target=True)", [KL]),
+    (
+        f"{HEAD}; {TEACHER}",
+        "F.kl_div(y.log_softmax(-1), t.log_softmax(-1), reduction='batchmean', log_target=True)",
+        [KL],
+    ),
     (f"{HEAD}; {TEACHER}", "F.kl_div(y.log_softmax(-1), t.softmax(-1), reduction='sum') / known.sum()", [KL]),
     (f"{HEAD}; {TEACHER}", "F.kl_div(y.log_softmax(-1), t.softmax(-1)) * 24", [KL]),
     (
@@ -104,16 +133,32 @@ FUSED: list[tuple[str, str, list[str]]] = [
         "(F.kl_div((y / 2).log_softmax(-1), (t / 2).softmax(-1), reduction='none') * known[..., None]).sum() / known.sum()",
         [KL],
     ),
-    (f"{HEAD}; {TEACHER}", "F.kl_div((y / 3).log_softmax(-1)[known], (t / 2).softmax(-1)[known], reduction='sum') / known.sum()", [KL]),
-    (f"{HEAD}; {TEACHER}", "F.kl_div(y.log_softmax(-1)[:, :-1], t.softmax(-1)[:, :-1], reduction='batchmean')", [KL]),
+    (
+        f"{HEAD}; {TEACHER}",
+        "F.kl_div((y / 3).log_softmax(-1)[known], (t / 2).softmax(-1)[known], reduction='sum') / known.sum()",
+        [KL],
+    ),
+    (
+        f"{HEAD}; {TEACHER}",
+        "F.kl_div(y.log_softmax(-1)[:, :-1], t.softmax(-1)[:, :-1], reduction='batchmean')",
+        [KL],
+    ),
     (
         f"{HEAD}; {TEACHER}",
         "(t.softmax(-1) * (t.log_softmax(-1) - y.log_softmax(-1))).sum(-1).masked_fill(~known, 0).sum() / known.sum()",
         [KL],
     ),
-    (f"{HEAD}; {TEACHER}; p = t.softmax(-1)", "((p * p.log()).sum(-1) - (p * y.log_softmax(-1)).sum(-1)).sum() / len(x)", [KL]),
+    (
+        f"{HEAD}; {TEACHER}; p = t.softmax(-1)",
+        "((p * p.log()).sum(-1) - (p * y.log_softmax(-1)).sum(-1)).sum() / len(x)",
+        [KL],
+    ),
     (f"{HEAD}; {TEACHER}; q = y.log_softmax(-1)", "(q.exp() * (q - t.log_softmax(-1))).sum() / len(x)", [KL]),
-    (f"{HEAD}; {TEACHER}", "F.kl_div(t.log_softmax(-1), y.log_softmax(-1), reduction='batchmean', log_target=True)", [KL]),
+    (
+        f"{HEAD}; {TEACHER}",
+        "F.kl_div(t.log_softmax(-1), y.log_softmax(-1), reduction='batchmean', log_target=True)",
+        [KL],
+    ),
     (
         f"{HEAD}; {TEACHER}; p, q = t.softmax(-1), y.softmax(-1); m = (p + q) / 2",
         "(F.kl_div(m.log(), p, reduction='batchmean') + F.kl_div(m.log(), q, reduction='batchmean')) / 2",
@@ -124,7 +169,11 @@ FUSED: list[tuple[str, str, list[str]]] = [
         "(0.3 * p * (p.log() - m.log()) + 0.7 * q * (q.log() - m.log())).sum() / len(x)",
         [KL],
     ),
-    (f"{HEAD}; t = self.wide_teacher(x)[..., :24]", "F.kl_div(y.log_softmax(-1), t.softmax(-1), reduction='batchmean')", [KL]),
+    (
+        f"{HEAD}; t = self.wide_teacher(x)[..., :24]",
+        "F.kl_div(y.log_softmax(-1), t.softmax(-1), reduction='batchmean')",
+        [KL],
+    ),
     (
         f"{HEAD}; t = F.linear(h.detach(), self.embedding).detach()",
         "F.kl_div(y.log_softmax(-1), t.softmax(-1), reduction='batchmean')",
@@ -167,20 +216,44 @@ REFUSED: list[tuple[str, str, str]] = [
         "F.cross_entropy(y.flatten(0, 1), labels.flatten()) + y.pow(2).mean()",
         "its logits are also used elsewhere: aten.pow.Tensor_Scalar is not part",
     ),
-    (HEAD, "F.cross_entropy(y.flatten(0, 1), labels.flatten(), weight=torch.arange(24.0))", "the classes are weighted"),
-    (HEAD, "(F.cross_entropy(y.transpose(1, 2), labels, reduction='none') * mask).sum() / mask.sum()", "need not be 0 or 1"),
+    (
+        HEAD,
+        "F.cross_entropy(y.flatten(0, 1), labels.flatten(), weight=torch.arange(24.0))",
+        "the classes are weighted",
+    ),
+    (
+        HEAD,
+        "(F.cross_entropy(y.transpose(1, 2), labels, reduction='none') * mask).sum() / mask.sum()",
+        "need not be 0 or 1",
+    ),
     (
         HEAD,
         "F.cross_entropy(y.flatten(0, 1), y.detach().argmax(-1).flatten())",
         "its logits are also used elsewhere: aten.argmax.default is not part",
     ),
-    ("y = self.small(h)", "F.cross_entropy(y.flatten(0, 1), labels.clamp(0, 5).flatten())", "take no more memory than the 8 hidden states"),
-    (f"{HEAD}; {TEACHER}", "F.cross_entropy(y.flatten(0, 1), t.softmax(-1).flatten(0, 1))", "its loss is none of those"),
+    (
+        "y = self.small(h)",
+        "F.cross_entropy(y.flatten(0, 1), labels.clamp(0, 5).flatten())",
+        "take no more memory than the 8 hidden states",
+    ),
+    (
+        f"{HEAD}; {TEACHER}",
+        "F.cross_entropy(y.flatten(0, 1), t.softmax(-1).flatten(0, 1))",
+        "its loss is none of those",
+    ),
     (
         f"{HEAD}; t = self.biased_teacher(x)",
         "F.kl_div(y.log_softmax(-1), t.softmax(-1), reduction='batchmean')",
         "a head of a divergence has a bias",
     ),
-    (f"{HEAD}; t = self.biased(h)", "F.kl_div(y.log_softmax(-1), t.softmax(-1), reduction='batchmean')", "its loss is none of those"),
-    (f"{HEAD}; {TEACHER}", "F.mse_loss(y.log_softmax(-1), t.log_softmax(-1))", "aten.mse_loss.default is not part"),
+    (
+        f"{HEAD}; t = self.biased(h)",
+        "F.kl_div(y.log_softmax(-1), t.softmax(-1), reduction='batchmean')",
+        "its loss is none of those",
+    ),
+    (
+        f"{HEAD}; {TEACHER}",
+        "F.mse_loss(y.log_softmax(-1), t.log_softmax(-1))",
+        "aten.mse_loss.default is not part",
+    ),
 ]

@@ -1,4 +1,5 @@
-"""Runs a case of the IR with torch, op by op, and computes a normalised loss from micro-batches: the reference for passes on the loss."""
+"""Runs a case of the IR with torch, op by op, and computes a normalised loss from micro-batches: the
+reference for passes on the loss."""
 
 from __future__ import annotations
 
@@ -10,9 +11,22 @@ import torch
 from torch import nn
 from xdsl.ir import SSAValue
 
-from secc.ir import template
-from secc.ir.dialect import CallOp, CaseOp, ConstOp, GlueOp, InputOp, LeafOp, ParamOp, ReturnOp, SizeOp, TermOp, strings
-from secc.runtime import expr, kernels
+from secc.ir.dialect import argument_template
+from secc.ir.dialect.ops import (
+    CallOp,
+    CaseOp,
+    ConstOp,
+    GlueOp,
+    InputOp,
+    LeafOp,
+    ParamOp,
+    ReturnOp,
+    SizeOp,
+    TermOp,
+    strings,
+)
+from secc.runtime import kernels
+from secc.runtime.plan import expr_eval
 
 Tensors = Mapping[str, torch.Tensor]
 Env = dict[SSAValue, Any]
@@ -69,12 +83,17 @@ def function(target: str) -> Callable[..., Any]:
 
 
 def _arguments(op: CallOp | GlueOp, env: Env, sizes: Mapping[str, int]) -> tuple[list[Any], dict[str, Any]]:
-    text = template.format(op.arguments, lambda ref: f"_values[{ref.index}]")
+    text = argument_template.format(op.arguments, lambda ref: f"_values[{ref.index}]")
     known = {"torch": torch, "device": torch.device("cpu"), "float": float, "slice": slice}
-    return eval(f"(lambda *args, **kwargs: (list(args), kwargs))({text})", {"_values": [env[o] for o in op.operands], **known, **sizes})
+    return eval(
+        f"(lambda *args, **kwargs: (list(args), kwargs))({text})",
+        {"_values": [env[o] for o in op.operands], **known, **sizes},
+    )
 
 
-def distributed_loss(case: CaseOp, micro_batches: Sequence[Source], samples: Sequence[Source], whole: Mapping[str, int]) -> torch.Tensor:
+def distributed_loss(
+    case: CaseOp, micro_batches: Sequence[Source], samples: Sequence[Source], whole: Mapping[str, int]
+) -> torch.Tensor:
     """The loss as a plan computes it: numerators by micro-batch, leaves by sample, coefficients once."""
     runs = [forward(case, m) for m in micro_batches]
     known: Env = {}
@@ -84,12 +103,16 @@ def distributed_loss(case: CaseOp, micro_batches: Sequence[Source], samples: Seq
             case LeafOp():
                 known[op.result] = sum(e[op.value].double() for e in each)
             case SizeOp():
-                known[op.result] = torch.tensor(float(expr.evaluate(op.value.data, whole)), dtype=torch.float64)
+                known[op.result] = torch.tensor(
+                    float(expr_eval.evaluate(op.value.data, whole)), dtype=torch.float64
+                )
             case GlueOp() if op.results[0] not in runs[0] or not op.operands:
                 known.setdefault(op.results[0], None)
                 if all(o in known or o in runs[0] for o in op.operands):
                     empty = Source({}, nn.Module(), {}, whole)
-                    known[op.results[0]] = _run(op, {o: known.get(o, runs[0].get(o)) for o in op.operands}, empty)[0]
+                    known[op.results[0]] = _run(
+                        op, {o: known.get(o, runs[0].get(o)) for o in op.operands}, empty
+                    )[0]
             case _:
                 pass
     loss: Any = 0.0

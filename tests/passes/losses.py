@@ -1,7 +1,9 @@
-"""Losses as users write them, as the end of one small model's forward: what `normalize-loss` must keep exact, and what it must refuse.
+"""Losses as users write them, as the end of one small model's forward: what `normalize-loss` must keep exact,
+and what it must refuse.
 
-`y` are the student's scores and `t` the teacher's, [B, S, 6]; `rows` and `targets` are scores and labels without the split into
-samples; `known` masks labels that are not -100; `mask` is 0 at padding; `share` is one weight for each sample.
+`y` are the student's scores and `t` the teacher's, [B, S, 6]; `rows` and `targets` are scores and labels
+without the split into samples; `known` masks labels that are not -100; `mask` is 0 at padding; `share` is one
+weight for each sample.
 """
 
 from __future__ import annotations

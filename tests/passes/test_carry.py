@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from secc.ir import text
-from secc.ir.carry import Carry, NotCarriable, carry, check_reach
-from secc.ir.dialect import GraphOp, graph_of
-from secc.ir.types import TensorType
+from secc.ir.analysis.transferable_values import Carry, NotCarriable, carry, check_reach
+from secc.ir.dialect.ops import GraphOp, graph_of
+from secc.ir.dialect.tensor_type import TensorType
+from secc.ir.text_io import text
 
 GRAPH = """
 sec.graph "g" optional ["px"] widths "WIDTHS" {
@@ -40,7 +40,9 @@ def test_rows_and_extents(dims: tuple[str, ...], expected: Carry) -> None:
     assert carry(graph(), kind(*dims)) == expected
 
 
-@pytest.mark.parametrize("dims", [(), ("S", "8"), ("B", "n"), ("B*n",), ("B + 1",), ("(n + 1)//2",), ("B*S", "8"), ("B", "S - 1")])
+@pytest.mark.parametrize(
+    "dims", [(), ("S", "8"), ("B", "n"), ("B*n",), ("B + 1",), ("(n + 1)//2",), ("B*S", "8"), ("B", "S - 1")]
+)
 def test_what_does_not_add_up_or_cannot_be_cut_is_refused(dims: tuple[str, ...]) -> None:
     with pytest.raises(NotCarriable):
         carry(graph(), kind(*dims))

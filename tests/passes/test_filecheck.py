@@ -1,7 +1,8 @@
-"""Runs the `// RUN:` lines of every .mlir file: `secc opt` in this process, its output held against the file's CHECK lines.
+"""Runs the `// RUN:` lines of every .mlir file: `secc opt` in this process, its output held against the
+file's CHECK lines.
 
-In a RUN line `%s` is the file; `2>&1` adds stderr to what is checked, and lets the command fail with exit code 2; `--check-prefix NAME`
-after `filecheck %s` takes other lines than CHECK.
+In a RUN line `%s` is the file; `2>&1` adds stderr to what is checked, and lets the command fail with exit
+code 2; `--check-prefix NAME` after `filecheck %s` takes other lines than CHECK.
 """
 
 from __future__ import annotations
@@ -44,5 +45,9 @@ def _printed(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 def _check(path: Path, printed: str, prefix: str) -> None:
     options = Options(match_filename=str(path), check_prefixes=[prefix])
     with path.open() as checks:
-        matcher = Matcher(options, FInput(path.name, printed), Parser(options, checks, *pattern_for_opts(options)))
-        assert matcher.run() == 0, f"{path.name}: the output differs from what its {prefix} lines say:\n{printed}"
+        matcher = Matcher(
+            options, FInput(path.name, printed), Parser(options, checks, *pattern_for_opts(options))
+        )
+        assert matcher.run() == 0, (
+            f"{path.name}: the output differs from what its {prefix} lines say:\n{printed}"
+        )

@@ -1,6 +1,8 @@
-"""Losses on linear heads under `fuse-linear-loss`: each spelling comes to the operator it should, with the same loss and gradients.
+"""Losses on linear heads under `fuse-linear-loss`: each spelling comes to the operator it should, with the
+same loss and gradients.
 
-The fused case is computed from uneven micro-batches and held against the eager model, as for `normalize-loss`.
+The fused case is computed from uneven micro-batches and held against the eager model, as for
+`normalize-loss`.
 """
 
 from __future__ import annotations
@@ -12,17 +14,17 @@ import pytest
 import torch
 from xdsl.dialects.builtin import ModuleOp
 
-from secc import pipeline
-from secc.frontend.capture import Capture, capture
-from secc.frontend.heads import note_linear
-from secc.frontend.import_ir import to_ir
-from secc.frontend.inputs import describe
-from secc.frontend.sampling import survey
-from secc.ir.dialect import GlueOp, graph_of
-from secc.ir.fusion import fusions
-from secc.runtime.meta import meta_model
-from secc.runtime.sizes import pad_batch, sizes_of
-from secc.runtime.user_model import UserModel, load
+from secc import pass_pipeline
+from secc.frontend.capture.capture import Capture, capture
+from secc.frontend.capture.linear_heads import note_linear
+from secc.frontend.capture.to_ir import to_ir
+from secc.frontend.dataset.input_symbols import describe
+from secc.frontend.dataset.sampling import survey
+from secc.ir.analysis.fusion_report import fusions
+from secc.ir.dialect.ops import GlueOp, graph_of
+from secc.runtime.model.meta_build import meta_model
+from secc.runtime.model.user_file import UserModel, load
+from secc.runtime.plan.batch_sizes import pad_batch, sizes_of
 from tests.passes.fused_losses import FUSED, MODEL, REFUSED
 from tests.passes.interpret import Source, distributed_loss
 from tests.passes.test_losses import same
@@ -31,7 +33,9 @@ PASSES = "canonicalize,dce,normalize-loss,dce,fuse-linear-loss"
 SPLIT = (slice(0, 3), slice(3, 5), slice(5, 7))
 
 
-def fused(tmp_path: Path, before: str, loss: str, passes: str = PASSES) -> tuple[UserModel, Capture, ModuleOp]:
+def fused(
+    tmp_path: Path, before: str, loss: str, passes: str = PASSES
+) -> tuple[UserModel, Capture, ModuleOp]:
     path = tmp_path / "model.py"
     lines = [*before.split("; "), f"return {loss}"]
     path.write_text(MODEL.replace("{body}", "\n".join("        " + line for line in lines)))
@@ -40,7 +44,7 @@ def fused(tmp_path: Path, before: str, loss: str, passes: str = PASSES) -> tuple
     found = capture(user, meta, drawn, describe(user, drawn))
     module = to_ir(found)
     note_linear(module, meta)
-    pipeline.run(module, pipeline.parse(passes))
+    pass_pipeline.run(module, pass_pipeline.parse(passes))
     return user, found, module
 
 
@@ -62,7 +66,9 @@ def compare(user: UserModel, found: Capture, module: ModuleOp) -> None:
     same(loss, model(**user.collate(samples)), list(model.parameters()))
 
 
-@pytest.mark.parametrize(("before", "loss", "rules"), FUSED, ids=[f"{before}; {loss}" for before, loss, _ in FUSED])
+@pytest.mark.parametrize(
+    ("before", "loss", "rules"), FUSED, ids=[f"{before}; {loss}" for before, loss, _ in FUSED]
+)
 def test_a_spelling_is_fused_exactly(before: str, loss: str, rules: list[str], tmp_path: Path) -> None:
     user, found, module = fused(tmp_path, before, loss)
     noted = fusions(graph_of(module))
@@ -74,7 +80,9 @@ def test_a_spelling_is_fused_exactly(before: str, loss: str, rules: list[str], t
     compare(user, found, module)
 
 
-@pytest.mark.parametrize(("before", "loss", "why"), REFUSED, ids=[f"{before}; {loss}" for before, loss, _ in REFUSED])
+@pytest.mark.parametrize(
+    ("before", "loss", "why"), REFUSED, ids=[f"{before}; {loss}" for before, loss, _ in REFUSED]
+)
 def test_a_loss_that_stays_as_it_is_says_why(before: str, loss: str, why: str, tmp_path: Path) -> None:
     _, _, module = fused(tmp_path, before, loss)
     noted = fusions(graph_of(module))

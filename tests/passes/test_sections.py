@@ -6,11 +6,11 @@ import re
 
 import pytest
 
-from secc import pipeline
+from secc import pass_pipeline
 from secc.errors import UserError
-from secc.ir import text
-from secc.ir.analysis import texts_of
-from secc.ir.dialect import graph_of, strings
+from secc.ir.analysis.dataflow import texts_of
+from secc.ir.dialect.ops import graph_of, strings
+from secc.ir.text_io import text
 
 HEAD = """
 sec.graph "g" optional ["px"] widths "own" {
@@ -46,7 +46,7 @@ CHAIN = case(call("y", "a", "x"), call("h", "b", "y"), END)
 
 def refusal(source: str, passes: str) -> UserError:
     with pytest.raises(UserError) as caught:
-        pipeline.run(text.parse(HEAD + source + "}"), pipeline.parse(passes))
+        pass_pipeline.run(text.parse(HEAD + source + "}"), pass_pipeline.parse(passes))
     assert caught.value.remedy
     return caught.value
 
@@ -90,7 +90,7 @@ def test_an_edge_that_some_cases_lack_must_have_no_rows_there() -> None:
 
 def test_sink_boundaries_merges_what_insert_transfers_would_refuse() -> None:
     module = text.parse(HEAD + SECTIONS + ALONE + "\n" + BOTH + "}")
-    pipeline.run(module, pipeline.parse("sink-boundaries,insert-transfers,lower"))
+    pass_pipeline.run(module, pass_pipeline.parse("sink-boundaries,insert-transfers,lower"))
     (section,) = graph_of(module).sections
     assert strings(section.blocks) == ("a", "b")
     assert "case 'text' computes without it" in texts_of(section, "notes")[0]
@@ -109,7 +109,16 @@ def test_a_leaf_has_one_way_to_be_computed() -> None:
     def counted(op: str, **named: str) -> str:
         leaf = f'%s = sec.glue "{op}" (%x) args "$0" : !sec.tensor<[], f32>\n%n = sec.leaf "count" (%s) : !sec.tensor<[], f64>'
         weight = '%w = sec.glue "aten.reciprocal.default" (%n) args "$0" : !sec.tensor<[], f64>'
-        return case(leaf, weight, call("y", "a", "x"), call("h", "b", "y"), END.replace("(%l) in", "(%l, %w) in"), **named)
+        return case(
+            leaf,
+            weight,
+            call("y", "a", "x"),
+            call("h", "b", "y"),
+            END.replace("(%l) in", "(%l, %w) in"),
+            **named,
+        )
 
     source = counted("aten.sum.default") + "\n" + counted("aten.mean.default", name="d", when='"px"')
-    assert "'count', a sum over the global batch" in refusal(SECTIONS + source, "insert-transfers,lower").message
+    assert (
+        "'count', a sum over the global batch" in refusal(SECTIONS + source, "insert-transfers,lower").message
+    )

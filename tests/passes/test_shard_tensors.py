@@ -7,30 +7,36 @@ from pathlib import Path
 
 import pytest
 
-from secc import pipeline
+from secc import pass_pipeline
 from secc.codegen.plan import attribute
 from secc.errors import Impossible, UserError
-from secc.ir import text
-from secc.ir.dialect import graph_of
+from secc.ir.dialect.ops import graph_of
+from secc.ir.text_io import text
 
 SOURCE = (Path(__file__).parent / "shard_tensors.mlir").read_text()
 
 
 def sharded(source: str, passes: str = "shard-tensors"):
     module = text.parse(source)
-    pipeline.run(module, pipeline.parse(passes))
+    pass_pipeline.run(module, pass_pipeline.parse(passes))
     return graph_of(module).sections
 
 
 def test_heads_that_tp_does_not_divide_are_refused() -> None:
-    source = SOURCE.replace("softmax mixes entries of which ranks have parts", "tp=2 does not divide 3 heads", 1)
-    with pytest.raises(UserError, match=r"lm\.tp=2 is impossible: tower\.layers\.0\.router: tp=2 does not divide 3 heads") as error:
+    source = SOURCE.replace(
+        "softmax mixes entries of which ranks have parts", "tp=2 does not divide 3 heads", 1
+    )
+    with pytest.raises(
+        UserError, match=r"lm\.tp=2 is impossible: tower\.layers\.0\.router: tp=2 does not divide 3 heads"
+    ) as error:
         sharded(source)
     assert error.value.remedy == "set lm.tp to 3"
 
 
 def test_a_section_of_which_nothing_can_be_cut_is_refused() -> None:
-    with pytest.raises(UserError, match=r"lm\.tp=3 is impossible: none of its modules can be cut \(nobody looked"):
+    with pytest.raises(
+        UserError, match=r"lm\.tp=3 is impossible: none of its modules can be cut \(nobody looked"
+    ):
         sharded(SOURCE.replace("{tp = 2 : i64}", "{tp = 3 : i64}"))
 
 
@@ -52,14 +58,30 @@ def test_a_plan_to_compare_may_have_a_tp_that_blocks_were_found_to_take() -> Non
 @pytest.mark.parametrize(
     ("tp", "message", "remedy"),
     [
-        (3, "lm.tp=3 is impossible: 3 does not divide 8 heads, which its ranks would share", "set lm.tp to 2 or 4"),
-        (8, "lm.tp=8 is impossible: 8 does not divide 12 outputs, which its ranks would share", "set lm.tp to 2 or 4"),
-        (6, "lm.tp=6 is impossible: 6 does not divide 8 heads, which its ranks would share", "set lm.tp to 2 or 4"),
+        (
+            3,
+            "lm.tp=3 is impossible: 3 does not divide 8 heads, which its ranks would share",
+            "set lm.tp to 2 or 4",
+        ),
+        (
+            8,
+            "lm.tp=8 is impossible: 8 does not divide 12 outputs, which its ranks would share",
+            "set lm.tp to 2 or 4",
+        ),
+        (
+            6,
+            "lm.tp=6 is impossible: 6 does not divide 8 heads, which its ranks would share",
+            "set lm.tp to 2 or 4",
+        ),
     ],
 )
-def test_a_tp_to_compare_that_does_not_divide_what_ranks_share_is_refused(tp: int, message: str, remedy: str) -> None:
+def test_a_tp_to_compare_that_does_not_divide_what_ranks_share_is_refused(
+    tp: int, message: str, remedy: str
+) -> None:
     asked = SOURCE.replace("{tp = 2 : i64}", f"{{tp = {tp} : i64}}")
-    known = re.sub(r'(sec.block "tower".*)', r'\1 {tp = [2 : i64, 4 : i64], shared = ["8 heads", "12 outputs"]}', asked)
+    known = re.sub(
+        r'(sec.block "tower".*)', r'\1 {tp = [2 : i64, 4 : i64], shared = ["8 heads", "12 outputs"]}', asked
+    )
     with pytest.raises(UserError) as error:
         sharded(known, "shard-tensors{assume=true}")
     assert (error.value.message, error.value.remedy) == (message, remedy)
@@ -68,7 +90,10 @@ def test_a_tp_to_compare_that_does_not_divide_what_ranks_share_is_refused(tp: in
 def test_a_tp_to_compare_that_nobody_looked_at_may_divide_what_ranks_share() -> None:
     three = SOURCE.replace("{tp = 2 : i64}", "{tp = 3 : i64}")
     known = re.sub(r'(sec.block "tower".*)', r'\1 {tp = [], shared = ["9 heads"]}', three)
-    with pytest.raises(Impossible, match="nobody looked how its blocks could be cut; 3 divides what its ranks would share: 9 heads"):
+    with pytest.raises(
+        Impossible,
+        match="nobody looked how its blocks could be cut; 3 divides what its ranks would share: 9 heads",
+    ):
         sharded(known, "shard-tensors{assume=true}")
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from xdsl.dialects.builtin import StringAttr
 
-from secc import pipeline
+from secc import pass_pipeline
 from secc.cluster import parse
-from secc.ir import text
-from secc.ir.analysis import text_of
-from secc.ir.dialect import graph_of
-from secc.runtime.expr import evaluate
+from secc.ir.analysis.dataflow import text_of
+from secc.ir.dialect.ops import graph_of
+from secc.ir.text_io import text
+from secc.runtime.plan.expr_eval import evaluate
 
 SOURCE = """
 sec.graph "lm" widths "own" {
@@ -37,11 +37,12 @@ def forward_ns(ranks: list[int]) -> int:
     module = text.parse(SOURCE.replace("RANKS", f"[{listed}]"))
     graph = graph_of(module)
     graph.attributes["cluster"] = StringAttr(parse("2x4xH100").to_json())
-    pipeline.run(module, pipeline.parse("split-stages"))
+    pass_pipeline.run(module, pass_pipeline.parse("split-stages"))
     return evaluate(text_of(graph_of(module).sections[0], "forward_ns") or "", {"B": 1})
 
 
 def test_a_stage_gathers_over_the_nodes_that_its_ranks_are_on() -> None:
-    """Replicas in a row have every second rank in a stage, so that it is on both nodes; with stages in a row each is on one."""
+    """Replicas in a row have every second rank in a stage, so that it is on both nodes; with stages in a row
+    each is on one."""
     spread, near = forward_ns([0, 1, 2, 3, 4, 5, 6, 7]), forward_ns([0, 4, 1, 5, 2, 6, 3, 7])
     assert spread > 1.5 * near

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from secc.driver.layer_capture import Staging, check
 from secc.errors import Impossible
-from secc.staging import Staging, check
 
 CUT = {"model.vision": "vision.pp", "model.lm": "lm.pp", "model.lm.more": "lm.pp"}
 
@@ -28,9 +28,15 @@ def test_what_could_be_opened_is_not_refused() -> None:
 
 @pytest.mark.parametrize(
     ("blocks", "choices"),
-    [(("model.vision", "model.lm.layers.0"), ("vision.pp",)), (("model.lm",), ("lm.pp",)), (("model",), ("lm.pp", "vision.pp"))],
+    [
+        (("model.vision", "model.lm.layers.0"), ("vision.pp",)),
+        (("model.lm",), ("lm.pp",)),
+        (("model",), ("lm.pp", "vision.pp")),
+    ],
 )
-def test_stages_of_a_block_that_stays_whole_are_refused(blocks: tuple[str, ...], choices: tuple[str, ...]) -> None:
+def test_stages_of_a_block_that_stays_whole_are_refused(
+    blocks: tuple[str, ...], choices: tuple[str, ...]
+) -> None:
     with pytest.raises(Impossible, match="cannot be cut into stages") as error:
         check(staging(), captured(*blocks))
     assert error.value.choices == choices and error.value.where == "model.py:7"

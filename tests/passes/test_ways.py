@@ -1,12 +1,13 @@
-"""Merging ways loses none: whatever was captured still finds its code, and code under the guards it was captured with."""
+"""Merging ways loses none: whatever was captured still finds its code, and code under the guards it was
+captured with."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from secc.ir.dialect import CaseOp
-from secc.ir.ways import Pattern, Way, merge
+from secc.ir.dialect.ops import CaseOp
+from secc.passes.lowering.case_predicates import Pattern, Way, merge
 
 CASE = CaseOp.create()
 PATTERNS = st.frozensets(st.sampled_from(["audio", "hint", "px"]))
@@ -19,7 +20,9 @@ def way(pattern: Pattern, text: str, **guards: str) -> Way:
 
 
 @given(CAPTURES)
-def test_each_capture_finds_its_own_code_and_no_other(captures: dict[tuple[Pattern, str, str, str], str]) -> None:
+def test_each_capture_finds_its_own_code_and_no_other(
+    captures: dict[tuple[Pattern, str, str, str], str],
+) -> None:
     ways = merge(way(p, text, first=a, second=b, third=c) for (p, a, b, c), text in captures.items())
     for (pattern, a, b, c), text in captures.items():
         holds = {("first", a), ("second", b), ("third", c)}

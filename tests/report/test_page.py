@@ -9,7 +9,11 @@ from tests.schedule.plans import plan, section, stages
 def test_ranks_that_hold_the_same_share_a_card() -> None:
     some = [section("vision", [6]), *stages("lm", [[0, 1, 4], [2, 3, 5]]), section("head", [4, 5])]
     text = page(plan(some, [], 9))
-    cards = [line.split("<b>")[1].removesuffix("</div>").split("</b>") for line in text.splitlines() if 'class="lane"' in line]
+    cards = [
+        line.split("<b>")[1].removesuffix("</div>").split("</b>")
+        for line in text.splitlines()
+        if 'class="lane"' in line
+    ]
     assert cards == [
         ["rank 6", "vision"],
         ["2 ranks: 0-1", "lm_0"],

@@ -1,4 +1,5 @@
-"""What `secc explain` says of a plan's choices: alternatives priced as plans are, and time and memory in parts that add up."""
+"""What `secc explain` says of a plan's choices: alternatives priced as plans are, and time and memory in
+parts that add up."""
 
 from __future__ import annotations
 
@@ -9,17 +10,17 @@ from typing import Any
 import pytest
 from xdsl.dialects.builtin import ModuleOp
 
-from secc import pipeline
+from secc import pass_pipeline
 from secc.codegen import plan as plan_codegen
 from secc.codegen.plan import attribute
-from secc.compiler import Options, pipeline_text
-from secc.ir import text
-from secc.ir.dialect import graph_of
+from secc.driver.compile import Options, pipeline_text
+from secc.ir.dialect.ops import graph_of
+from secc.ir.text_io import text
 from secc.passes.allocate import Allocate
 from secc.report.facts import tables
 from secc.report.page import page
 from secc.report.table import bytes_text
-from secc.runtime.plan import ModelRef, Plan
+from secc.runtime.plan.schema import ModelRef, Plan
 
 TESTS = Path(__file__).parents[1]
 GIB = 1 << 30
@@ -30,7 +31,7 @@ LAYERS = 'flops = "2400000*B*S", ops = 20, units = 12, kept = "1000*B*S", workin
 
 def allocated(source: str = VLM, **options: Any) -> ModuleOp:
     module = text.parse(source)
-    pipeline.run(module, (Allocate(**({"cluster": "1x3xcpu", "global_batch": 16} | options)),))
+    pass_pipeline.run(module, (Allocate(**({"cluster": "1x3xcpu", "global_batch": 16} | options)),))
     return module
 
 
@@ -46,16 +47,21 @@ def layouts(module: ModuleOp) -> dict[str, dict[str, Any]]:
     return {s.sym.data: {key: attribute(s, key, None) for key in KEYS} for s in graph_of(module).sections}
 
 
-FROZEN = VLM.replace("trainable 600000", "trainable 0").replace('"vision" mode "train"', '"vision" mode "forward"')
-for _before, _after in (('[] share "0.5"', '[] share "0.0"'), ('["pixel_values"] share "0.5"', '["pixel_values"] share "1.0"')):
+FROZEN = VLM.replace("trainable 600000", "trainable 0").replace(
+    '"vision" mode "train"', '"vision" mode "forward"'
+)
+for _before, _after in (
+    ('[] share "0.5"', '[] share "0.0"'),
+    ('["pixel_values"] share "0.5"', '["pixel_values"] share "1.0"'),
+):
     FROZEN = FROZEN.replace(f"pattern when {_before}", f"pattern when {_after}")
 
 
 @pytest.mark.parametrize("section", ["vision", "lm"])
 @pytest.mark.parametrize(("source", "strategy"), [(VLM, "colocate"), (FROZEN, "apart")])
 def test_alternatives_cost_what_plans_with_them_cost(source: str, strategy: str, section: str) -> None:
-    """Pinned in place of what was chosen, with everything else as it was, each alternative gives the step time that was said: also where
-    a frozen section runs ahead of the step."""
+    """Pinned in place of what was chosen, with everything else as it was, each alternative gives the step
+    time that was said: also where a frozen section runs ahead of the step."""
     module = allocated(source, strategy=strategy)
     found = [a for a in said(module)[section]["alternatives"] if a["fits"]]
     assert {a["choice"].partition("=")[0] for a in found} >= (
@@ -65,12 +71,19 @@ def test_alternatives_cost_what_plans_with_them_cost(source: str, strategy: str,
     for alternative in found:
         taken = layouts(module) | {section: alternative["layout"]}
         pins = tuple(f"{s}.{key}={value}" for s, layout in taken.items() for key, value in layout.items())
-        assert step_time(allocated(source, set=pins, strategy=strategy)) == alternative["step_time_s"], alternative["choice"]
-        assert alternative["step_time_s"] >= step_time(module) or source == FROZEN  # whose plan won in the order that ranks run
+        assert step_time(allocated(source, set=pins, strategy=strategy)) == alternative["step_time_s"], (
+            alternative["choice"]
+        )
+        assert (
+            alternative["step_time_s"] >= step_time(module) or source == FROZEN
+        )  # whose plan won in the order that ranks run
 
 
 def test_parts_add_up() -> None:
-    module = allocated(VLM.replace('outs [""] in @lm', f'outs [""] in @lm {{{LAYERS}, saved = "5000*B*S"}}'), set=("lm.recompute=full",))
+    module = allocated(
+        VLM.replace('outs [""] in @lm', f'outs [""] in @lm {{{LAYERS}, saved = "5000*B*S"}}'),
+        set=("lm.recompute=full",),
+    )
     whole = sum(sum(found["time_s"].values()) for found in said(module).values())
     assert whole == pytest.approx(step_time(module), rel=0.01)  # both sections share all ranks
     for name, found in said(module).items():
@@ -83,7 +96,8 @@ def test_parts_add_up() -> None:
 def test_what_does_not_fit_is_said_with_its_memory() -> None:
     """Keeping everything would be faster, and needs 12 GiB of a rank that has 7.6."""
     module = allocated(
-        VLM.replace('outs [""] in @lm', f'outs [""] in @lm {{{LAYERS}, saved = "{150 << 20}*B*S"}}'), set=("lm.micro_batch=1",)
+        VLM.replace('outs [""] in @lm', f'outs [""] in @lm {{{LAYERS}, saved = "{150 << 20}*B*S"}}'),
+        set=("lm.micro_batch=1",),
     )
     kept = next(a for a in said(module)["lm"]["alternatives"] if a["choice"] == "recompute=none")
     assert not kept["fits"] and kept["memory"] > 11 * GIB and kept["step_time_s"] < step_time(module)
@@ -92,20 +106,40 @@ def test_what_does_not_fit_is_said_with_its_memory() -> None:
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     module = text.parse((TESTS / "codegen" / "llava.mlir").read_text())
-    pipeline.run(module, pipeline.parse(pipeline_text(Options(cluster="1x3xH100", global_batch=12, strategy="apart"))))
-    parameters = {f"{path}.weight": "float32[4, 4] train" for path in ("model.vision_tower", "model.language_model", "lm_head")}
+    pass_pipeline.run(
+        module,
+        pass_pipeline.parse(pipeline_text(Options(cluster="1x3xH100", global_batch=12, strategy="apart"))),
+    )
+    parameters = {
+        f"{path}.weight": "float32[4, 4] train"
+        for path in ("model.vision_tower", "model.language_model", "lm_head")
+    }
     return plan_codegen.build(module, ModelRef("model.py", "0" * 64, parameters), {})
 
 
 def test_the_report_says_why(plan: Plan) -> None:
     found = {t.title: t for t in tables(plan)}
     choices = found["What else could be"].rows
-    assert [r[0] for r in choices].count("language_model") >= 3 and any(r[1].startswith("sharding=") and r[4] for r in choices)
-    assert ("vision_tower", "2 blocks", "counted: FLOPs and bytes of each operation") in found["Where costs come from"].rows
+    assert [r[0] for r in choices].count("language_model") >= 3 and any(
+        r[1].startswith("sharding=") and r[4] for r in choices
+    )
+    assert ("vision_tower", "2 blocks", "counted: FLOPs and bytes of each operation") in found[
+        "Where costs come from"
+    ].rows
     assert any(r[0] == "H100" and "datasheet" in r[2] for r in found["Where costs come from"].rows)
     parts = {r[1]: r[2] for r in found["Where memory goes"].rows if r[0] == "language_model"}
-    assert {"weights", "optimizer states", "together", "left", "kept for the driver and fragments"} <= parts.keys()
-    rooms = {(r[0], r[2]) for r in found["Where memory goes"].rows if r[1] == "room for what micro-batches keep from forward to backward"}
+    assert {
+        "weights",
+        "optimizer states",
+        "together",
+        "left",
+        "kept for the driver and fragments",
+    } <= parts.keys()
+    rooms = {
+        (r[0], r[2])
+        for r in found["Where memory goes"].rows
+        if r[1] == "room for what micro-batches keep from forward to backward"
+    }
     assert rooms == {(s.name, bytes_text(s.room_bytes)) for s in plan.sections if s.room_bytes} != set()
     assert any(part.startswith("largest tensor between blocks: ") for part in parts)
     assert {r[0] for r in found["What bounds sections"].rows} == {"vision_tower", "language_model"}

@@ -1,4 +1,5 @@
-"""Tables for people: names in few words, alike rows as one, and columns that a narrow terminal does not break."""
+"""Tables for people: names in few words, alike rows as one, and columns that a narrow terminal does not
+break."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import pytest
 from secc.cli import console
 from secc.report import cuts
 from secc.report.table import Table, blocks_text, braced
-from secc.runtime.plan import VERSION, Mesh, ModelRef, Plan, Section, Style
+from secc.runtime.plan.schema import VERSION, Mesh, ModelRef, Plan, Section, Style
 
 
 def test_layers_in_a_row_are_one() -> None:
@@ -32,10 +33,14 @@ def test_what_all_paths_begin_with_is_said_once(paths: list[str], line: str) -> 
 def stage(i: int, layers: range) -> Section:
     """A stage of `lm` whose layers are cut alike."""
     styles = tuple(
-        Style(f"lm.layers.{n}.{name}", kind) for n in layers for name, kind in (("up", "colwise"), ("gate", "colwise"), ("down", "rowwise"))
+        Style(f"lm.layers.{n}.{name}", kind)
+        for n in layers
+        for name, kind in (("up", "colwise"), ("gate", "colwise"), ("down", "rowwise"))
     )
     mesh = Mesh((2 * i, 2 * i + 1), 1, 1, 2)
-    return Section(f"lm_{i}", f"sections/lm_{i}.py", "train", (), (), (), mesh, 1, pipeline="lm", stage=i, styles=styles)
+    return Section(
+        f"lm_{i}", f"sections/lm_{i}.py", "train", (), (), (), mesh, 1, pipeline="lm", stage=i, styles=styles
+    )
 
 
 def test_stages_count_as_the_section_that_they_are_of() -> None:
@@ -47,8 +52,12 @@ def test_stages_count_as_the_section_that_they_are_of() -> None:
     )
 
 
-def test_short_columns_stay_whole_while_long_ones_have_room(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    table = Table("T", ("section", "recompute", "blocks"), (("language_model", "selective", "model." + 100 * "x"),))
+def test_short_columns_stay_whole_while_long_ones_have_room(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = Table(
+        "T", ("section", "recompute", "blocks"), (("language_model", "selective", "model." + 100 * "x"),)
+    )
     for width, whole in ((80, True), (24, False)):
         monkeypatch.setattr(console, "out", console.Console(highlight=False, width=width))
         console.print_table(table)

@@ -1,4 +1,5 @@
-"""Plans of the captioner in fixtures/: its hand-written sections on any meshes, and what plain PyTorch computes for it."""
+"""Plans of the captioner in fixtures/: its hand-written sections on any meshes, and what plain PyTorch
+computes for it."""
 
 from __future__ import annotations
 
@@ -13,9 +14,22 @@ from types import ModuleType
 import torch
 from torch import nn
 
-from secc.runtime import user_model
-from secc.runtime.plan import VERSION, Cost, Edge, Input, Mesh, ModelRef, Plan, Section, Symbol, Term, Tie, to_json
-from secc.runtime.weights import parameter_table
+from secc.runtime.model import user_file
+from secc.runtime.parameters.rank_weights import parameter_table
+from secc.runtime.plan.schema import (
+    VERSION,
+    Cost,
+    Edge,
+    Input,
+    Mesh,
+    ModelRef,
+    Plan,
+    Section,
+    Symbol,
+    Term,
+    Tie,
+    to_json,
+)
 
 FIXTURE = Path(__file__).parent / "fixtures" / "captioner"
 CLASSES = {"encoder": "Encoder", "teacher": "Teacher", "decoder": "Decoder"}
@@ -29,17 +43,31 @@ ALONE: Layout = {"encoder": (0,), "teacher": (0,), "decoder": (0,)}
 
 
 def make_plan(layout: Layout, widths: str = "own", micro_batch: int = 2, source: str | None = None) -> Plan:
-    """The captioner's plan with each section's replicas on the ranks of `layout`; `source` stands in for the text of its model file."""
+    """The captioner's plan with each section's replicas on the ranks of `layout`; `source` stands in for the
+    text of its model file."""
     source = (FIXTURE / "model.py").read_text() if source is None else source
-    table = parameter_table(user_model.load(FIXTURE / "model.py").model())
+    table = parameter_table(user_file.load(FIXTURE / "model.py").model())
 
     def section(name: str, mode: str, blocks: tuple[str, ...], when: tuple[str, ...] = ()) -> Section:
         params = tuple(n for n in table if n.startswith(tuple(f"{b}." for b in blocks)))
         mesh = Mesh(tuple(layout[name]), len(layout[name]))
-        return Section(name, f"sections/{name}.py", mode, when, blocks, params, mesh, micro_batch, cost=Cost("1000*B", "2000*B"))
+        return Section(
+            name,
+            f"sections/{name}.py",
+            mode,
+            when,
+            blocks,
+            params,
+            mesh,
+            micro_batch,
+            cost=Cost("1000*B", "2000*B"),
+        )
 
     images = Input("images", "float32", ("n_images", "3", "4", "4"), optional=True)
-    texts = [Input(key, "int64", ("B", "S"), pads=((1, "right", fill),)) for key, fill in (("input_ids", 0.0), ("labels", -100.0))]
+    texts = [
+        Input(key, "int64", ("B", "S"), pads=((1, "right", fill),))
+        for key, fill in (("input_ids", 0.0), ("labels", -100.0))
+    ]
     return Plan(
         version=VERSION,
         hash="",
@@ -47,7 +75,11 @@ def make_plan(layout: Layout, widths: str = "own", micro_batch: int = 2, source:
         world_size=1 + max(r for ranks in layout.values() for r in ranks),
         global_batch=GLOBAL_BATCH,
         widths=widths,
-        symbols=(Symbol("B", "rows", "input_ids", 0), Symbol("S", "width", "input_ids", 1), Symbol("n_images", "rows", "images", 0)),
+        symbols=(
+            Symbol("B", "rows", "input_ids", 0),
+            Symbol("S", "width", "input_ids", 1),
+            Symbol("n_images", "rows", "images", 0),
+        ),
         inputs=(*texts, images),
         sections=(
             section("encoder", "train", ("encoder",), ("images",)),
@@ -55,15 +87,38 @@ def make_plan(layout: Layout, widths: str = "own", micro_batch: int = 2, source:
             section("decoder", "train", ("embed", "decoder", "head")),
         ),
         edges=(
-            Edge("image_features", "encoder", "decoder", "float32", ("n_images", "4", "16"), 0, "n_images", True, ("images",)),
-            Edge("target", "teacher", "decoder", "float32", ("B", "S", "16"), 0, "1", False, extents=((1, "S", "right"),)),
+            Edge(
+                "image_features",
+                "encoder",
+                "decoder",
+                "float32",
+                ("n_images", "4", "16"),
+                0,
+                "n_images",
+                True,
+                ("images",),
+            ),
+            Edge(
+                "target",
+                "teacher",
+                "decoder",
+                "float32",
+                ("B", "S", "16"),
+                0,
+                "1",
+                False,
+                extents=((1, "S", "right"),),
+            ),
         ),
         terms=(
             Term("penalty", "encoder", "0.01 / n_images"),
             Term("cross_entropy", "decoder", "1 / labels"),
             Term("imitation", "decoder", "0.1 / labels"),
         ),
-        ties=(Tie(("encoder.gate", "decoder.gate"), ("encoder", "decoder")), Tie(("embed.weight", "head.weight"), ("decoder",))),
+        ties=(
+            Tie(("encoder.gate", "decoder.gate"), ("encoder", "decoder")),
+            Tie(("embed.weight", "head.weight"), ("decoder",)),
+        ),
         cluster={},
         solver={},
         prediction={},
@@ -73,7 +128,10 @@ def make_plan(layout: Layout, widths: str = "own", micro_batch: int = 2, source:
 
 def capped(plan: Plan) -> Plan:
     """The plan with an encoder that holds one sample between forward and backward."""
-    sections = (dataclasses.replace(s, micro_batch=1, in_flight=1) if s.name == "encoder" else s for s in plan.sections)
+    sections = (
+        dataclasses.replace(s, micro_batch=1, in_flight=1) if s.name == "encoder" else s
+        for s in plan.sections
+    )
     return dataclasses.replace(plan, sections=tuple(sections))
 
 
@@ -86,8 +144,8 @@ def write_plan(
     cap: bool = False,
     run_ahead: float = 0.0,
 ) -> Plan:
-    """A plan directory, as `secc compile` would write it. With `cap` the encoder holds one sample at a time; the teacher
-    has `run_ahead` GiB to run ahead with."""
+    """A plan directory, as `secc compile` would write it. With `cap` the encoder holds one sample at a time;
+    the teacher has `run_ahead` GiB to run ahead with."""
     plan = dataclasses.replace(make_plan(layout, widths, micro_batch, source), run_ahead_gib=run_ahead)
     plan = capped(plan) if cap else plan
     shutil.copytree(FIXTURE, directory, ignore=shutil.ignore_patterns("__pycache__"))
@@ -100,14 +158,17 @@ def write_plan(
         held = [name for name, ranks in layout.items() if rank in ranks]
         imports = "\n".join(f"from sections.{name} import {CLASSES[name]}" for name in held)
         made = ", ".join(f"{CLASSES[name]}(model)" for name in held)
-        text = pattern.replace("from sections.decoder import Decoder", imports).replace("[Decoder(model)]", f"[{made}]")
+        text = pattern.replace("from sections.decoder import Decoder", imports).replace(
+            "[Decoder(model)]", f"[{made}]"
+        )
         (directory / "ranks" / f"rank_{rank:05d}.py").write_text(text)
     return plan
 
 
 @dataclass
 class Reference:
-    """A run of plain PyTorch: each step's loss, gradient norm and gradients (None kept), and the state dict at the end."""
+    """A run of plain PyTorch: each step's loss, gradient norm and gradients (None kept), and the state dict
+    at the end."""
 
     losses: list[float]
     norms: list[float]
@@ -117,7 +178,7 @@ class Reference:
 
 def reference(steps: int, clip: float | None = None, seed: int = 0) -> Reference:
     """Train the captioner with whole global batches in this process."""
-    user = user_model.load(FIXTURE / "model.py")
+    user = user_file.load(FIXTURE / "model.py")
     module: ModuleType = user.module
     torch.manual_seed(seed)
     model: nn.Module = module.model()
@@ -126,12 +187,16 @@ def reference(steps: int, clip: float | None = None, seed: int = 0) -> Reference
     dataset = module.dataset()
     losses, norms, gradients = [], [], []
     for step in range(steps):
-        batch = module.collate([dataset[i % len(dataset)] for i in range(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH)])
+        batch = module.collate(
+            [dataset[i % len(dataset)] for i in range(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH)]
+        )
         optimizer.zero_grad()
         loss = model(**batch)["loss"]
         loss.backward()
         gradients.append({n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()})
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), float("inf") if clip is None else clip)))
+        norms.append(
+            float(nn.utils.clip_grad_norm_(model.parameters(), float("inf") if clip is None else clip))
+        )
         optimizer.step()
         scheduler.step()
         losses.append(loss.item())

@@ -1,4 +1,5 @@
-"""A model file whose glue has other ops for every batch: the rows of a sample are averaged, in a loop over numbers that Python reads."""
+"""A model file whose glue has other ops for every batch: the rows of a sample are averaged, in a loop over
+numbers that Python reads."""
 
 from __future__ import annotations
 
@@ -7,10 +8,10 @@ from typing import Any
 
 import torch
 
-from secc.compiler import Compiled, Options, compile_model
-from secc.runtime.meta import meta_model
-from secc.runtime.rerecord import Rerecorder
-from secc.runtime.section import Section, load_section
+from secc.driver.compile import Compiled, Options, compile_model
+from secc.runtime.model.meta_build import meta_model
+from secc.runtime.rerecording.rerecorder import Rerecorder
+from secc.runtime.sections.base import Section, load_section
 
 SOURCE = """
 import torch
@@ -57,11 +58,15 @@ def collate(samples):
 def compiled(folder: Path, source: str = SOURCE) -> Compiled:
     """The model's plan for one rank."""
     (folder / "reader.py").write_text(source)
-    return compile_model(folder / "reader.py", Options(cluster="local:1", global_batch=4, sections=("front=body", "back=decoder")))
+    return compile_model(
+        folder / "reader.py",
+        Options(cluster="local:1", global_batch=4, sections=("front=body", "back=decoder")),
+    )
 
 
 def rerecorder(made: Compiled, folder: Path, only: str = "", **changes: Any) -> Rerecorder:
-    """What records its micro-batches for all sections or for one, on a model with these attributes changed."""
+    """What records its micro-batches for all sections or for one, on a model with these attributes
+    changed."""
     made.write_sections(folder / "plan")
 
     def model() -> torch.nn.Module:

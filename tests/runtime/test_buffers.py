@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from secc.runtime.errors import UserError
-from secc.runtime.run import check_buffers
-from secc.runtime.user_model import load
+from secc.runtime.model.user_file import load
+from secc.runtime.training.rank_context import check_buffers
 from tests.e2e.harness import compile_to
 
 MODEL = """
@@ -50,5 +50,7 @@ def test_a_criterion_with_weights_of_classes_is_exact_and_its_weights_are_the_pl
     model = load(path).model()
     check_buffers(terms, model)  # type: ignore[arg-type]
     model.criterion.weight *= 2  # type: ignore[union-attr, operator]
-    with pytest.raises(UserError, match=r"the buffer criterion\.weight, by which the loss is weighted, has other values"):
+    with pytest.raises(
+        UserError, match=r"the buffer criterion\.weight, by which the loss is weighted, has other values"
+    ):
         check_buffers(terms, model)  # type: ignore[arg-type]

@@ -1,4 +1,5 @@
-"""Checkpoints: resuming goes on bit by bit, under another plan too, and the whole state dict can be read in one process."""
+"""Checkpoints: resuming goes on bit by bit, under another plan too, and the whole state dict can be read in
+one process."""
 
 from __future__ import annotations
 
@@ -8,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from secc.runtime import checkpoint, tensor_store
 from secc.runtime.errors import UserError
-from secc.runtime.options import parse
-from secc.runtime.run import Run
+from secc.runtime.parameters import checkpoint, sliced_tensor_store
+from secc.runtime.training.options import parse
+from secc.runtime.training.rank_context import Run
 from tests.runtime.captioner import ALONE, APART, UNEVEN, reference, write_plan
 from tests.runtime.fixtures.captioner.sections import terms
 from tests.runtime.training import metrics, train
@@ -24,7 +25,18 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of ten steps with checkpoints after five and ten: plan/, saved/."""
     directory = tmp_path_factory.mktemp("unbroken")
     write_plan(directory / "plan", UNEVEN)
-    train(directory / "plan", UNEVEN, 10, "--save", str(directory / "saved"), "--save-every", "5", "--clip", "1", "--shuffle")
+    train(
+        directory / "plan",
+        UNEVEN,
+        10,
+        "--save",
+        str(directory / "saved"),
+        "--save-every",
+        "5",
+        "--clip",
+        "1",
+        "--shuffle",
+    )
     return directory
 
 
@@ -34,7 +46,16 @@ def timeless(rows: list[dict[str, float]]) -> list[dict[str, float]]:
 
 def test_resuming_is_bit_equal(unbroken: Path, tmp_path: Path) -> None:
     first = str(unbroken / "saved" / "step_00000005")
-    arguments = ["--resume", first, "--save", str(tmp_path / "again"), "--log-dir", str(tmp_path / "logs"), "--clip", "1"]
+    arguments = [
+        "--resume",
+        first,
+        "--save",
+        str(tmp_path / "again"),
+        "--log-dir",
+        str(tmp_path / "logs"),
+        "--clip",
+        "1",
+    ]
     train(unbroken / "plan", UNEVEN, 10, *arguments)
     resumed = metrics(tmp_path)
     assert [row["step"] for row in resumed] == [6, 7, 8, 9, 10]
@@ -61,16 +82,22 @@ def test_the_whole_state_dict_is_the_users(tmp_path: Path) -> None:
 
 
 def test_each_tensor_is_stored_once(unbroken: Path) -> None:
-    keys = tensor_store.entries(unbroken / "saved" / "step_00000010")
+    keys = sliced_tensor_store.entries(unbroken / "saved" / "step_00000010")
     assert "model/embed.weight" in keys and "model/head.weight" not in keys
-    state = {k.removeprefix("optimizer/encoder.gate/") for k in keys if k.startswith("optimizer/encoder.gate/")}
+    state = {
+        k.removeprefix("optimizer/encoder.gate/") for k in keys if k.startswith("optimizer/encoder.gate/")
+    }
     assert state == {"step", "exp_avg", "exp_avg_sq"}
     assert not [k for k in keys if k.startswith(("optimizer/teacher", "optimizer/spare"))]
 
 
 def test_an_unfinished_checkpoint_is_not_found(unbroken: Path, tmp_path: Path) -> None:
     assert checkpoint.find(unbroken / "saved").name == "step_00000010"
-    assert sorted(p.name for p in (unbroken / "saved").iterdir()) == ["latest", "step_00000005", "step_00000010"]
+    assert sorted(p.name for p in (unbroken / "saved").iterdir()) == [
+        "latest",
+        "step_00000005",
+        "step_00000010",
+    ]
     (tmp_path / ".step_00000001.tmp").mkdir()
     with pytest.raises(UserError, match="there is no checkpoint"):
         checkpoint.find(tmp_path)
@@ -82,7 +109,9 @@ def test_weights_of_another_model_are_refused(unbroken: Path, tmp_path: Path) ->
         checkpoint.load_model(unbroken / "saved" / "step_00000005", model, {})
 
 
-def test_nothing_left_to_do_is_refused(unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_left_to_do_is_refused(
+    unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     write_plan(tmp_path / "plan", ALONE)
     with pytest.raises(UserError, match="step 10, so --steps 5 leaves nothing to do"):
@@ -99,7 +128,9 @@ def assert_same_contents(a: Path, b: Path) -> None:
 
 
 def contents_of(directory: Path) -> dict[str, Any]:
-    stored = tensor_store.entries(directory).items()
-    contents: dict[str, Any] = {k: None if e is None else torch.empty_like(e, device="cpu") for k, e in stored}
-    tensor_store.read(directory, contents, alone=True)
+    stored = sliced_tensor_store.entries(directory).items()
+    contents: dict[str, Any] = {
+        k: None if e is None else torch.empty_like(e, device="cpu") for k, e in stored
+    }
+    sliced_tensor_store.read(directory, contents, alone=True)
     return contents

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from secc.runtime.collector import collecting_seldom
+from secc.runtime.host.gc_control import collecting_seldom
 
 
 def test_looks_for_garbage_are_rare_inside_and_as_before_behind() -> None:

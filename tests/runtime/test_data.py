@@ -1,4 +1,5 @@
-"""The data plane: every rank knows the same of a global batch, and gets its own samples, whoever loads them."""
+"""The data plane: every rank knows the same of a global batch, and gets its own samples, whoever loads
+them."""
 
 from __future__ import annotations
 
@@ -13,13 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from secc.runtime.data import DataPlane, GlobalBatch
-from secc.runtime.declared import Declared
+from secc.runtime.data.data_plane import DataPlane, GlobalBatch
+from secc.runtime.data.declared_sizes import Declared
 from secc.runtime.errors import UserError
-from secc.runtime.plan import VERSION, Input, ModelRef, Plan, Symbol
-from secc.runtime.program import Instruction, MicroBatch, SampleMeta, Schedule
-from secc.runtime.seeding import borrowed
-from secc.runtime.user_model import load
+from secc.runtime.model.item_seeds import borrowed
+from secc.runtime.model.user_file import load
+from secc.runtime.plan.schema import VERSION, Input, ModelRef, Plan, Symbol
+from secc.runtime.plan.step_program import Instruction, MicroBatch, SampleMeta, Schedule
 from tests.runtime.workers import run_ranks
 
 MODEL = """
@@ -59,11 +60,31 @@ INPUTS = (
     Input("noise", "float32", ("B", "1")),
     Input("pixels", "float32", ("n", "2", "2", "2"), optional=True),
 )
-LEAVES = {"count": lambda batch: (batch["labels"] != -100).sum(), "light": lambda batch: batch["pixels"].double().sum() / 3}
+LEAVES = {
+    "count": lambda batch: (batch["labels"] != -100).sum(),
+    "light": lambda batch: batch["pixels"].double().sum() / 3,
+}
 
 
 def plan_of(global_batch=4, widths="own", inputs=INPUTS, labels_key="labels"):
-    return Plan(VERSION, "", ModelRef("", ""), 1, global_batch, widths, SYMBOLS, inputs, (), (), (), (), {}, {}, {}, labels_key=labels_key)
+    return Plan(
+        VERSION,
+        "",
+        ModelRef("", ""),
+        1,
+        global_batch,
+        widths,
+        SYMBOLS,
+        inputs,
+        (),
+        (),
+        (),
+        (),
+        {},
+        {},
+        {},
+        labels_key=labels_key,
+    )
 
 
 @pytest.fixture
@@ -82,7 +103,9 @@ def plane(model_file):
     made: list[DataPlane] = []
 
     def make(plan=None, broken="", sizes="", **options):
-        made.append(DataPlane(load(model_file(broken, sizes)), plan or plan_of(), 0, 1, leaves=LEAVES, **options))
+        made.append(
+            DataPlane(load(model_file(broken, sizes)), plan or plan_of(), 0, 1, leaves=LEAVES, **options)
+        )
         return made[-1]
 
     yield make
@@ -200,7 +223,8 @@ def test_tokens_without_labels_are_the_entries_of_the_first_input(plane):
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_samples_that_do_not_load_can_be_left_out(plane, workers, capsys):
-    """Exactly as if the dataset's batch had not held them: sums, sizes and positions are those of the others."""
+    """Exactly as if the dataset's batch had not held them: sums, sizes and positions are those of the
+    others."""
     p = plane(broken="if i in (1, 2): raise OSError('no such image')", workers=workers, skip_bad=True)
     batch = p.next()
     assert [s.id for s in batch.samples] == [0, 3] and batch.skipped == (1, 2)
@@ -235,7 +259,10 @@ def test_a_sample_that_does_not_load_is_named(plane, workers):
     [
         ("item['audio'] = torch.zeros(3)", r"dataset\(\)\[0\] has the input 'audio'"),
         ("del item['noise']", r"dataset\(\)\[0\] lacks the input 'noise'"),
-        ("item['noise'] = item['noise'].double()", r"'noise' of dataset\(\)\[0\] is float64\[1, 1\], but the plan has float32\[B, 1\]"),
+        (
+            "item['noise'] = item['noise'].double()",
+            r"'noise' of dataset\(\)\[0\] is float64\[1, 1\], but the plan has float32\[B, 1\]",
+        ),
         ("item['noise'] = torch.zeros(2)", r"is float32\[1, 2\], but the plan has float32\[B, 1\]"),
         ("item['ids'] = 'text'", r"'ids' of dataset\(\)\[0\] is no tensor"),
     ],
@@ -261,17 +288,23 @@ def _backwards(samples) -> Schedule:
 
 def _alone(samples) -> Schedule:
     """One rank trains all samples."""
-    return Schedule({"a": (MicroBatch(0, "a", 0, tuple(range(len(samples)))),)}, ((Instruction("F", "a", micro=0),),))
+    return Schedule(
+        {"a": (MicroBatch(0, "a", 0, tuple(range(len(samples)))),)}, ((Instruction("F", "a", micro=0),),)
+    )
 
 
 def _rank(rank: int, world: int, path: Path, plan: Plan, workers: int, results) -> None:
     torch.set_num_threads(1)
     with DataPlane(load(path), plan, rank, world, leaves=LEAVES, workers=workers, order=_backwards) as p:
-        dist.init_process_group("gloo", init_method=f"file://{path.parent}/store{workers}", rank=rank, world_size=world)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{path.parent}/store{workers}", rank=rank, world_size=world
+        )
         for _ in range(3):
             batch = p.next()
             results.put((rank, batch, {k: v.tolist() for k, v in p.batch([0, 3]).items()}))
-            told = p.exchange(torch.tensor([rank / 2, 1.0], dtype=torch.float64), steps=2)  # the third step's rows do not travel along
+            told = p.exchange(
+                torch.tensor([rank / 2, 1.0], dtype=torch.float64), steps=2
+            )  # the third step's rows do not travel along
             assert told.tolist() == [[0.0, 1.0], [0.5, 1.0], [1.0, 1.0]]
         dist.barrier()
     dist.destroy_process_group()
@@ -283,7 +316,11 @@ def test_all_ranks_know_what_one_rank_would(plane, model_file, workers, sizes):
     """Three ranks load uneven shares; the sums of leaves are equal to the last bit."""
     context = multiprocessing.get_context("fork")
     results = context.SimpleQueue()
-    path, plan, single = model_file(sizes=sizes), plan_of(global_batch=5), plane(plan_of(global_batch=5), sizes=sizes)
+    path, plan, single = (
+        model_file(sizes=sizes),
+        plan_of(global_batch=5),
+        plane(plan_of(global_batch=5), sizes=sizes),
+    )
     ranks = [context.Process(target=_rank, args=(r, 3, path, plan, workers, results)) for r in range(3)]
     for process in ranks:
         process.start()
@@ -294,7 +331,11 @@ def test_all_ranks_know_what_one_rank_would(plane, model_file, workers, sizes):
     for _ in range(3):
         expected: GlobalBatch = single.next()
         values = {k: v.tolist() for k, v in single.batch([0, 3]).items()}
-        assert sorted(rank for rank, batch, tensors in found if batch == expected and tensors == values) == [0, 1, 2]
+        assert sorted(rank for rank, batch, tensors in found if batch == expected and tensors == values) == [
+            0,
+            1,
+            2,
+        ]
 
 
 @pytest.mark.gloo
@@ -316,7 +357,10 @@ def test_rows_travel_with_other_numbers_where_all_ranks_have_them(model_file):
             except UserError as error:
                 return came, lacks, error.message
 
-    assert run_ranks(2, target) == [(True, True, ""), (True, True, "dataset()[5] raises OSError: no such image")]
+    assert run_ranks(2, target) == [
+        (True, True, ""),
+        (True, True, "dataset()[5] raises OSError: no such image"),
+    ]
 
 
 def test_with_sizes_ahead_a_rank_loads_what_it_trains(model_file, tmp_path, monkeypatch):
@@ -331,9 +375,15 @@ def test_with_sizes_ahead_a_rank_loads_what_it_trains(model_file, tmp_path, monk
     ("said", "message"),
     [
         ("{'ids': 9}", r"sizes\(0\) says that 'ids' is 9 large, but it is 2"),
-        ("{'ids': 2, 'pixels': 1}", r"sizes\(0\) says that the sample has \['pixels'\], but it has no optional inputs"),
+        (
+            "{'ids': 2, 'pixels': 1}",
+            r"sizes\(0\) says that the sample has \['pixels'\], but it has no optional inputs",
+        ),
         ("{'ids': 2, 'labels': 3}", r"sizes\(0\) gives 'labels' 3 where another input has 2"),
-        ("{'ids': [2, 2, 2]}", r"sizes\(0\) gives the shape \[2, 2, 2\] for 'ids', which has the dims \[B, S\]"),
+        (
+            "{'ids': [2, 2, 2]}",
+            r"sizes\(0\) gives the shape \[2, 2, 2\] for 'ids', which has the dims \[B, S\]",
+        ),
         ("{'idx': 2}", r"sizes\(0\) has the key 'idx', which is no input"),
         ("{}", r"sizes\(0\) does not say how large 'ids' is"),
         ("None", r"sizes\(0\) is None, not a dict"),

@@ -1,4 +1,5 @@
-"""What a run says at its end: the step beside the predicted one, and that its plan no longer fits, for its times or its samples."""
+"""What a run says at its end: the step beside the predicted one, and that its plan no longer fits, for its
+times or its samples."""
 
 from __future__ import annotations
 
@@ -8,12 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from secc.runtime.drift import FILE, WARM, Taken, Times, predicted
-from secc.runtime.summary import MIX, cores_here, sample_seconds, summary, warning
-from secc.runtime.wavefront import schedule
+from secc.runtime.monitoring.run_summary import MIX, cores_here, sample_seconds, summary, warning
+from secc.runtime.monitoring.section_times import FILE, WARM, Taken, Times, predicted
+from secc.runtime.schedule.scheduler import schedule
 from tests.schedule.plans import edge, plan, sample, section, stages
 
-SECTIONS = [section("vision", [0], forward="100*S", backward="200*S"), *stages("lm", [[1], [2]], forward="100*S", backward="200*S")]
+SECTIONS = [
+    section("vision", [0], forward="100*S", backward="200*S"),
+    *stages("lm", [[1], [2]], forward="100*S", backward="200*S"),
+]
 PLAN = plan(SECTIONS, [edge("vision", "lm_0")], 3)
 SAMPLES = [sample(i, length=10 + i) for i in range(4)]
 PREDICTED = predicted(PLAN, SAMPLES, schedule(PLAN, SAMPLES))
@@ -21,11 +25,19 @@ PREDICTED = predicted(PLAN, SAMPLES, schedule(PLAN, SAMPLES))
 
 def times(factor: float) -> dict[tuple[str, str], float]:
     """What the plan predicts, the encoder's times `factor`."""
-    return {(name, kind): seconds * (factor if name == "vision" else 1.0) for (name, kind), seconds in PREDICTED.items()}
+    return {
+        (name, kind): seconds * (factor if name == "vision" else 1.0)
+        for (name, kind), seconds in PREDICTED.items()
+    }
 
 
 def test_predicted_times_are_those_of_all_stages_and_replicas() -> None:
-    assert PREDICTED == {("vision", "F"): 4600e-9, ("vision", "B"): 9200e-9, ("lm", "F"): 9200e-9, ("lm", "B"): 18400e-9}
+    assert PREDICTED == {
+        ("vision", "F"): 4600e-9,
+        ("vision", "B"): 9200e-9,
+        ("lm", "F"): 9200e-9,
+        ("lm", "B"): 18400e-9,
+    }
 
 
 def taken(factor: float) -> Taken:
@@ -40,7 +52,10 @@ def test_times_as_predicted_or_all_alike_are_no_news() -> None:
 
 def test_a_section_that_slows_all_others_down_is_named_with_the_gain_there_may_be() -> None:
     said = list(warning(PLAN, [taken(4.0)] * 3, Path("plan/logs")))
-    assert "vision are busy 2.00 times as long" in said[0] and "a plan for these times could be up to 50% faster" in said[0]
+    assert (
+        "vision are busy 2.00 times as long" in said[0]
+        and "a plan for these times could be up to 50% faster" in said[0]
+    )
     assert said[1].endswith("secc drift plan plan/logs")
 
 
@@ -83,9 +98,27 @@ def test_a_run_ends_with_its_step_beside_the_predicted_one() -> None:
 def test_a_prediction_that_is_far_off_comes_with_what_may_be_the_reason() -> None:
     told = dataclasses.replace(PLAN, prediction={"step_time_s": 0.1})
     first, costs, cores = summary(told, [taken(1.0)] * 3, Path("logs"), processes=cores_here() + 1)
-    assert "5.00 times as long" in first and "default costs: secc profile" in costs and f"share {cores_here()} cores" in cores
-    measured = [dataclasses.replace(s, cost=dataclasses.replace(s.cost, label="measured")) for s in told.sections]
-    assert len(list(summary(dataclasses.replace(told, sections=tuple(measured)), [taken(1.0)] * 3, Path("logs"), processes=1))) == 1
+    assert (
+        "5.00 times as long" in first
+        and "default costs: secc profile" in costs
+        and f"share {cores_here()} cores" in cores
+    )
+    measured = [
+        dataclasses.replace(s, cost=dataclasses.replace(s.cost, label="measured")) for s in told.sections
+    ]
+    assert (
+        len(
+            list(
+                summary(
+                    dataclasses.replace(told, sections=tuple(measured)),
+                    [taken(1.0)] * 3,
+                    Path("logs"),
+                    processes=1,
+                )
+            )
+        )
+        == 1
+    )
 
 
 def test_the_first_steps_do_not_count(tmp_path: Path) -> None:

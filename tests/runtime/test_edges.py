@@ -1,4 +1,5 @@
-"""Messages of an edge: whatever the micro-batches of both ends, every row arrives at its place, cut and padded to the sample's extent."""
+"""Messages of an edge: whatever the micro-batches of both ends, every row arrives at its place, cut and
+padded to the sample's extent."""
 
 from __future__ import annotations
 
@@ -8,18 +9,29 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from secc.runtime.edges import EdgeLayout
-from secc.runtime.plan import Edge, Plan, Symbol
-from secc.runtime.program import MicroBatch, SampleMeta, Schedule, active
-from secc.runtime.sizes import combine
+from secc.runtime.comm.edge_messages import EdgeLayout
+from secc.runtime.plan.batch_sizes import combine
+from secc.runtime.plan.schema import Edge, Plan, Symbol
+from secc.runtime.plan.step_program import MicroBatch, SampleMeta, Schedule, active
 from tests.runtime.captioner import APART, make_plan
 
 PLAN = dataclasses.replace(
-    make_plan(APART), symbols=(Symbol("B", "rows", "x", 0), Symbol("S", "width", "x", 1), Symbol("n", "rows", "images", 0))
+    make_plan(APART),
+    symbols=(Symbol("B", "rows", "x", 0), Symbol("S", "width", "x", 1), Symbol("n", "rows", "images", 0)),
 )
 FEATURES = Edge("features", "encoder", "decoder", "float32", ("2*n", "3"), 0, "2*n", True, ("images",))
 PACKED = Edge("packed", "teacher", "decoder", "float32", ("1", "n + B", "2"), 1, "n + 1", True)
-HIDDEN = Edge("hidden", "teacher", "decoder", "float32", ("B", "S + 1", "2"), 0, "1", False, extents=((1, "S + 1", "right"),))
+HIDDEN = Edge(
+    "hidden",
+    "teacher",
+    "decoder",
+    "float32",
+    ("B", "S + 1", "2"),
+    0,
+    "1",
+    False,
+    extents=((1, "S + 1", "right"),),
+)
 LEFT = dataclasses.replace(HIDDEN, extents=((1, "S + 1", "left"),))
 
 
@@ -34,18 +46,25 @@ def partitions(draw: st.DrawFn, n: int) -> list[list[int]]:
 def steps(draw: st.DrawFn, edge: Edge) -> tuple[Schedule, list[SampleMeta]]:
     counts = draw(st.lists(st.integers(0, 3), min_size=1, max_size=6))
     samples = [
-        SampleMeta(i, frozenset({"images"} if n else ()), {"B": 1, "S": draw(st.integers(1, 5)), "n": n}) for i, n in enumerate(counts)
+        SampleMeta(i, frozenset({"images"} if n else ()), {"B": 1, "S": draw(st.integers(1, 5)), "n": n})
+        for i, n in enumerate(counts)
     ]
     micros: dict[str, tuple[MicroBatch, ...]] = {}
     for section, when in ((edge.src, edge.when), (edge.dst, ())):
-        parts = [[s for s in part if active(when, samples[s].pattern)] for part in draw(partitions(len(samples)))]
-        micros[section] = tuple(MicroBatch(i, section, 0, tuple(p)) for i, p in enumerate(filter(None, parts)))
+        parts = [
+            [s for s in part if active(when, samples[s].pattern)] for part in draw(partitions(len(samples)))
+        ]
+        micros[section] = tuple(
+            MicroBatch(i, section, 0, tuple(p)) for i, p in enumerate(filter(None, parts))
+        )
     return Schedule(micros, ()), samples
 
 
 def rows_of(edge: Edge, sample: SampleMeta) -> torch.Tensor:
     """The sample's own piece of the edge, its values naming the sample."""
-    plan = Schedule({edge.src: (MicroBatch(0, edge.src, 0, (0,)),), edge.dst: (MicroBatch(0, edge.dst, 0, (0,)),)}, ())
+    plan = Schedule(
+        {edge.src: (MicroBatch(0, edge.src, 0, (0,)),), edge.dst: (MicroBatch(0, edge.dst, 0, (0,)),)}, ()
+    )
     shape = EdgeLayout(edge, PLAN, plan, [sample]).shape("src", 0)
     return 100.0 * (1 + sample.id) + torch.arange(float(torch.Size(shape).numel())).view(shape)
 

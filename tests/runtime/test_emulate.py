@@ -1,4 +1,5 @@
-"""An emulated run: every rank walks through its program, waits as long as the model says, and trains nothing."""
+"""An emulated run: every rank walks through its program, waits as long as the model says, and trains
+nothing."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from secc.cli import main
-from secc.runtime.costs import Costs
-from secc.runtime.emulate import FILE, durations, read, to_json
 from secc.runtime.errors import UserError
+from secc.runtime.plan.predicted_costs import Costs
+from secc.runtime.training.emulation import FILE, durations, read, to_json
 from secc.simulate.batches import global_batches
 from secc.simulate.emulated import table
 from secc.simulate.machine import simulate
@@ -30,7 +31,9 @@ def test_an_emulated_step_takes_what_the_simulator_says_and_then_some(tmp_path, 
     assert ended.value.code in (0, None)
     steps = json.loads(capfd.readouterr().out)
     assert [s["step"] for s in steps] == [1, 2]
-    assert all(s["emulated_s"] > 0.999 * s["simulated_s"] > 0 for s in steps)  # waits are never short; how long they are is the machine's
+    assert all(
+        s["emulated_s"] > 0.999 * s["simulated_s"] > 0 for s in steps
+    )  # waits are never short; how long they are is the machine's
     lines = [json.loads(line) for line in (tmp_path / "plan" / "logs" / FILE).read_text().splitlines()]
     assert [line["samples"] for line in lines] == [8, 8] and all(line["step_time_s"] > 0 for line in lines)
     assert not (tmp_path / "plan" / "logs" / "metrics.jsonl").exists()
@@ -43,7 +46,8 @@ LARGER = [pytest.param(name, marks=pytest.mark.slow) for name in bench_emulation
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", [*SMALL, *LARGER])
 def test_plans_of_all_kinds_are_emulated(tmp_path, name):
-    """Stages, sections on the same ranks, and sections that run ahead: every rank comes to its end, and no wait is short."""
+    """Stages, sections on the same ranks, and sections that run ahead: every rank comes to its end, and no
+    wait is short."""
     case = bench_emulation.CASES[name]
     plan = bench_emulation.write(tmp_path, case, batches=2)
     steps = bench_emulation.emulated(tmp_path, plan, steps=2, scale=0.25)
@@ -63,7 +67,9 @@ def test_emulated_plans_run_ahead_where_they_say_so(tmp_path):
 
 def test_a_computation_waits_as_long_as_it_takes_in_the_simulator(tmp_path):
     """Also the two parts of a split backward."""
-    plan = bench_emulation.write(tmp_path, bench_emulation.CASES["3 ranks, encoder → LM of 2 stages"], batches=1)
+    plan = bench_emulation.write(
+        tmp_path, bench_emulation.CASES["3 ranks, encoder → LM of 2 stages"], batches=1
+    )
     ((samples, programs),) = consecutive(plan, list(global_batches(tmp_path, plan)))
     waits = durations(plan, programs, Costs(plan, samples))
     step = simulate(plan, samples, programs)
@@ -83,7 +89,10 @@ def test_the_table_has_the_times_of_the_cost_model(tmp_path):
     assert read(path) == found
 
 
-@pytest.mark.parametrize(("arguments", "message"), [(["--epochs", "1"], "whole steps"), (["--log-dir", "/dev/null/logs"], "cannot write")])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--epochs", "1"], "whole steps"), (["--log-dir", "/dev/null/logs"], "cannot write")],
+)
 def test_what_cannot_be_emulated_is_one_message(tmp_path, capsys, arguments, message):
     write_plan(tmp_path / "plan", UNEVEN)
     with pytest.raises(SystemExit) as ended:

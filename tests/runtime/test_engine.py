@@ -1,4 +1,5 @@
-"""The engine on two hand-made sections: what blocks may do to received tensors, gradients that do not exist, and bad programs."""
+"""The engine on two hand-made sections: what blocks may do to received tensors, gradients that do not exist,
+and bad programs."""
 
 from __future__ import annotations
 
@@ -10,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from secc.runtime.comm import Message, Transport, channels
-from secc.runtime.engine import Engine, StepInput
-from secc.runtime.plan import VERSION, Edge, Mesh, ModelRef, Plan, Section, Symbol
-from secc.runtime.program import SampleMeta, parse_schedule
-from secc.runtime.section import Batch, Case, Tensors
-from secc.runtime.section import Section as Module
-from secc.runtime.trace import Trace
-from secc.runtime.wavefront import schedule
+from secc.runtime.comm.p2p_channels import Message, Transport, channels
+from secc.runtime.monitoring.chrome_trace import Trace
+from secc.runtime.plan.schema import VERSION, Edge, Mesh, ModelRef, Plan, Section, Symbol
+from secc.runtime.plan.step_program import SampleMeta, parse_schedule
+from secc.runtime.schedule.scheduler import schedule
+from secc.runtime.sections.base import Batch, Case, Tensors
+from secc.runtime.sections.base import Section as Module
+from secc.runtime.training.engine import Engine, StepInput
 from tests.runtime.workers import run_ranks
 
 pytestmark = pytest.mark.gloo
@@ -25,10 +26,28 @@ SAMPLES = [SampleMeta(i, frozenset(), {"B": 1}) for i in range(4)]
 
 
 def make_plan(src: int, dst: int) -> Plan:
-    sections = tuple(Section(n, "", "train", (), (), (), Mesh((r,)), 2) for n, r in (("front", src), ("back", dst)))
+    sections = tuple(
+        Section(n, "", "train", (), (), (), Mesh((r,)), 2) for n, r in (("front", src), ("back", dst))
+    )
     edges = (Edge("h", "front", "back", "float32", ("B", "3"), 0, "1", True),)
     symbols = (Symbol("B", "rows", "x", 0),)
-    return Plan(VERSION, "", ModelRef("", ""), 1 + max(src, dst), 4, "own", symbols, (), sections, edges, (), (), {}, {}, {})
+    return Plan(
+        VERSION,
+        "",
+        ModelRef("", ""),
+        1 + max(src, dst),
+        4,
+        "own",
+        symbols,
+        (),
+        sections,
+        edges,
+        (),
+        (),
+        {},
+        {},
+        {},
+    )
 
 
 class Front(Module):
@@ -62,16 +81,25 @@ def inputs() -> torch.Tensor:
     return torch.arange(12.0).view(4, 3) / 10
 
 
-def execute(src: int, dst: int, use: Callable[[torch.Tensor], torch.Tensor], debug: bool = False) -> list[tuple[float, Any]]:
-    """One step with coefficient 0.5: (share of the loss, gradient of the front layer's weight) of each rank."""
+def execute(
+    src: int, dst: int, use: Callable[[torch.Tensor], torch.Tensor], debug: bool = False
+) -> list[tuple[float, Any]]:
+    """One step with coefficient 0.5: (share of the loss, gradient of the front layer's weight) of each
+    rank."""
     plan = make_plan(src, dst)
 
     def target(rank: int) -> tuple[float, Any]:
         dist.init_process_group("gloo")
         front, back, cpu = Front(), Back(use), torch.device("cpu")
-        held: dict[str, Module] = {s.name: m for s, m in zip(plan.sections, (front, back), strict=True) if rank in s.mesh.ranks}
-        engine = Engine(plan, held, Transport(plan, rank, cpu, debug), lambda section: None, Trace(None, rank, cpu))
-        step = StepInput(schedule(plan, SAMPLES), SAMPLES, lambda m: {"x": inputs()[list(m.samples)]}, {"t": 0.5}, 0)
+        held: dict[str, Module] = {
+            s.name: m for s, m in zip(plan.sections, (front, back), strict=True) if rank in s.mesh.ranks
+        }
+        engine = Engine(
+            plan, held, Transport(plan, rank, cpu, debug), lambda section: None, Trace(None, rank, cpu)
+        )
+        step = StepInput(
+            schedule(plan, SAMPLES), SAMPLES, lambda m: {"x": inputs()[list(m.samples)]}, {"t": 0.5}, 0
+        )
         return float(engine.run(step)), front.layer.weight.grad
 
     return run_ranks(plan.world_size, target)
@@ -100,7 +128,8 @@ def detached(h: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("use", [square, in_place, detached])
 @pytest.mark.parametrize(("src", "dst"), [(0, 0), (0, 1), (1, 0)])
 def test_gradients_come_back(src: int, dst: int, use: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """On one rank and on two. A loss that does not depend on the edge leaves no gradient, not one of zeros."""
+    """On one rank and on two. A loss that does not depend on the edge leaves no gradient, not one of
+    zeros."""
     results = execute(src, dst, use)
     loss, gradient = expected(use)
     assert results[dst][0] == pytest.approx(loss, rel=1e-6)

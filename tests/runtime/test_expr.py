@@ -6,14 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from secc.runtime.expr import evaluate, evaluate_columns
+from secc.runtime.plan.expr_eval import evaluate, evaluate_columns
 
 leaves = st.one_of(st.integers(0, 50).map(str), st.sampled_from(["B", "S", "n_pixels"]))
 expressions = st.recursive(
     leaves,
     lambda inner: st.one_of(
         st.tuples(inner, st.sampled_from(["+", "-", "*"]), inner).map(lambda t: f"({t[0]} {t[1]} {t[2]})"),
-        st.tuples(inner, st.sampled_from(["//", "%"]), st.integers(1, 9)).map(lambda t: f"({t[0]} {t[1]} {t[2]})"),
+        st.tuples(inner, st.sampled_from(["//", "%"]), st.integers(1, 9)).map(
+            lambda t: f"({t[0]} {t[1]} {t[2]})"
+        ),
         st.tuples(st.sampled_from(["min", "max"]), inner, inner).map(lambda t: f"{t[0]}({t[1]}, {t[2]})"),
         inner.map(lambda t: f"-{t}"),
     ),
@@ -33,7 +35,19 @@ def test_columns_have_the_values_of_each_place(text, places):
     assert evaluate_columns(text, columns, len(places)) == [evaluate(text, place) for place in places]
 
 
-REFUSED = ["", "B +", "B / 2", "B ** 2", "2.5", "'a'", "S.real", "open('f')", "[B]", "B if S else 1", "max(B, key=S)"]
+REFUSED = [
+    "",
+    "B +",
+    "B / 2",
+    "B ** 2",
+    "2.5",
+    "'a'",
+    "S.real",
+    "open('f')",
+    "[B]",
+    "B if S else 1",
+    "max(B, key=S)",
+]
 
 
 @pytest.mark.parametrize("text", REFUSED)

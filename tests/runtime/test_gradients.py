@@ -11,12 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from secc.runtime import gradients
-from secc.runtime.gradients import Holders, Reducer, holders
+from secc.runtime.parameters import gradient_reduction
+from secc.runtime.parameters.gradient_reduction import Holders, Reducer, holders
 from tests.runtime.captioner import APART, UNEVEN, make_plan
 from tests.runtime.workers import run_ranks
 
-HELD = [Holders(("a", "b", "c"), ("one",), (0, 1)), Holders(("tied",), ("one", "two"), (0, 1, 2)), Holders(("d",), ("two",), (2,))]
+HELD = [
+    Holders(("a", "b", "c"), ("one",), (0, 1)),
+    Holders(("tied",), ("one", "two"), (0, 1, 2)),
+    Holders(("d",), ("two",), (2,)),
+]
 SHAPES = {"a": (3, 2), "b": (4,), "c": (2,), "tied": (5,), "d": (3,)}
 CPU = torch.device("cpu")
 
@@ -37,7 +41,8 @@ def test_holders_follow_sections_and_ties() -> None:
 
 
 def reduce(values: Mapping[str, Mapping[int, float]], limit: float | None = None) -> list[dict[str, Any]]:
-    """Fill each gradient with its value on each rank, None where there is none; what all have after reducing."""
+    """Fill each gradient with its value on each rank, None where there is none; what all have after
+    reducing."""
 
     def target(rank: int) -> dict[str, Any]:
         dist.init_process_group("gloo")
@@ -59,7 +64,7 @@ def reduce(values: Mapping[str, Mapping[int, float]], limit: float | None = None
 
 @pytest.mark.gloo
 def test_sums_none_and_norm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradients, "BUCKET_BYTES", 30)  # several buckets
+    monkeypatch.setattr(gradient_reduction, "BUCKET_BYTES", 30)  # several buckets
     ranks = reduce({"a": {0: 1.0, 1: 2.0}, "b": {1: 5.0}, "tied": {0: 1.0, 2: 3.0}, "d": {2: 7.0}})
     for rank in (0, 1):
         assert torch.equal(ranks[rank]["a"], torch.full((3, 2), 3.0))
@@ -71,7 +76,7 @@ def test_sums_none_and_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(r["norm"] == pytest.approx(norm, rel=1e-12) for r in ranks)
 
 
-@pytest.mark.parametrize("size", [3, gradients.BLOCK, 5 * gradients.BLOCK + 7])
+@pytest.mark.parametrize("size", [3, gradient_reduction.BLOCK, 5 * gradient_reduction.BLOCK + 7])
 def test_the_norm_is_that_of_float64(size: int) -> None:
     """Also where a gradient's entries differ by orders of magnitude."""
     params = {n: nn.Parameter(torch.zeros(s)) for n, s in {"a": (size,), "b": (4, size)}.items()}

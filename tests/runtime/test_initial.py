@@ -1,4 +1,5 @@
-"""Weights from files and from the one process of a node that builds the model: the same everywhere, and nothing held without need."""
+"""Weights from files and from the one process of a node that builds the model: the same everywhere, and
+nothing held without need."""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 
-from secc.runtime import weights
 from secc.runtime.errors import UserError
-from secc.runtime.initial import Init
-from secc.runtime.meta import meta_model
-from secc.runtime.options import parse
-from secc.runtime.plan import VERSION, Mesh, ModelRef, Plan, Section
-from secc.runtime.user_model import load
-from secc.runtime.weights import build_model, canonical_names, parameter_table
+from secc.runtime.model.init_weights import Init
+from secc.runtime.model.meta_build import meta_model
+from secc.runtime.model.user_file import load
+from secc.runtime.parameters import rank_weights
+from secc.runtime.parameters.rank_weights import build_model, canonical_names, parameter_table
+from secc.runtime.plan.schema import VERSION, Mesh, ModelRef, Plan, Section
+from secc.runtime.training.options import parse
 from tests.runtime.workers import free_port, run_ranks
 
 CPU = torch.device("cpu")
@@ -66,11 +67,31 @@ def model_file(folder: Path, noise: str = "torch.randn(2)", dtype: str = "float3
 def plan_of(path: Path, ranks: tuple[int, int]) -> Plan:
     """The tower on one rank, the text on the other."""
     model = load(path).model()
-    names = {part: tuple(n for n, _ in model.named_parameters() if n.startswith(part)) for part in ("tower", "text")}
+    names = {
+        part: tuple(n for n, _ in model.named_parameters() if n.startswith(part))
+        for part in ("tower", "text")
+    }
     sections = [
-        Section(part, "", "train", (), (part,), names[part], Mesh((rank,)), 1) for part, rank in zip(("tower", "text"), ranks, strict=True)
+        Section(part, "", "train", (), (part,), names[part], Mesh((rank,)), 1)
+        for part, rank in zip(("tower", "text"), ranks, strict=True)
     ]
-    return Plan(VERSION, "", ModelRef("", "", parameter_table(model)), 2, 2, "own", (), (), tuple(sections), (), (), (), {}, {}, {})
+    return Plan(
+        VERSION,
+        "",
+        ModelRef("", "", parameter_table(model)),
+        2,
+        2,
+        "own",
+        (),
+        (),
+        tuple(sections),
+        (),
+        (),
+        (),
+        {},
+        {},
+        {},
+    )
 
 
 def plain(path: Path, seed: int) -> nn.Module:
@@ -83,7 +104,10 @@ def saved(model: nn.Module, directory: Path, prefix: str = "", **changed: torch.
     first = canonical_names(model)
     state = {n: t for n, t in model.state_dict().items() if first.get(n, n) == n} | changed
     directory.mkdir(parents=True, exist_ok=True)
-    save_file({prefix + n: t.contiguous() for n, t in state.items() if t is not None}, directory / "model.safetensors")
+    save_file(
+        {prefix + n: t.contiguous() for n, t in state.items() if t is not None},
+        directory / "model.safetensors",
+    )
 
 
 def here(path: Path, init: Init, rank: int = 1) -> nn.Module:
@@ -97,10 +121,11 @@ def same(found: nn.Module, expected: dict[str, torch.Tensor], name: str = "text"
 
 @pytest.mark.gloo
 def test_one_process_of_a_node_builds_and_hands_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parameters, ties, buffers of all kinds and plain attributes, random or computed, are those that one process makes."""
+    """Parameters, ties, buffers of all kinds and plain attributes, random or computed, are those that one
+    process makes."""
     path = model_file(tmp_path, noise="torch.randn(400, 400)")
     plan, port = plan_of(path, (0, 2)), free_port()
-    monkeypatch.setattr(weights, "OWN_COPY", 0)
+    monkeypatch.setattr(rank_weights, "OWN_COPY", 0)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
 
     def target(rank: int) -> dict[str, Any]:
@@ -119,7 +144,9 @@ def test_one_process_of_a_node_builds_and_hands_out(tmp_path: Path, monkeypatch:
     buffers = {n for n, _ in expected.named_buffers()}
     for rank, found in enumerate(run_ranks(3, target)):
         part = {0: "tower", 2: "text"}.get(rank, "nothing")
-        assert {n for n in found["held"] if n not in buffers} == {n for n in known if n.startswith(part) and n not in buffers}
+        assert {n for n in found["held"] if n not in buffers} == {
+            n for n in known if n.startswith(part) and n not in buffers
+        }
         assert all(torch.equal(t, known[n]) for n, t in found["held"].items())
         assert torch.equal(found["shift"], expected.tower.shift)
 
@@ -131,11 +158,15 @@ def test_files_are_read_onto_the_bare_model(tmp_path: Path, dtype: str) -> None:
     saved(expected, tmp_path / "weights")
     model = here(model_file(tmp_path, dtype=dtype), (("", tmp_path / "weights"),))
     assert same(model, {n: t.to(getattr(torch, dtype)) for n, t in expected.state_dict().items()})
-    assert model.tower.embed.weight.is_meta and torch.equal(model.tower.angles, expected.tower.angles.to(getattr(torch, dtype)))
+    assert model.tower.embed.weight.is_meta and torch.equal(
+        model.tower.angles, expected.tower.angles.to(getattr(torch, dtype))
+    )
     assert model.head.weight is model.text.embed.weight
 
 
-def test_components_come_from_their_own_directories(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_components_come_from_their_own_directories(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """By the names of subdirectories or as options, with a prefix more or less than the component has."""
     path = model_file(tmp_path)
     expected = plain(path, 9)
@@ -163,7 +194,10 @@ def test_shards_follow_their_index(tmp_path: Path) -> None:
 
 
 REFUSED = [
-    ({"text.scale": torch.zeros(3, dtype=torch.int8)}, "text.scale is stored as int8, but the model has float32"),
+    (
+        {"text.scale": torch.zeros(3, dtype=torch.int8)},
+        "text.scale is stored as int8, but the model has float32",
+    ),
     ({"tower.scale": torch.zeros(4)}, r"tower.scale has shape \[4\], not \[3\]"),
     ({"text.scale": None}, "1 of 12 tensors are missing: text.scale"),
     ({"tower.scale": None}, "1 of 12 tensors are missing: tower.scale"),  # which another rank holds
@@ -203,7 +237,8 @@ def test_options_name_directories_and_components(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_rank_never_has_room_for_what_it_does_not_hold(tmp_path: Path) -> None:
-    """The text has 78 MB in the model, and the file another dtype; the rank of the tower needs a small part of that."""
+    """The text has 78 MB in the model, and the file another dtype; the rank of the tower needs a small part
+    of that."""
     path = model_file(tmp_path, width=3000)
     saved(plain(path, 9).to(torch.float16), tmp_path / "weights")
     plan = plan_of(path, (0, 1))
@@ -220,5 +255,7 @@ def test_a_rank_never_has_room_for_what_it_does_not_hold(tmp_path: Path) -> None
 
 def _peak() -> int:
     """Bytes that this process has had in memory at most."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    line = next(
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")
+    )
     return 1024 * int(line.split()[1])

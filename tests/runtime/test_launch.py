@@ -14,27 +14,36 @@ from pathlib import Path
 import pytest
 
 from secc.runtime.errors import UserError
-from secc.runtime.launch import run_plan
-from secc.runtime.options import parse
-from secc.runtime.run import Run
+from secc.runtime.training.launch import run_plan
+from secc.runtime.training.options import parse
+from secc.runtime.training.rank_context import Run
 from tests.runtime.captioner import ALONE, APART, FIXTURE, UNEVEN, write_plan
 from tests.runtime.fixtures.captioner.sections import terms
 from tests.runtime.training import train
 
 pytestmark = pytest.mark.gloo
-LAUNCH = "import sys; from secc.runtime.launch import run_plan; sys.exit(run_plan(sys.argv[1], sys.argv[2:]))"
+LAUNCH = "import sys; from secc.runtime.training.launch import run_plan; sys.exit(run_plan(sys.argv[1], sys.argv[2:]))"
 
 
 def start(*command: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, *command], stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": os.getcwd()})
+    return subprocess.Popen(
+        [sys.executable, *command],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.getcwd()},
+    )
 
 
 def ranks_of(plan: Path) -> Iterator[tuple[int, str]]:
     """(process, rank) of every process that runs the plan's run.py, loaders included."""
     for entry in Path("/proc").iterdir():
         try:
-            if entry.name.isdecimal() and str(plan / "run.py").encode() in (entry / "cmdline").read_bytes().split(b"\0"):
-                environment = dict(v.split(b"=", 1) for v in (entry / "environ").read_bytes().split(b"\0") if b"=" in v)
+            if entry.name.isdecimal() and str(plan / "run.py").encode() in (
+                entry / "cmdline"
+            ).read_bytes().split(b"\0"):
+                environment = dict(
+                    v.split(b"=", 1) for v in (entry / "environ").read_bytes().split(b"\0") if b"=" in v
+                )
                 yield int(entry.name), environment.get(b"RANK", b"").decode()
         except OSError:
             continue
@@ -78,18 +87,27 @@ def test_trace_shows_every_compute_and_transfer(tmp_path: Path) -> None:
 def test_changed_model_is_refused_once_with_a_diff(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write_plan(tmp_path / "plan", APART)
     model = tmp_path / "plan" / "model.py"
-    model.write_text(model.read_text().replace("VOCABULARY, WIDTH, PATCHES = 32, 16, 4", "VOCABULARY, WIDTH, PATCHES = 32, 24, 4"))
+    model.write_text(
+        model.read_text().replace(
+            "VOCABULARY, WIDTH, PATCHES = 32, 16, 4", "VOCABULARY, WIDTH, PATCHES = 32, 24, 4"
+        )
+    )
     assert run_plan(tmp_path / "plan", ["--steps", "1"]) == 2
     errors = capfd.readouterr().err
     assert errors.count("error:") == 1 and "Traceback" not in errors
-    assert "-VOCABULARY, WIDTH, PATCHES = 32, 16, 4" in errors and "+VOCABULARY, WIDTH, PATCHES = 32, 24, 4" in errors
+    assert (
+        "-VOCABULARY, WIDTH, PATCHES = 32, 16, 4" in errors
+        and "+VOCABULARY, WIDTH, PATCHES = 32, 24, 4" in errors
+    )
     assert "what to do: compile the model again" in errors
 
 
 def test_an_error_of_one_rank_alone_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Sample 13 is in the second rank's share of the second batch."""
     before = "        g = torch.Generator()"
-    source = (FIXTURE / "model.py").read_text().replace(before, f"        assert i != 13, 'a torn page'\n{before}")
+    source = (
+        (FIXTURE / "model.py").read_text().replace(before, f"        assert i != 13, 'a torn page'\n{before}")
+    )
     write_plan(tmp_path / "plan", APART, source=source)
     assert run_plan(tmp_path / "plan", ["--steps", "3"]) == 2
     errors = capfd.readouterr().err
@@ -97,7 +115,9 @@ def test_an_error_of_one_rank_alone_is_reported(tmp_path: Path, capfd: pytest.Ca
     assert "dataset()[13]" in errors and "a torn page" in errors
 
 
-def test_a_defect_of_one_rank_shows_its_traceback_and_code_1(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_defect_of_one_rank_shows_its_traceback_and_code_1(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     write_plan(tmp_path / "plan", APART)
     section = tmp_path / "plan" / "sections" / "decoder.py"
     section.write_text(section.read_text().replace('edges["target"]', 'edges["nothing"]'))

@@ -6,7 +6,7 @@ import io
 import json
 from pathlib import Path
 
-from secc.runtime.metrics import FILE, Metrics
+from secc.runtime.monitoring.metrics import FILE, Metrics
 
 
 class Terminal(io.StringIO):
@@ -15,7 +15,10 @@ class Terminal(io.StringIO):
 
 
 def rows(last: int) -> list[dict[str, float]]:
-    return [{"step": s, "loss": 1.5, "grad_norm": 0.25, "samples": 8, "tokens": 100, "step_time_s": 0.5} for s in range(1, last + 1)]
+    return [
+        {"step": s, "loss": 1.5, "grad_norm": 0.25, "samples": 8, "tokens": 100, "step_time_s": 0.5}
+        for s in range(1, last + 1)
+    ]
 
 
 def write(directory: Path, stream: io.StringIO) -> str:

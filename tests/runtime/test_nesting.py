@@ -8,13 +8,19 @@ import pytest
 import torch
 
 from secc.runtime.errors import UserError
-from secc.runtime.nesting import argument, flat, growing, lists_in, nested
+from secc.runtime.model.nested_batch import argument, flat, growing, lists_in, nested
 
 ONE, TWO = torch.ones(1), torch.ones(2)
 
 
 def test_flat_and_nested_undo_each_other() -> None:
-    batch = {"text": {"ids": ONE, "more": {"mask": TWO}}, "levels": [ONE, TWO], "labels": TWO, "names": ["a", "b"], "n": 3}
+    batch = {
+        "text": {"ids": ONE, "more": {"mask": TWO}},
+        "levels": [ONE, TWO],
+        "labels": TWO,
+        "names": ["a", "b"],
+        "n": 3,
+    }
     found = flat(batch)
     assert list(found) == ["text.ids", "text.more.mask", "levels.0", "levels.1", "labels", "names", "n"]
     assert nested(found) == batch and {argument(key) for key in found} == batch.keys()
@@ -31,7 +37,8 @@ def test_keys_that_cannot_be_told_from_nested_ones_are_refused(batch: dict[str, 
     assert error.value.where == "model.py:7"
 
 
-# -- lists that grow with the samples ---------------------------------------------------------------------------------------------
+# -- lists that grow with the samples
+# ---------------------------------------------------------------------------------------------
 
 
 def picture(height: int, width: int) -> torch.Tensor:
@@ -40,7 +47,10 @@ def picture(height: int, width: int) -> torch.Tensor:
 
 def grown(*batches: dict[str, Any]) -> dict[str, int]:
     """The lists that grow, of batches of two samples with what the two give alone."""
-    return growing([(batch, [{k: _half(v, i) for k, v in batch.items()} for i in (0, 1)]) for batch in batches], "model.py:7")
+    return growing(
+        [(batch, [{k: _half(v, i) for k, v in batch.items()} for i in (0, 1)]) for batch in batches],
+        "model.py:7",
+    )
 
 
 def _half(value: Any, i: int) -> Any:
@@ -59,12 +69,18 @@ def test_lists_of_one_tensor_a_sample_are_two_tensors_and_their_widths() -> None
         "text.words.*most": (0, 2), "thumbs.*": (2, 2),
     }  # fmt: skip
     back = nested(found)
-    assert torch.equal(back["pictures"][1], picture(3, 4)) and torch.equal(back["text"]["words"][0], ONE) and len(back["thumbs"]) == 2
+    assert (
+        torch.equal(back["pictures"][1], picture(3, 4))
+        and torch.equal(back["text"]["words"][0], ONE)
+        and len(back["thumbs"]) == 2
+    )
     assert lists_in({k: [str(d) for d in v.shape] for k, v in found.items()}) == lists
 
 
 def test_a_list_of_dicts_is_a_list_for_each_key() -> None:
-    batch = {"targets": [{"boxes": torch.zeros(2, 4), "kinds": ONE}, {"boxes": torch.ones(3, 4), "kinds": TWO}]}
+    batch = {
+        "targets": [{"boxes": torch.zeros(2, 4), "kinds": ONE}, {"boxes": torch.ones(3, 4), "kinds": TWO}]
+    }
     lists = grown(batch)
     assert lists == {"targets.*.boxes": 1, "targets.*.kinds": 1}
     found = flat(batch, lists=lists)
@@ -73,12 +89,26 @@ def test_a_list_of_dicts_is_a_list_for_each_key() -> None:
     ]  # fmt: skip
     first, second = nested(found)["targets"]
     assert torch.equal(second["boxes"], torch.ones(3, 4)) and torch.equal(first["kinds"], ONE)
-    assert lists_in({k: [str(d) for d in v.shape] for k, v in found.items()}) == lists and flat({"targets": []}, lists=lists) == {}
+    assert (
+        lists_in({k: [str(d) for d in v.shape] for k, v in found.items()}) == lists
+        and flat({"targets": []}, lists=lists) == {}
+    )
 
 
 def test_a_list_of_as_many_tensors_in_every_batch_is_none_that_grows() -> None:
     levels = [torch.zeros(2, 5), torch.zeros(2, 3)]
-    assert growing([({"levels": levels}, [{"levels": [x[:1] for x in levels]}, {"levels": [x[1:] for x in levels]}])], "") == {}
+    assert (
+        growing(
+            [
+                (
+                    {"levels": levels},
+                    [{"levels": [x[:1] for x in levels]}, {"levels": [x[1:] for x in levels]}],
+                )
+            ],
+            "",
+        )
+        == {}
+    )
 
 
 def test_an_empty_list_is_missing() -> None:
@@ -86,5 +116,7 @@ def test_an_empty_list_is_missing() -> None:
 
 
 def test_a_list_whose_tensors_differ_elsewhere_than_in_the_samples_drawn_is_refused() -> None:
-    with pytest.raises(UserError, match=r"the list 'pictures' has tensors of the shapes \[3, 2, 4\], \[3, 2, 5\]"):
+    with pytest.raises(
+        UserError, match=r"the list 'pictures' has tensors of the shapes \[3, 2, 4\], \[3, 2, 5\]"
+    ):
         flat({"pictures": [picture(2, 4), picture(2, 5)]}, "model.py:7", {"pictures": 2})

@@ -1,4 +1,5 @@
-"""plan.json is read by the version that wrote it: another one's plan is refused before anything of it is looked at."""
+"""plan.json is read by the version that wrote it: another one's plan is refused before anything of it is
+looked at."""
 
 from __future__ import annotations
 
@@ -8,13 +9,15 @@ from pathlib import Path
 import pytest
 
 from secc.runtime.errors import UserError
-from secc.runtime.plan import VERSION, load
+from secc.runtime.plan.schema import VERSION, load
 
 
 @pytest.mark.parametrize("version", [1, VERSION + 1, str(VERSION)])
 def test_a_plan_of_another_version_is_refused(version: object, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(json.dumps({"version": version}))
-    with pytest.raises(UserError, match=f"of version {version!r}, and this secc runs plans of version {VERSION}") as refusal:
+    with pytest.raises(
+        UserError, match=f"of version {version!r}, and this secc runs plans of version {VERSION}"
+    ) as refusal:
         load(tmp_path)
     assert refusal.value.where == str(tmp_path / "plan.json")
     assert refusal.value.remedy == "compile the model again"

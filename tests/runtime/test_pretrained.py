@@ -1,4 +1,5 @@
-"""Hugging Face checkpoints: `from_pretrained` inside `model()`, and their files as `--init`, under the names that the hub has."""
+"""Hugging Face checkpoints: `from_pretrained` inside `model()`, and their files as `--init`, under the names
+that the hub has."""
 
 from __future__ import annotations
 
@@ -12,18 +13,25 @@ import torch.distributed as dist
 import transformers as T
 from safetensors.torch import load_file, save_file
 
-from secc.runtime import weights
 from secc.runtime.errors import UserError
-from secc.runtime.plan import VERSION, Mesh, ModelRef, Plan, Section
-from secc.runtime.user_model import UserModel, load
-from secc.runtime.weights import build_model, parameter_table
+from secc.runtime.model.user_file import UserModel, load
+from secc.runtime.parameters import rank_weights
+from secc.runtime.parameters.rank_weights import build_model, parameter_table
+from secc.runtime.plan.schema import VERSION, Mesh, ModelRef, Plan, Section
 from tests.runtime.workers import free_port, run_ranks
 
 CPU = torch.device("cpu")
 TEXT: dict[str, Any] = dict(
     vocab_size=200, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2
 )  # fmt: skip
-VISION: dict[str, Any] = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8)
+VISION: dict[str, Any] = dict(
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    image_size=16,
+    patch_size=8,
+)
 MODEL = """
 import torch
 from torch import nn
@@ -52,7 +60,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A LLaVA and a language model, as `save_pretrained` writes them: with the hub's names."""
     folder = tmp_path_factory.mktemp("checkpoints")
     torch.manual_seed(5)
-    config = T.LlavaConfig(vision_config=T.CLIPVisionConfig(**VISION), text_config=T.LlamaConfig(**TEXT), image_token_id=3)
+    config = T.LlavaConfig(
+        vision_config=T.CLIPVisionConfig(**VISION), text_config=T.LlamaConfig(**TEXT), image_token_id=3
+    )
     T.LlavaForConditionalGeneration(config).save_pretrained(folder / "llava")
     T.LlamaForCausalLM(T.LlamaConfig(**TEXT)).save_pretrained(folder / "llama")
     return folder
@@ -64,20 +74,45 @@ def user_of(folder: Path, seen: str, teacher: str) -> UserModel:
 
 
 def plan_of(model: torch.nn.Module) -> Plan:
-    names = {part: tuple(n for n, _ in model.named_parameters() if n.startswith(part)) for part in ("seen", "teacher")}
-    sections = tuple(Section(part, "", "train", (), (part,), names[part], Mesh((r,)), 1) for r, part in enumerate(names))
-    return Plan(VERSION, "", ModelRef("", "", parameter_table(model)), 2, 2, "own", (), (), sections, (), (), (), {}, {}, {})
+    names = {
+        part: tuple(n for n, _ in model.named_parameters() if n.startswith(part))
+        for part in ("seen", "teacher")
+    }
+    sections = tuple(
+        Section(part, "", "train", (), (part,), names[part], Mesh((r,)), 1) for r, part in enumerate(names)
+    )
+    return Plan(
+        VERSION,
+        "",
+        ModelRef("", "", parameter_table(model)),
+        2,
+        2,
+        "own",
+        (),
+        (),
+        sections,
+        (),
+        (),
+        (),
+        {},
+        {},
+        {},
+    )
 
 
 @pytest.mark.gloo
-def test_from_pretrained_runs_in_one_process_of_a_node(checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_pretrained_runs_in_one_process_of_a_node(
+    checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     paths = [str(checkpoints / name) for name in ("llava", "llama")]
     user = user_of(
-        tmp_path, f"T.LlavaForConditionalGeneration.from_pretrained({paths[0]!r})", f"T.AutoModelForCausalLM.from_pretrained({paths[1]!r})"
+        tmp_path,
+        f"T.LlavaForConditionalGeneration.from_pretrained({paths[0]!r})",
+        f"T.AutoModelForCausalLM.from_pretrained({paths[1]!r})",
     )
     expected, port = user.model(), free_port()
     plan, state = plan_of(expected), expected.state_dict()
-    monkeypatch.setattr(weights, "OWN_COPY", 0)
+    monkeypatch.setattr(rank_weights, "OWN_COPY", 0)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
 
     def target(rank: int) -> dict[str, torch.Tensor]:
@@ -87,7 +122,11 @@ def test_from_pretrained_runs_in_one_process_of_a_node(checkpoints: Path, tmp_pa
         dist.barrier()
         rotary = model.teacher.model.rotary_emb.inv_freq
         assert torch.equal(rotary, expected.teacher.model.rotary_emb.inv_freq)
-        return {n: t for n, t in model.state_dict().items() if n.split(".")[0] in ("seen", "teacher") and not t.is_meta}
+        return {
+            n: t
+            for n, t in model.state_dict().items()
+            if n.split(".")[0] in ("seen", "teacher") and not t.is_meta
+        }
 
     for rank, found in enumerate(run_ranks(2, target)):
         names = {n for n in state if n.startswith(("seen", "teacher")[rank])}
@@ -96,7 +135,8 @@ def test_from_pretrained_runs_in_one_process_of_a_node(checkpoints: Path, tmp_pa
 
 @pytest.mark.parametrize("teacher", ["LlamaForCausalLM", "LlamaModel"])
 def test_hub_names_are_translated_and_prefixes_found(checkpoints: Path, tmp_path: Path, teacher: str) -> None:
-    """LLaVA's files say `language_model.model.layers`, the module `model.language_model.layers`; a base model lacks its `model.`."""
+    """LLaVA's files say `language_model.model.layers`, the module `model.language_model.layers`; a base model
+    lacks its `model.`."""
     text, vision = f"T.LlamaConfig(**{TEXT!r})", f"T.CLIPVisionConfig(**{VISION!r})"
     llava = f"T.LlavaForConditionalGeneration(T.LlavaConfig(vision_config={vision}, text_config={text}, image_token_id=3))"
     user = user_of(tmp_path, llava, f"T.{teacher}({text})")
@@ -104,7 +144,11 @@ def test_hub_names_are_translated_and_prefixes_found(checkpoints: Path, tmp_path
     plan = plan_of(model)
     (tmp_path / "rest").mkdir()
     save_file(dict(model.project.state_dict()), tmp_path / "rest" / "model.safetensors")
-    init = (("seen", checkpoints / "llava"), ("teacher", checkpoints / "llama"), ("project", tmp_path / "rest"))
+    init = (
+        ("seen", checkpoints / "llava"),
+        ("teacher", checkpoints / "llama"),
+        ("project", tmp_path / "rest"),
+    )
     expected = T.LlavaForConditionalGeneration.from_pretrained(checkpoints / "llava").state_dict()
     taught = getattr(T, teacher).from_pretrained(checkpoints / "llama").state_dict()
     found = build_model(plan, user, 0, CPU, seed=0, init=init).model.seen.state_dict()
@@ -144,6 +188,8 @@ def test_a_mixture_that_lacks_an_expert_is_refused_by_name(tmp_path: Path) -> No
     teacher.save_pretrained(tmp_path / "teacher")
     (file,) = (tmp_path / "teacher").glob("*.safetensors")
     save_file({n: t for n, t in load_file(file).items() if ".experts.1.w1" not in n}, file)
-    user = user_of(tmp_path, "nn.Linear(2, 2)", f"T.MixtralForCausalLM(T.MixtralConfig(**{MIXTURES['Mixtral']!r}))")
+    user = user_of(
+        tmp_path, "nn.Linear(2, 2)", f"T.MixtralForCausalLM(T.MixtralConfig(**{MIXTURES['Mixtral']!r}))"
+    )
     with pytest.raises(UserError, match=r"tensors are missing: .*experts"):
         build_model(plan_of(user.model()), user, 1, CPU, seed=0, init=(("teacher", tmp_path / "teacher"),))

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from secc.runtime import recompute
-from secc.runtime.alternate import every_second
 from secc.runtime.errors import UserError
-from secc.runtime.plan import to_json
-from secc.runtime.settings import applied
+from secc.runtime.plan.schema import to_json
+from secc.runtime.sections import recompute
+from secc.runtime.sections.module_settings import applied
+from secc.runtime.sections.selective_layers import every_second
 from tests.runtime.captioner import TOGETHER, reference, write_plan
 from tests.runtime.training import metrics, train
 
@@ -39,7 +39,11 @@ class Tower(nn.Module):
 
     def __init__(self, depth: int, caches: bool = False) -> None:
         super().__init__()
-        self.first, self.layers, self.norm = nn.Linear(WIDTH, WIDTH), nn.ModuleList(Layer() for _ in range(depth)), nn.LayerNorm(WIDTH)
+        self.first, self.layers, self.norm = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.ModuleList(Layer() for _ in range(depth)),
+            nn.LayerNorm(WIDTH),
+        )
         self.caches = caches
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -67,7 +71,9 @@ def step(built: nn.ModuleDict) -> tuple[torch.Tensor, list[torch.Tensor | None]]
     return out.detach(), [p.grad for p in built.parameters()]
 
 
-@pytest.mark.parametrize(("mode", "runs"), [("none", [1, 1, 1]), ("selective", [1, 2, 1]), ("full", [2, 2, 2])])
+@pytest.mark.parametrize(
+    ("mode", "runs"), [("none", [1, 1, 1]), ("selective", [1, 2, 1]), ("full", [2, 2, 2])]
+)
 def test_the_chosen_layers_run_again_and_nothing_changes(mode: str, runs: list[int]) -> None:
     plain, again = model(), model()
     recompute.install(again, BLOCKS, mode)

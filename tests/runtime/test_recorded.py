@@ -1,4 +1,5 @@
-"""Glue that values decide: the outline of a recording, the programs cut out of it, the comparison with a plan, and what the cache keeps."""
+"""Glue that values decide: the outline of a recording, the programs cut out of it, the comparison with a
+plan, and what the cache keeps."""
 
 from __future__ import annotations
 
@@ -11,17 +12,17 @@ import pytest
 import torch
 from torch import nn
 
-from secc.compiler import Compiled
-from secc.frontend.ways import signature
+from secc.driver.compile import Compiled
+from secc.frontend.capture.control_flow_paths import signature
 from secc.runtime.errors import UserError
+from secc.runtime.plan.batch_sizes import sizes_of
 from secc.runtime.recorder import Recorder
 from secc.runtime.recorder.fold import fold
 from secc.runtime.recorder.match import mismatch
 from secc.runtime.recorder.outline import Outline
 from secc.runtime.recorder.program import programs
-from secc.runtime.rerecord import Glue
-from secc.runtime.section import RECORDED
-from secc.runtime.sizes import sizes_of
+from secc.runtime.rerecording.rerecorder import Glue
+from secc.runtime.sections.base import RECORDED
 from tests.runtime import reader
 
 Batch = dict[str, torch.Tensor]
@@ -41,7 +42,8 @@ def outline(model: nn.Module, batch: Mapping[str, Any]) -> Outline:
     return Outline.of(fold(Recorder(model, ["body", "decoder"]).record(batch)))
 
 
-# -- outlines ---------------------------------------------------------------------------------------------------------------------
+# -- outlines
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def test_an_outline_has_the_blocks_and_what_they_are_made_from(made: Compiled) -> None:
@@ -70,10 +72,13 @@ def test_a_block_called_twice_has_two_labels() -> None:
 
     found = outline(Twice(), {"x": torch.randn(2, 4)})
     assert list(found.calls.values()) == ["body", "body#1", "decoder"]
-    assert found.sources()["body#1:0"] == ["result body "] and found.sources()["decoder:0"] == ["result body#1 "]
+    assert found.sources()["body#1:0"] == ["result body "] and found.sources()["decoder:0"] == [
+        "result body#1 "
+    ]
 
 
-# -- programs ---------------------------------------------------------------------------------------------------------------------
+# -- programs
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 class Host:
@@ -117,10 +122,14 @@ def test_integers_that_inputs_decide_travel_and_numbers_do_not(made: Compiled) -
     found, read = programs(outline(Positions(), given), given)
     assert [v.tolist() for v in found["body:0"].values] == [[0, 1, 0, 1, 2]] and found["body:0"].steps == []
     assert found["decoder:0"].values == [] and found["decoder:0"].sources == ["input x", "result body "]
-    assert [s.target for s in found["decoder:0"].steps] == ["aten.mul.Tensor", "aten.mul.Tensor"] and read <= {"counts"}
+    assert [s.target for s in found["decoder:0"].steps] == [
+        "aten.mul.Tensor",
+        "aten.mul.Tensor",
+    ] and read <= {"counts"}
 
 
-# -- comparison with the plan -----------------------------------------------------------------------------------------------------
+# -- comparison with the plan
+# -----------------------------------------------------------------------------------------------------
 
 
 def problem(made: Compiled, model: nn.Module, given: Batch, **sizes: int) -> UserError | None:
@@ -148,7 +157,8 @@ def test_a_tensor_of_another_size_differs(made: Compiled) -> None:
     assert found is not None and "the argument decoder:0 differs from every capture" in found.message
 
 
-# -- the cache --------------------------------------------------------------------------------------------------------------------
+# -- the cache
+# --------------------------------------------------------------------------------------------------------------------
 
 
 def glue(found: Mapping[str, Any]) -> Glue:
@@ -158,7 +168,9 @@ def glue(found: Mapping[str, Any]) -> Glue:
 def test_what_decided_nothing_does_not_record_anew(made: Compiled, tmp_path: Path) -> None:
     recorder, given = reader.rerecorder(made, tmp_path), batch(made, 1, 2)
     first = glue(recorder.with_glue(given, 2))
-    assert first.spent is not None and 0 < first.spent.seconds < 60 and first.case == made.plan.recorded[0].name
+    assert (
+        first.spent is not None and 0 < first.spent.seconds < 60 and first.case == made.plan.recorded[0].name
+    )
     again = glue(recorder.with_glue(given | {"x": given["x"] * 2, "y": given["y"] + 1}, 2))
     assert again.spent is None and again.programs is first.programs
 
@@ -167,9 +179,13 @@ def test_other_values_of_what_decided_are_recorded_anew(made: Compiled, tmp_path
     recorder = reader.rerecorder(made, tmp_path)
     some, other = batch(made, 1, 3), batch(made, 3, 1)  # 2 and 4 rows, 4 and 2 rows: alike but for the counts
     first, second = (glue(recorder.with_glue(b, 2)) for b in (some, other))
-    assert second.spent is not None and first.programs["decoder:0"].steps != second.programs["decoder:0"].steps
+    assert (
+        second.spent is not None and first.programs["decoder:0"].steps != second.programs["decoder:0"].steps
+    )
 
 
-def test_a_micro_batch_that_goes_another_way_is_refused_before_its_step(made: Compiled, tmp_path: Path) -> None:
+def test_a_micro_batch_that_goes_another_way_is_refused_before_its_step(
+    made: Compiled, tmp_path: Path
+) -> None:
     with pytest.raises(UserError, match="goes a way that the plan does not have"):
         reader.rerecorder(made, tmp_path, twice=True).with_glue(batch(made, 1, 2), 2)

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 
-from secc.runtime import comm
-from secc.runtime.comm import Message, Transport
-from secc.runtime.program import Schedule, parse_instruction
-from secc.runtime.sends import SENDS, limit_of
-from secc.runtime.wavefront import schedule
+from secc.runtime.comm import p2p_channels
+from secc.runtime.comm.p2p_channels import Message, Transport
+from secc.runtime.plan.step_program import Schedule, parse_instruction
+from secc.runtime.schedule.scheduler import schedule
+from secc.runtime.validation.send_window import SENDS, limit_of
 from tests.runtime.captioner import UNEVEN, reference, write_plan
 from tests.runtime.training import metrics, train
 from tests.runtime.workers import run_ranks
@@ -21,7 +21,9 @@ from tests.schedule.plans import batches, plans
 
 
 def programs(*texts: str) -> Schedule:
-    return Schedule({}, tuple(tuple(parse_instruction(line.strip()) for line in text.split(",")) for text in texts))
+    return Schedule(
+        {}, tuple(tuple(parse_instruction(line.strip()) for line in text.split(",")) for text in texts)
+    )
 
 
 def test_a_rank_that_is_received_from_in_order_may_wait_after_one_send() -> None:
@@ -51,7 +53,9 @@ def test_every_schedule_has_a_limit_up_to_its_sends(plan, batch) -> None:
 
 @pytest.mark.gloo
 def test_training_with_one_unreceived_send_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("secc.runtime.comm.limit_of", lambda found, sections: limit_of(found, 1, sections))
+    monkeypatch.setattr(
+        "secc.runtime.comm.p2p_channels.limit_of", lambda found, sections: limit_of(found, 1, sections)
+    )
     plain = reference(3)
     write_plan(tmp_path / "plan", UNEVEN, micro_batch=1)
     train(tmp_path / "plan", UNEVEN, 3)
@@ -69,7 +73,9 @@ class _Layout:
 
 @pytest.mark.gloo
 def test_buffers_are_freed_while_the_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comm, "channels", lambda plan: {("e", "fwd", True): [0, 1], ("e", "bwd", False): [0, 1]})
+    monkeypatch.setattr(
+        p2p_channels, "channels", lambda plan: {("e", "fwd", True): [0, 1], ("e", "bwd", False): [0, 1]}
+    )
     received = [parse_instruction(f"RECV e bwd {m}>{m} from 1") for m in (0, 1)]
     sent = [parse_instruction(f"RECV e fwd {m}>{m} from 0") for m in range(4)]
 

@@ -1,4 +1,5 @@
-"""Sharded optimizer states: training equals plain PyTorch, checkpoints fit any plan, and what is not elementwise is refused."""
+"""Sharded optimizer states: training equals plain PyTorch, checkpoints fit any plan, and what is not
+elementwise is refused."""
 
 from __future__ import annotations
 
@@ -15,14 +16,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from secc.runtime import checkpoint, gradients
-from secc.runtime.elementwise import refusal
 from secc.runtime.errors import UserError
-from secc.runtime.plan import to_json
-from secc.runtime.sharding import Flat, shard_optimizer
-from secc.runtime.tensor_store import Slice, boxes
-from secc.runtime.weights import canonical_names
-from tests.runtime.captioner import CLASSES, FIXTURE, TOGETHER, UNEVEN, Layout, Reference, reference, write_plan
+from secc.runtime.parameters import checkpoint, gradient_reduction
+from secc.runtime.parameters.elementwise_check import refusal
+from secc.runtime.parameters.rank_weights import canonical_names
+from secc.runtime.parameters.sharded_optimizer import Flat, shard_optimizer
+from secc.runtime.parameters.sliced_tensor_store import Slice, boxes
+from secc.runtime.plan.schema import to_json
+from tests.runtime.captioner import (
+    CLASSES,
+    FIXTURE,
+    TOGETHER,
+    UNEVEN,
+    Layout,
+    Reference,
+    reference,
+    write_plan,
+)
 from tests.runtime.test_checkpoint import assert_same_contents
 from tests.runtime.training import metrics
 from tests.runtime.workers import enter_plan, run_ranks
@@ -31,25 +41,38 @@ STEPS = 5
 WIDE: Layout = {"encoder": (0, 1, 2), "teacher": (0,), "decoder": (1, 2)}
 
 
-def write_sharded(directory: Path, layout: Layout, sharding: Mapping[str, str], micro_batch: int = 2, source: str | None = None) -> None:
+def write_sharded(
+    directory: Path,
+    layout: Layout,
+    sharding: Mapping[str, str],
+    micro_batch: int = 2,
+    source: str | None = None,
+) -> None:
     plan = write_plan(directory, layout, micro_batch=micro_batch, source=source)
     sections = tuple(replace(s, sharding=sharding.get(s.name, "none"), units=s.blocks) for s in plan.sections)
     (directory / "plan.json").write_text(to_json(replace(plan, sections=sections)))
 
 
-def train(directory: Path, layout: Layout, steps: int, *arguments: str, bucket: int = 600) -> list[dict[str, Any]]:
-    """Train with small buckets; each rank returns its pieces' gradients of each step, its state dict, and its optimizer's entries."""
+def train(
+    directory: Path, layout: Layout, steps: int, *arguments: str, bucket: int = 600
+) -> list[dict[str, Any]]:
+    """Train with small buckets; each rank returns its pieces' gradients of each step, its state dict, and its
+    optimizer's entries."""
     world_size = 1 + max(r for ranks in layout.values() for r in ranks)
 
     def target(rank: int) -> dict[str, Any]:
         enter_plan(directory)
-        gradients.BUCKET_BYTES = bucket
+        gradient_reduction.BUCKET_BYTES = bucket
         terms: Any = importlib.import_module("sections.terms")
-        from secc.runtime.options import parse
-        from secc.runtime.run import Run
-        from secc.runtime.trainer import Trainer
+        from secc.runtime.training.options import parse
+        from secc.runtime.training.rank_context import Run
+        from secc.runtime.training.trainer import Trainer
 
-        held = [getattr(importlib.import_module(f"sections.{n}"), CLASSES[n]) for n, ranks in layout.items() if rank in ranks]
+        held = [
+            getattr(importlib.import_module(f"sections.{n}"), CLASSES[n])
+            for n, ranks in layout.items()
+            if rank in ranks
+        ]
         with Run(directory, parse(["--steps", str(steps), "--workers", "0", *arguments]), terms) as run:
             model = run.model()
             trainer = Trainer(run, model, [section(model) for section in held])
@@ -58,10 +81,18 @@ def train(directory: Path, layout: Layout, steps: int, *arguments: str, bucket: 
                 trainer.step(batch)
                 pieces = [(q, p.grad) for p, q in trainer.reducer.pieces.items()]
                 found.append([(q, None if g is None else g.clone()) for q, g in pieces])
-            states = 0 if trainer.optimizer is None else sum(s["exp_avg"].numel() for s in trainer.optimizer.state.values())
+            states = (
+                0
+                if trainer.optimizer is None
+                else sum(s["exp_avg"].numel() for s in trainer.optimizer.state.values())
+            )
             canonical = canonical_names(model)
             parts = [(piece, part.detach().clone()) for part, piece in run.gathered.pieces.items()]
-            state = {k: v.clone() for k, v in model.state_dict().items() if not v.is_meta and canonical.get(k) not in run.gathered.names}
+            state = {
+                k: v.clone()
+                for k, v in model.state_dict().items()
+                if not v.is_meta and canonical.get(k) not in run.gathered.names
+            }
             return {"gradients": found, "state": state, "parts": parts, "states": states}
 
     return run_ranks(world_size, target)
@@ -73,7 +104,8 @@ def plain() -> Reference:
 
 
 def assert_equals_plain(ranks: list[dict[str, Any]], plain: Reference) -> None:
-    """Every piece of a gradient is that of plain PyTorch, None included; the pieces make up every parameter; so do weights."""
+    """Every piece of a gradient is that of plain PyTorch, None included; the pieces make up every parameter;
+    so do weights."""
     for step, expected in enumerate(plain.gradients):
         whole = math.sqrt(sum(float(g.double().square().sum()) for g in expected.values() if g is not None))
         covered: dict[str, set[int]] = {}
@@ -84,7 +116,10 @@ def assert_equals_plain(ranks: list[dict[str, Any]], plain: Reference) -> None:
                 covered.setdefault(piece.name, set()).update(range(piece.start, piece.stop))
                 if gradient is not None and wanted is not None:
                     part = wanted.flatten()[piece.start : piece.stop]
-                    assert float((gradient.flatten() - part).norm()) <= 1e-5 * float(wanted.norm()) + 1e-8 * whole, piece.name
+                    assert (
+                        float((gradient.flatten() - part).norm())
+                        <= 1e-5 * float(wanted.norm()) + 1e-8 * whole
+                    ), piece.name
         assert all(entries == set(range(plain.state[name].numel())) for name, entries in covered.items())
     for rank in ranks:
         for name, value in rank["state"].items():
@@ -99,7 +134,11 @@ def assert_equals_plain(ranks: list[dict[str, Any]], plain: Reference) -> None:
     ("layout", "sharding", "micro_batch"),
     [
         (TOGETHER, {"encoder": "zero1", "decoder": "zero2"}, 2),
-        (WIDE, {"encoder": "zero2", "decoder": "zero1"}, 4),  # the encoder's samples of a batch are too few for all its replicas
+        (
+            WIDE,
+            {"encoder": "zero2", "decoder": "zero1"},
+            4,
+        ),  # the encoder's samples of a batch are too few for all its replicas
         (UNEVEN, {"decoder": "zero2"}, 8),
         (TOGETHER, {"encoder": "zero3", "decoder": "zero3", "teacher": "zero3"}, 2),
         (WIDE, {"encoder": "zero3", "decoder": "zero2"}, 4),
@@ -107,7 +146,9 @@ def assert_equals_plain(ranks: list[dict[str, Any]], plain: Reference) -> None:
     ],
     ids=["together", "wide", "uneven", "parameters_together", "parameters_wide", "parameters_uneven"],
 )
-def test_steps_equal_plain_pytorch(tmp_path: Path, plain: Reference, layout: Layout, sharding: dict[str, str], micro_batch: int) -> None:
+def test_steps_equal_plain_pytorch(
+    tmp_path: Path, plain: Reference, layout: Layout, sharding: dict[str, str], micro_batch: int
+) -> None:
     write_sharded(tmp_path / "plan", layout, sharding, micro_batch)
     ranks = train(tmp_path / "plan", layout, STEPS)
     rows = metrics(tmp_path / "plan")
@@ -124,19 +165,34 @@ def test_clipping_counts_every_entry_once_and_states_are_split(tmp_path: Path) -
     assert [row["grad_norm"] for row in metrics(tmp_path / "plan")] == pytest.approx(plain.norms, rel=1e-5)
     for name, value in ranks[0]["state"].items():
         torch.testing.assert_close(value, plain.state[name], rtol=1e-4, atol=1e-5)
-    model = {n: v.numel() for n, v in plain.state.items() if n.startswith(("embed", "decoder")) and n != "decoder.gate"}
-    replicated = sum(v.numel() for n, v in plain.state.items() if n.startswith("encoder") and n != "encoder.scale")
+    model = {
+        n: v.numel()
+        for n, v in plain.state.items()
+        if n.startswith(("embed", "decoder")) and n != "decoder.gate"
+    }
+    replicated = sum(
+        v.numel() for n, v in plain.state.items() if n.startswith("encoder") and n != "encoder.scale"
+    )
     assert sum(r["states"] for r in ranks) == sum(model.values()) + 2 * replicated
     assert abs(ranks[0]["states"] - ranks[1]["states"]) <= 8
 
 
 @pytest.mark.gloo
 def test_checkpoints_do_not_depend_on_sharding(tmp_path: Path) -> None:
-    """Five steps sharded on three ranks, five more on two ranks otherwise, and the same the other way round: equal to ten of either."""
+    """Five steps sharded on three ranks, five more on two ranks otherwise, and the same the other way round:
+    equal to ten of either."""
     write_sharded(tmp_path / "sharded", WIDE, {"encoder": "zero2", "decoder": "zero1"})
     write_sharded(tmp_path / "plain", TOGETHER, {"decoder": "zero3", "teacher": "zero3"})
     for name, layout in (("sharded", WIDE), ("plain", TOGETHER)):
-        train(tmp_path / name, layout, 5, "--save", str(tmp_path / f"{name}-5"), "--log-dir", str(tmp_path / "logs"))
+        train(
+            tmp_path / name,
+            layout,
+            5,
+            "--save",
+            str(tmp_path / f"{name}-5"),
+            "--log-dir",
+            str(tmp_path / "logs"),
+        )
     for first, second, layout in (("sharded", "plain", TOGETHER), ("plain", "sharded", WIDE)):
         arguments = ["--resume", str(tmp_path / f"{first}-5"), "--save", str(tmp_path / f"{second}-10")]
         train(tmp_path / second, layout, 10, *arguments, "--log-dir", str(tmp_path / "logs"))
@@ -151,7 +207,9 @@ def test_resuming_sharded_is_bit_equal(tmp_path: Path) -> None:
     write_sharded(tmp_path / "plan", TOGETHER, {"encoder": "zero3", "decoder": "zero2", "teacher": "zero3"})
     saved, again = str(tmp_path / "saved"), str(tmp_path / "again")
     train(tmp_path / "plan", TOGETHER, 4, "--save", saved, "--save-every", "2")
-    train(tmp_path / "plan", TOGETHER, 4, "--save", again, "--resume", str(tmp_path / "saved" / "step_00000002"))
+    train(
+        tmp_path / "plan", TOGETHER, 4, "--save", again, "--resume", str(tmp_path / "saved" / "step_00000002")
+    )
     assert_same_contents(tmp_path / "saved" / "step_00000004", tmp_path / "again" / "step_00000004")
 
 
@@ -176,7 +234,11 @@ def test_a_slice_gives_out_its_own_memory() -> None:
 
 
 def test_shards_share_the_parameters_memory() -> None:
-    named = [("a", nn.Parameter(torch.randn(3, 3))), ("b", nn.Parameter(torch.randn(2))), ("c", nn.Parameter(torch.randn(())))]
+    named = [
+        ("a", nn.Parameter(torch.randn(3, 3))),
+        ("b", nn.Parameter(torch.randn(2))),
+        ("c", nn.Parameter(torch.randn(()))),
+    ]
     before = [p.detach().clone() for _, p in named]
     flats = [Flat([(n, nn.Parameter(p.detach().clone())) for n, p in named], rank, 3) for rank in range(3)]
     pieces = [(piece.name, piece.start, piece.stop) for f in flats for _, piece in f.slices.values()]
@@ -266,18 +328,24 @@ def test_elementwise_optimizers_are_told_from_others(made: Any, reason: str | No
 @pytest.mark.gloo
 def test_a_plan_that_shards_what_cannot_be_is_refused(tmp_path: Path) -> None:
     source = (FIXTURE / "model.py").read_text()
-    other = source.replace("torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)", "torch.optim.Adafactor([p for _, p in params])")
+    other = source.replace(
+        "torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)",
+        "torch.optim.Adafactor([p for _, p in params])",
+    )
     assert other != source
     write_sharded(tmp_path / "plan", TOGETHER, {"decoder": "zero1"}, source=other)
 
     def target(rank: int) -> str:
         enter_plan(tmp_path / "plan")
         terms: Any = importlib.import_module("sections.terms")
-        from secc.runtime.options import parse
-        from secc.runtime.run import Run
-        from secc.runtime.trainer import Trainer
+        from secc.runtime.training.options import parse
+        from secc.runtime.training.rank_context import Run
+        from secc.runtime.training.trainer import Trainer
 
-        with Run(tmp_path / "plan", parse(["--workers", "0"]), terms) as run, pytest.raises(UserError) as error:
+        with (
+            Run(tmp_path / "plan", parse(["--workers", "0"]), terms) as run,
+            pytest.raises(UserError) as error,
+        ):
             Trainer(run, run.model(), [])
         return str(error.value)
 

@@ -1,5 +1,5 @@
-"""Recordings that leave out what nothing needs: blocks of known sizes do not run, what stands behind the last block wanted is not recorded,
-and micro-batches that decide alike are recorded once."""
+"""Recordings that leave out what nothing needs: blocks of known sizes do not run, what stands behind the last
+block wanted is not recorded, and micro-batches that decide alike are recorded once."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import pytest
 import torch
 from torch import nn
 
-from secc.compiler import Compiled
+from secc.driver.compile import Compiled
 from secc.runtime.errors import UserError
-from secc.runtime.recorded_case import RecordedCase
 from secc.runtime.recorder import Recorder, Recording
 from secc.runtime.recorder.outline import Outline
 from secc.runtime.recorder.program import programs
-from secc.runtime.recordings import Decides, Kept
-from secc.runtime.rerecord import Glue
-from secc.runtime.section import RECORDED
+from secc.runtime.rerecording.outline_case import RecordedCase
+from secc.runtime.rerecording.recording_cache import Decides, Kept
+from secc.runtime.rerecording.rerecorder import Glue
+from secc.runtime.sections.base import RECORDED
 from tests.runtime import reader
 
 Batch = dict[str, Any]
@@ -49,7 +49,8 @@ class Body(nn.Module):
 
 
 class Looker(nn.Module):
-    """Embeds words, then reads rows: `looks` at a tensor that no rule knows, and may call its head in vain before."""
+    """Embeds words, then reads rows: `looks` at a tensor that no rule knows, and may call its head in vain
+    before."""
 
     def __init__(self, looks: bool = False, counts: bool = False, vain: bool = False) -> None:
         super().__init__()
@@ -72,7 +73,11 @@ class Looker(nn.Module):
 
 def batch(rows: int, words: int = 3) -> Batch:
     g = torch.Generator().manual_seed(rows)
-    return {"ids": torch.arange(words), "x": torch.randn(rows, 4, generator=g), "rows": torch.tensor([rows - 1])}
+    return {
+        "ids": torch.arange(words),
+        "x": torch.randn(rows, 4, generator=g),
+        "rows": torch.tensor([rows - 1]),
+    }
 
 
 def recorder(model: nn.Module) -> Recorder:
@@ -92,7 +97,8 @@ def text(recording: Recording) -> list[Any]:
     return [(n.op, str(n.target), str(n.args), n.meta.get("shape")) for n in recording.graph.nodes]
 
 
-# -- blocks that do not run -------------------------------------------------------------------------------------------------------
+# -- blocks that do not run
+# -------------------------------------------------------------------------------------------------------
 
 
 def test_a_block_of_known_sizes_does_not_run_and_the_recording_is_the_same() -> None:
@@ -116,11 +122,14 @@ def test_a_result_that_is_not_as_recorded_is_refused() -> None:
     glue = Glue("c0", made, {"head:0": ["result body .wanted"]}, None)
     section: Any = type("Section", (), {"device": torch.device("cpu")})()
     assert glue.run(section, given, "head:0", [torch.zeros(5, 4)]).shape == (4, 4)
-    with pytest.raises(UserError, match=r"block body .* returns a tensor of shape \(6, 4\), where sizes say \(5, 4\)"):
+    with pytest.raises(
+        UserError, match=r"block body .* returns a tensor of shape \(6, 4\), where sizes say \(5, 4\)"
+    ):
         glue.run(section, given, "head:0", [torch.zeros(6, 4)])
 
 
-# -- recordings that end ----------------------------------------------------------------------------------------------------------
+# -- recordings that end
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_recording_ends_with_the_block_that_is_asked_for() -> None:
@@ -157,7 +166,9 @@ def test_rows_are_told_by_a_recording_that_ends_and_by_a_whole_one_where_it_ende
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = reader.SOURCE.replace("h[start : start + n].mean(0)", "h[start : start + n // 2 + 1]")
-    source = source.replace("torch.stack(rows) * self.scale + y[:, None]", "torch.cat(rows) * self.scale + y.sum() * 0")
+    source = source.replace(
+        "torch.stack(rows) * self.scale + y[:, None]", "torch.cat(rows) * self.scale + y.sum() * 0"
+    )
     made = reader.compiled(tmp_path, source)
     found = reader.rerecorder(made, tmp_path)
     rows = [found.with_rows(collated(made, i))["decoder:0"].shape for i in (2, 3, 4, 2, 7)]
@@ -172,14 +183,19 @@ def test_a_section_gets_what_the_whole_recording_would_give_it(made: Compiled, t
     for some in ((1, 2), (4, 9), (3, 3), (7, 12)):
         given = collated(made, *some)
         found, expected = (glue(r.with_glue(given, 2)) for r in (front, whole))
-        assert found.programs == expected.programs and found.planned == expected.planned and found.case == expected.case
+        assert (
+            found.programs == expected.programs
+            and found.planned == expected.planned
+            and found.case == expected.case
+        )
 
 
 def glue(found: Batch) -> Glue:
     return found[RECORDED]
 
 
-# -- what is kept -----------------------------------------------------------------------------------------------------------------
+# -- what is kept
+# -----------------------------------------------------------------------------------------------------------------
 
 SAME: list[tuple[str, Callable[[Batch], Batch]]] = [
     ("values that decided nothing", lambda b: b | {"x": b["x"] + 1}),
@@ -204,11 +220,18 @@ def test_only_what_decided_tells_recordings_apart(change: Callable[[Batch], Batc
     given = batch(5) | {"limit": 3, "table": numpy.arange(5000), "images": [torch.zeros(2)]}
     kept.put("kind", given, "found", decides, 0)
     same = change in [c for _, c in SAME]
-    assert kept.get("kind", change(given)) == ("found" if same else None) and kept.get("another kind", given) is None
+    assert (
+        kept.get("kind", change(given)) == ("found" if same else None)
+        and kept.get("another kind", given) is None
+    )
 
 
 def test_what_decides_for_the_first_time_ends_what_was_kept_without_it() -> None:
-    kept, first, later = Kept[str](), Decides(frozenset({"x"})), Decides(frozenset({"x", "rows"}), frozenset({"rows"}))
+    kept, first, later = (
+        Kept[str](),
+        Decides(frozenset({"x"})),
+        Decides(frozenset({"x", "rows"}), frozenset({"rows"})),
+    )
     kept.put("kind", batch(5), "found", first, 0)
     kept.put("kind", batch(6), "other", later, 0)
     assert kept.get("kind", batch(5)) is None and kept.get("kind", batch(6)) == "other"
@@ -220,4 +243,7 @@ def test_a_section_of_few_inputs_records_less_often(made: Compiled, tmp_path: Pa
         both.with_glue(collated(made, i), 1, "front")
     assert both.recordings <= 6  # a whole one, and one for each number of rows
     given = collated(made, 3)
-    assert glue(both.with_glue(given, 1, "front")).spent is None and glue(both.with_glue(given, 1, "back")).spent is not None
+    assert (
+        glue(both.with_glue(given, 1, "front")).spent is None
+        and glue(both.with_glue(given, 1, "back")).spent is not None
+    )

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from secc.runtime.split_backward import split_backward
+from secc.runtime.training.split_backward import split_backward
 
 
 class Layer(nn.Module):
@@ -24,7 +24,8 @@ class Layer(nn.Module):
 
 
 class Twice(nn.Module):
-    """One layer after another, the first again, a weight used by products and by glue, a table that no input reaches."""
+    """One layer after another, the first again, a weight used by products and by glue, a table that no input
+    reaches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +46,9 @@ class Frozen(nn.Module):
         return self.layers(x)
 
 
-def gradients(module: nn.Module, received: list[torch.Tensor], split: bool) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
+def gradients(
+    module: nn.Module, received: list[torch.Tensor], split: bool
+) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
     leaves = [t.clone().requires_grad_() for t in received]
     outs = [module(leaves[0] + sum(leaves[1:]))]
     outs += [module(received[0]).mean()]  # a root that no received tensor reaches

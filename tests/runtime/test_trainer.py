@@ -23,7 +23,8 @@ def plain() -> Reference:
 
 
 def assert_gradients(found: dict[str, torch.Tensor | None], expected: dict[str, torch.Tensor | None]) -> None:
-    """Each gradient within 1e-5 of its own norm plus 1e-8 of the global one; None exactly where plain PyTorch has None."""
+    """Each gradient within 1e-5 of its own norm plus 1e-8 of the global one; None exactly where plain PyTorch
+    has None."""
     whole = math.sqrt(sum(float(g.double().square().sum()) for g in expected.values() if g is not None))
     for name, gradient in found.items():
         wanted = expected[name]
@@ -56,7 +57,9 @@ def assert_trained(plan: Path, ranks: Sequence[dict[str, Any]], plain: Reference
     ],
     ids=["apart", "uneven", "together", "dataset-order", "rounds", "rounds-dataset-order"],
 )
-def test_steps_equal_plain_pytorch(tmp_path: Path, plain: Reference, layout: Layout, widths: str, arguments: list[str]) -> None:
+def test_steps_equal_plain_pytorch(
+    tmp_path: Path, plain: Reference, layout: Layout, widths: str, arguments: list[str]
+) -> None:
     write_plan(tmp_path / "plan", layout, widths)
     ranks = train(tmp_path / "plan", layout, STEPS, *arguments)
     assert_trained(tmp_path / "plan", ranks, plain)
@@ -94,5 +97,7 @@ def test_metrics_have_the_stable_fields(tmp_path: Path) -> None:
     train(tmp_path / "plan", ALONE, 2)
     rows = metrics(tmp_path / "plan")
     assert [row["step"] for row in rows] == [1, 2]
-    assert all(row.keys() == {"step", "loss", "grad_norm", "samples", "tokens", "step_time_s"} for row in rows)
+    assert all(
+        row.keys() == {"step", "loss", "grad_norm", "samples", "tokens", "step_time_s"} for row in rows
+    )
     assert all(row["samples"] == 8 and row["tokens"] > 8 for row in rows)

@@ -1,4 +1,5 @@
-"""The model on a rank: what it holds, weights from safetensors files, and the refusal of a model that has changed."""
+"""The model on a rank: what it holds, weights from safetensors files, and the refusal of a model that has
+changed."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from secc.runtime.errors import UserError
-from secc.runtime.weights import build_model, load_user_model, owners
+from secc.runtime.parameters.rank_weights import build_model, load_user_model, owners
 from tests.runtime.captioner import APART, FIXTURE, UNEVEN, make_plan, write_plan
 
 CPU = torch.device("cpu")
@@ -18,7 +19,9 @@ CPU = torch.device("cpu")
 
 def build(rank: int, init: Path | None = None) -> torch.nn.Module:
     plan = dataclasses.replace(make_plan(APART), labels_key="")
-    return build_model(plan, load_user_model(plan, FIXTURE), rank, CPU, seed=3, init=(("", init),) if init else ()).model
+    return build_model(
+        plan, load_user_model(plan, FIXTURE), rank, CPU, seed=3, init=(("", init),) if init else ()
+    ).model
 
 
 def plain_state(seed: int) -> dict[str, torch.Tensor]:
@@ -73,7 +76,9 @@ def test_init_reads_safetensors(tmp_path: Path) -> None:
         ({"spare": torch.zeros(7)}, "spare has shape \\[7\\], not \\[3\\]"),
     ],
 )
-def test_init_refuses_other_weights(tmp_path: Path, tensors: dict[str, torch.Tensor] | None, message: str) -> None:
+def test_init_refuses_other_weights(
+    tmp_path: Path, tensors: dict[str, torch.Tensor] | None, message: str
+) -> None:
     if tensors is not None:
         save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=message):

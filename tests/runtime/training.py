@@ -12,17 +12,22 @@ from tests.runtime.workers import enter_plan, run_ranks
 
 
 def train(directory: Path, layout: Layout, steps: int, *arguments: str) -> list[dict[str, Any]]:
-    """Train under the plan in `directory`; each rank returns its gradients of each step and its state dict at the end."""
+    """Train under the plan in `directory`; each rank returns its gradients of each step and its state dict at
+    the end."""
     world_size = 1 + max(r for ranks in layout.values() for r in ranks)
 
     def target(rank: int) -> dict[str, Any]:
         enter_plan(directory)
         terms: Any = importlib.import_module("sections.terms")
-        from secc.runtime.options import parse
-        from secc.runtime.run import Run
-        from secc.runtime.trainer import Trainer
+        from secc.runtime.training.options import parse
+        from secc.runtime.training.rank_context import Run
+        from secc.runtime.training.trainer import Trainer
 
-        held = [getattr(importlib.import_module(f"sections.{n}"), CLASSES[n]) for n, ranks in layout.items() if rank in ranks]
+        held = [
+            getattr(importlib.import_module(f"sections.{n}"), CLASSES[n])
+            for n, ranks in layout.items()
+            if rank in ranks
+        ]
         with Run(directory, parse(["--steps", str(steps), "--workers", "0", *arguments]), terms) as run:
             model = run.model()
             trainer = Trainer(run, model, [section(model) for section in held])
@@ -31,7 +36,10 @@ def train(directory: Path, layout: Layout, steps: int, *arguments: str) -> list[
                 trainer.step(batch)
                 here = [(n, p) for n, p in model.named_parameters() if not p.is_meta]
                 gradients.append({n: None if p.grad is None else p.grad.clone() for n, p in here})
-            return {"gradients": gradients, "state": {k: v.clone() for k, v in model.state_dict().items() if not v.is_meta}}
+            return {
+                "gradients": gradients,
+                "state": {k: v.clone() for k, v in model.state_dict().items() if not v.is_meta},
+            }
 
     return run_ranks(world_size, target)
 

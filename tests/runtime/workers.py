@@ -1,6 +1,8 @@
-"""Runs ranks as forked processes that talk over gloo on a free port, each with a time limit; nothing is left behind.
+"""Runs ranks as forked processes that talk over gloo on a free port, each with a time limit; nothing is left
+behind.
 
-Forking saves the seconds that importing torch takes in every process. What a rank's function returns comes back through a file.
+Forking saves the seconds that importing torch takes in every process. What a rank's function returns comes
+back through a file.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ def free_port() -> int:
 
 
 def run_ranks(world_size: int, target: Callable[[int], Any], limit_s: float = LIMIT_S) -> list[Any]:
-    """`target(rank)` in one process for each rank. Returns what they return; raises if one fails or takes too long."""
+    """`target(rank)` in one process for each rank. Returns what they return; raises if one fails or takes too
+    long."""
     context, port = multiprocessing.get_context("fork"), free_port()
     with tempfile.TemporaryDirectory() as results:
         files = [Path(results) / str(rank) for rank in range(world_size)]
@@ -67,8 +70,16 @@ def enter_plan(directory: Path, arguments: Sequence[str] = ()) -> None:
 
 
 def _enter(target: Callable[[int], Any], rank: int, world_size: int, port: int, result: Path) -> None:
-    local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in local.items()}, MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
+    local = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": world_size,
+        "MASTER_PORT": port,
+    }
+    os.environ.update(
+        {name: str(value) for name, value in local.items()}, MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo"
+    )
     code = 1
     try:
         torch.save(target(rank), result)

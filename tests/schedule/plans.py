@@ -7,28 +7,56 @@ from itertools import pairwise
 
 from hypothesis import strategies as st
 
-from secc.runtime.plan import VERSION, Cost, Edge, Mesh, ModelRef, Plan, Section, Symbol
-from secc.runtime.program import SampleMeta, owes_backward
+from secc.runtime.plan.schema import VERSION, Cost, Edge, Mesh, ModelRef, Plan, Section, Symbol
+from secc.runtime.plan.step_program import SampleMeta, owes_backward
 
 SYMBOLS = (Symbol("B", "rows", "ids", 0), Symbol("S", "width", "ids", 1), Symbol("I", "rows", "images", 0))
 KEYS = ("images", "audio")
 
 
-def section(name, ranks, *, when=(), mode="train", micro_batch=1, forward="100*B", backward="200*B", tp=1, sharding="none"):
+def section(
+    name,
+    ranks,
+    *,
+    when=(),
+    mode="train",
+    micro_batch=1,
+    forward="100*B",
+    backward="200*B",
+    tp=1,
+    sharding="none",
+):
     mesh = Mesh(tuple(ranks), len(ranks) // tp, 1, tp)
-    return Section(name, "", mode, tuple(when), (), (), mesh, micro_batch, sharding=sharding, cost=Cost(forward, backward))
+    return Section(
+        name,
+        "",
+        mode,
+        tuple(when),
+        (),
+        (),
+        mesh,
+        micro_batch,
+        sharding=sharding,
+        cost=Cost(forward, backward),
+    )
 
 
 def stages(name, ranks, *, in_flight=(), **options):
     """A pipeline: `ranks` has those of each stage, `in_flight` what each may hold."""
     made = [section(f"{name}_{i}", r, **options) for i, r in enumerate(ranks)]
     room = in_flight or (0,) * len(made)
-    return [dataclasses.replace(s, pipeline=name, stage=i, in_flight=n) for i, (s, n) in enumerate(zip(made, room, strict=True))]
+    return [
+        dataclasses.replace(s, pipeline=name, stage=i, in_flight=n)
+        for i, (s, n) in enumerate(zip(made, room, strict=True))
+    ]
 
 
 def passes_on(pipeline, grad=True):
     """The edges between a pipeline's stages."""
-    return [Edge(f"{a.name}_out", a.name, b.name, "float32", ("B", "S", "8"), -1, "", grad) for a, b in pairwise(pipeline)]
+    return [
+        Edge(f"{a.name}_out", a.name, b.name, "float32", ("B", "S", "8"), -1, "", grad)
+        for a, b in pairwise(pipeline)
+    ]
 
 
 def edge(src, dst, *, grad=True, name=""):
@@ -36,11 +64,28 @@ def edge(src, dst, *, grad=True, name=""):
 
 
 def plan(sections, edges, world_size, widths="own"):
-    return Plan(VERSION, "", ModelRef("", ""), world_size, 0, widths, SYMBOLS, (), tuple(sections), tuple(edges), (), (), {}, {}, {})
+    return Plan(
+        VERSION,
+        "",
+        ModelRef("", ""),
+        world_size,
+        0,
+        widths,
+        SYMBOLS,
+        (),
+        tuple(sections),
+        tuple(edges),
+        (),
+        (),
+        {},
+        {},
+        {},
+    )
 
 
 def with_room(p, samples):
-    """The plan with room on each rank for the results of so many samples to run ahead with, as `edge` makes them."""
+    """The plan with room on each rank for the results of so many samples to run ahead with, as `edge` makes
+    them."""
     return dataclasses.replace(p, run_ahead_gib=samples * 32 / 2**30)
 
 
@@ -78,25 +123,33 @@ def pipelines(draw, name, world):
     made = stages(name, ranks, in_flight=in_flight, **options, forward=draw(costs), backward=draw(costs))
     split = 500 if options["mode"] == "train" and options["sharding"] == "none" and draw(st.booleans()) else 0
     parts = [draw(st.sampled_from([split, split, 0])) for _ in made]
-    return [draw(bounded(dataclasses.replace(s, weight_permille=part))) for s, part in zip(made, parts, strict=True)]
+    return [
+        draw(bounded(dataclasses.replace(s, weight_permille=part)))
+        for s, part in zip(made, parts, strict=True)
+    ]
 
 
 @st.composite
 def plans(draw):
-    """Any acyclic graph of sections, some in stages, with any meshes, modes, predicates, micro-batch sizes and costs."""
+    """Any acyclic graph of sections, some in stages, with any meshes, modes, predicates, micro-batch sizes
+    and costs."""
     world = draw(st.integers(1, 5))
     parts = [draw(pipelines(f"s{i}", world)) for i in range(draw(st.integers(1, 4)))]
     sections = [s for part in parts for s in part]
     whole = [e for part in parts for e in passes_on(part, owes_backward(part[0]))]
-    between = [(a, b) for i, part in enumerate(parts) for a in part for later in parts[i + 1 :] for b in later]
+    between = [
+        (a, b) for i, part in enumerate(parts) for a in part for later in parts[i + 1 :] for b in later
+    ]
     chosen = draw(st.lists(st.sampled_from(between), max_size=5)) if between else []
     edges = [
         edge(a.name, b.name, grad=owes_backward(a) and owes_backward(b) and draw(st.booleans()), name=f"e{i}")
         for i, (a, b) in enumerate(chosen)
     ]
-    return plan(draw(st.permutations(sections)), whole + edges, world, draw(st.sampled_from(["own", "global"])))
+    return plan(
+        draw(st.permutations(sections)), whole + edges, world, draw(st.sampled_from(["own", "global"]))
+    )
 
 
-batches = st.lists(st.tuples(st.sets(st.sampled_from(KEYS)), st.integers(1, 3), st.integers(1, 30)), max_size=9).map(
-    lambda rows: [sample(i, *keys, images=n, length=length) for i, (keys, n, length) in enumerate(rows)]
-)
+batches = st.lists(
+    st.tuples(st.sets(st.sampled_from(KEYS)), st.integers(1, 3), st.integers(1, 30)), max_size=9
+).map(lambda rows: [sample(i, *keys, images=n, length=length) for i, (keys, n, length) in enumerate(rows)])

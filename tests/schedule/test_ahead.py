@@ -1,4 +1,5 @@
-"""Sections that run ahead: which ones may, what steps among others hold, and that they are as fast as they can be."""
+"""Sections that run ahead: which ones may, what steps among others hold, and that they are as fast as they
+can be."""
 
 from __future__ import annotations
 
@@ -8,16 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from secc.runtime.accept import accepts
-from secc.runtime.ahead import sections, spliced, with_run_ahead
-from secc.runtime.check import ScheduleError, check
+from secc.bounds.bounds import schedule_bound
+from secc.bounds.steady import steady_bound
+from secc.bounds.work import Work
 from secc.runtime.errors import UserError
-from secc.runtime.graph import Graph
-from secc.runtime.program import parse_schedule, print_schedule
-from secc.runtime.wavefront import schedule
-from secc.schedule.bounds import schedule_bound
-from secc.schedule.steady import steady_bound
-from secc.schedule.work import Work
+from secc.runtime.plan.section_graph import Graph
+from secc.runtime.plan.step_program import parse_schedule, print_schedule
+from secc.runtime.schedule.cross_step_prefetch import sections, spliced, with_run_ahead
+from secc.runtime.schedule.scheduler import schedule
+from secc.runtime.validation.fast_check import accepts
+from secc.runtime.validation.full_check import ScheduleError, check
 from secc.simulate.machine import simulate
 from secc.simulate.measures import memory_over_time
 from secc.simulate.steady import consecutive, steady
@@ -31,7 +32,10 @@ def distillation(teachers=2, students=2, load=1.0, room=0, mode="forward"):
     ns = int(100 * load * 3 * teachers / students)
     teacher = section("teacher", range(teachers), mode=mode, forward=f"{ns}*S")
     student = section("student", range(teachers, teachers + students), forward="100*S", backward="200*S")
-    return with_room(plan([teacher, student], [edge("teacher", "student", grad=mode != "forward")], teachers + students), room)
+    return with_room(
+        plan([teacher, student], [edge("teacher", "student", grad=mode != "forward")], teachers + students),
+        room,
+    )
 
 
 def names(p):
@@ -41,10 +45,16 @@ def names(p):
 def test_what_no_update_changes_may_run_ahead():
     frozen, tower = section("frozen", [0], mode="forward"), stages("tower", [[1], [2]], mode="forward")
     lm = section("lm", [3])
-    chain = [edge("frozen", "tower_0", grad=False), *passes_on(tower, grad=False), edge("tower_1", "lm", grad=False)]
+    chain = [
+        edge("frozen", "tower_0", grad=False),
+        *passes_on(tower, grad=False),
+        edge("tower_1", "lm", grad=False),
+    ]
     assert names(plan([lm, *tower, frozen], chain, 4)) == ["frozen", "tower_0", "tower_1"]
     assert names(plan([lm, *tower, section("frozen", [0])], chain, 4)) == []  # it trains
-    assert names(plan([lm, *tower, section("frozen", [3], mode="forward")], chain, 4)) == []  # it shares a rank with what trains
+    assert (
+        names(plan([lm, *tower, section("frozen", [3], mode="forward")], chain, 4)) == []
+    )  # it shares a rank with what trains
 
 
 def test_a_section_that_reads_what_trains_may_not():
@@ -73,10 +83,16 @@ def test_a_step_among_others_starts_with_results_and_ends_with_the_next_steps():
 
 def test_a_micro_batch_runs_ahead_whose_samples_come_later_upstream():
     """The tower's micro-batches hold one sample, the teacher's two: its turn is that of the first one."""
-    tower, teacher = (section(name, [0], mode="forward", forward="100*S", micro_batch=n) for name, n in (("tower", 1), ("teacher", 2)))
+    tower, teacher = (
+        section(name, [0], mode="forward", forward="100*S", micro_batch=n)
+        for name, n in (("tower", 1), ("teacher", 2))
+    )
     student = section("student", [1], forward="100*S", backward="200*S")
     chain = [edge("tower", "teacher", grad=False), edge("teacher", "student", grad=False)]
-    found = schedule(with_room(plan([tower, teacher, student], chain, 2), 100), [sample(p, length=10 + p) for p in range(8)])
+    found = schedule(
+        with_room(plan([tower, teacher, student], chain, 2), 100),
+        [sample(p, length=10 + p) for p in range(8)],
+    )
     assert {name: len(micros) for name, micros in found.early.items()} == {"tower": 8, "teacher": 4}
 
 
@@ -93,12 +109,30 @@ def test_results_for_the_next_step_take_memory_until_they_are_sent():
 
 @st.composite
 def frozen_plans(draw):
-    """One or two frozen sections or pipelines, the second behind the first or beside it, and a student of both."""
-    first = [section("a", [0, 1], mode="forward", micro_batch=draw(st.integers(1, 2)), forward=draw(costs), when=draw(whens))]
+    """One or two frozen sections or pipelines, the second behind the first or beside it, and a student of
+    both."""
+    first = [
+        section(
+            "a",
+            [0, 1],
+            mode="forward",
+            micro_batch=draw(st.integers(1, 2)),
+            forward=draw(costs),
+            when=draw(whens),
+        )
+    ]
     ranks = draw(st.sampled_from([[[2], [3]], [[2, 3]]]))
-    second = stages("b", ranks, mode="forward", micro_batch=draw(st.integers(1, 2)), forward=draw(costs), when=draw(whens))
-    student = section("lm", [4, 5], micro_batch=draw(st.integers(1, 2)), forward=draw(costs), backward=draw(costs))
-    edges = [edge("a", "lm", grad=False), *passes_on(second, grad=False), edge(second[-1].name, "lm", grad=False)]
+    second = stages(
+        "b", ranks, mode="forward", micro_batch=draw(st.integers(1, 2)), forward=draw(costs), when=draw(whens)
+    )
+    student = section(
+        "lm", [4, 5], micro_batch=draw(st.integers(1, 2)), forward=draw(costs), backward=draw(costs)
+    )
+    edges = [
+        edge("a", "lm", grad=False),
+        *passes_on(second, grad=False),
+        edge(second[-1].name, "lm", grad=False),
+    ]
     if draw(st.booleans()):
         edges.append(edge("a", second[0].name, grad=False))
     made = plan([*first, *second, student], edges, 6, draw(st.sampled_from(["own", "global"])))
@@ -135,7 +169,9 @@ def test_the_quick_pass_and_the_checks_agree_on_steps_among_others(p, this, then
             program[at], program[to] = program[to], program[at]
         case "computed":
             name = data.draw(st.sampled_from([s.name for s in p.sections]))
-            step = dataclasses.replace(step, computed=step.computed | {name: frozenset(data.draw(st.sets(st.integers(0, 4))))})
+            step = dataclasses.replace(
+                step, computed=step.computed | {name: frozenset(data.draw(st.sets(st.integers(0, 4))))}
+            )
         case _:
             step = dataclasses.replace(step, own=data.draw(st.sampled_from([None, len(this), len(this) + 1])))
     changed = with_program(step, rank, program)
@@ -148,7 +184,9 @@ def test_what_trains_must_not_run_ahead():
     _, step = next(iter(consecutive(p, [samples, samples])))
     trained = distillation(1, 1, mode="dgrad")
     alone = schedule(trained, samples)
-    wrong = spliced(trained, alone, 2, dataclasses.replace(alone, early={"teacher": frozenset([0])}), warm=False)
+    wrong = spliced(
+        trained, alone, 2, dataclasses.replace(alone, early={"teacher": frozenset([0])}), warm=False
+    )
     check(p, samples * 2, step)
     with pytest.raises(ScheduleError, match="must not run ahead"):
         check(trained, samples * 2, wrong)

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from secc.alloc.exact_schedule import solve
-from secc.runtime.expr import evaluate
-from secc.runtime.plan import Cost, ModelRef
-from secc.runtime.wavefront import timed_schedule
-from secc.schedule.additive import parts
-from secc.schedule.bounds import plan_bound, schedule_bound
-from secc.schedule.work import Work
+from secc.alloc.exact.optimal_schedule import solve
+from secc.bounds.additive import parts
+from secc.bounds.bounds import plan_bound, schedule_bound
+from secc.bounds.work import Work
+from secc.runtime.plan.expr_eval import evaluate
+from secc.runtime.plan.schema import Cost, ModelRef
+from secc.runtime.schedule.scheduler import timed_schedule
 from secc.simulate.machine import simulate
 from tests.schedule.plans import SYMBOLS, batches, edge, passes_on, plan, plans, sample, section, stages
 
@@ -50,7 +50,11 @@ def test_the_plan_bound_is_below_the_schedule_bound(p, samples):
     assert plan_bound(p, samples) <= schedule_bound(p, samples).ns
 
 
-single = plans().map(lambda p: dataclasses.replace(p, sections=tuple(dataclasses.replace(s, micro_batch=1) for s in p.sections)))
+single = plans().map(
+    lambda p: dataclasses.replace(
+        p, sections=tuple(dataclasses.replace(s, micro_batch=1) for s in p.sections)
+    )
+)
 small = batches.map(lambda samples: samples[:5])
 
 
@@ -66,16 +70,28 @@ def test_the_optimum_lies_between_the_bound_and_the_order(p, samples):
 
 def test_an_exact_schedule_keeps_all_ranks_of_a_replica_busy():
     """Two sections on rank 1, one of which needs rank 0 as well."""
-    p = plan([section("narrow", [1], forward="7*B", backward="0"), section("wide", [0, 1], tp=2, forward="5*B", backward="0")], [], 2)
+    p = plan(
+        [
+            section("narrow", [1], forward="7*B", backward="0"),
+            section("wide", [0, 1], tp=2, forward="5*B", backward="0"),
+        ],
+        [],
+        2,
+    )
     exact = solve(Work(p, [sample(0)]))
     assert exact is not None and exact.ns == exact.bound_ns == 12
 
 
 @st.composite
 def staged(draw):
-    """A pipeline with stages as long as each other or not, perhaps behind an encoder, with room for any number, in one piece or split."""
+    """A pipeline with stages as long as each other or not, perhaps behind an encoder, with room for any
+    number, in one piece or split."""
     parts, replicas, encoder = draw(st.integers(2, 4)), draw(st.integers(1, 2)), draw(st.booleans())
-    lm = stages("lm", [[d * parts + i for d in range(replicas)] for i in range(parts)], in_flight=[draw(st.integers(0, 4))] * parts)
+    lm = stages(
+        "lm",
+        [[d * parts + i for d in range(replicas)] for i in range(parts)],
+        in_flight=[draw(st.integers(0, 4))] * parts,
+    )
     even, split = draw(st.booleans()), draw(st.sampled_from([0, 300, 500]))
     times = [draw(st.tuples(st.integers(1, 5), st.integers(1, 9))) for _ in lm]
     costs = [Cost(f"{f}*S", f"{b}*S") for f, b in ([times[0]] * parts if even else times)]
@@ -86,21 +102,29 @@ def staged(draw):
     return plan([vision, *lm], [edge("vision", "lm_0"), *passes_on(lm)], parts * replicas + 1)
 
 
-lengths = st.lists(st.tuples(st.booleans(), st.integers(1, 3), st.sampled_from([1, 2, 5, 10, 30, 100])), min_size=1, max_size=6)
+lengths = st.lists(
+    st.tuples(st.booleans(), st.integers(1, 3), st.sampled_from([1, 2, 5, 10, 30, 100])),
+    min_size=1,
+    max_size=6,
+)
 
 
 @given(staged(), lengths)
 @settings(max_examples=40)
 def test_no_schedule_of_a_pipeline_is_shorter_than_the_bound(p, rows):
     """The solver's schedules are schedules whether or not it proves them the shortest."""
-    samples = [sample(i, *(IMAGE if image else ()), images=n, length=length) for i, (image, n, length) in enumerate(rows)]
+    samples = [
+        sample(i, *(IMAGE if image else ()), images=n, length=length)
+        for i, (image, n, length) in enumerate(rows)
+    ]
     order, bound = timed_schedule(p, samples)[1], schedule_bound(p, samples).ns
     exact = solve(Work(p, samples), limit=0.3, hint_ns=order)
     assert bound <= order if exact is None else bound <= exact.ns <= order
 
 
 def test_a_long_sample_leaves_the_last_stages_of_its_replica_idle():
-    """Four stages, one sample of 100 and eight of 10: the last stage waits for the long one, and then for nothing else."""
+    """Four stages, one sample of 100 and eight of 10: the last stage waits for the long one, and then for
+    nothing else."""
     lm = stages("lm", [[0], [1], [2], [3]], forward="S", backward="2*S")
     samples = [sample(i, length=100 if i == 0 else 10) for i in range(9)]
     bound = schedule_bound(plan(lm, passes_on(lm), 4), samples)
@@ -114,16 +138,30 @@ def test_room_for_one_makes_a_pipeline_take_one_sample_after_another():
     assert (bound.ns, bound.reason) == (4 * 3 * 30, "what lm_0 has room for")
 
 
-TIMES = ["B*S", "7 + B*S", "5*I + 3*B*S - 3*B", "(B*S*S + 4*I)//3", "max(B*S, 3*I + 2)", "40*S", "2*(max(I, 3)) + S*B"]
+TIMES = [
+    "B*S",
+    "7 + B*S",
+    "5*I + 3*B*S - 3*B",
+    "(B*S*S + 4*I)//3",
+    "max(B*S, 3*I + 2)",
+    "40*S",
+    "2*(max(I, 3)) + S*B",
+]
 IN_PARTS = ["20*((7*I)//2)*21//80", "(max(B*I + 9, 3*I + 7) - (7))*8//17"]
 
 
 @given(st.sampled_from(TIMES + IN_PARTS), batches)
 def test_a_micro_batch_takes_at_least_the_sum_of_its_samples_weights(text, samples):
     sizes = [s.sizes for s in samples]
-    together = {"B": sum(s["B"] for s in sizes), "I": sum(s["I"] for s in sizes), "S": max((s["S"] for s in sizes), default=0)}
+    together = {
+        "B": sum(s["B"] for s in sizes),
+        "I": sum(s["I"] for s in sizes),
+        "S": max((s["S"] for s in sizes), default=0),
+    }
     for branch in parts(text, SYMBOLS):
-        weights = sum(evaluate(branch.additive, s) + Fraction(evaluate(branch.rest, s), len(samples)) for s in sizes)
+        weights = sum(
+            evaluate(branch.additive, s) + Fraction(evaluate(branch.rest, s), len(samples)) for s in sizes
+        )
         assert weights <= evaluate(text, together)
 
 
@@ -143,7 +181,8 @@ def test_a_sample_more_than_replicas_costs_a_whole_sample():
 
 
 def test_the_encoder_must_fill_before_and_drain_after():
-    """Two images on one encoder, one replica: a round trip of one image, then the encoder's backward of both."""
+    """Two images on one encoder, one replica: a round trip of one image, then the encoder's backward of
+    both."""
     samples = [sample(0, *IMAGE, images=2, length=10), sample(1, *IMAGE, images=2, length=10)]
     assert schedule_bound(vlm(), samples).ns == 20 + 30 + 2 * 40
     assert schedule_bound(vlm(mode="forward"), samples).ns == 20 + 60
@@ -176,7 +215,9 @@ def test_messages_reductions_and_the_optimizer_count():
     wait = 10 + 32  # a row of eight float32
     assert schedule_bound(p, images).ns == 10 + wait + 30 + wait + 20
     lm = dataclasses.replace(p.sections[1], params=("w",))
-    trained = dataclasses.replace(p, sections=(p.sections[0], lm), model=ModelRef("", "", {"w": "float32[10, 10] train"}))
+    trained = dataclasses.replace(
+        p, sections=(p.sections[0], lm), model=ModelRef("", "", {"w": "float32[10, 10] train"})
+    )
     assert schedule_bound(trained, [sample(0, length=10)]).ns == 30 + 2 * (10 + 200) + 7 * 400
 
 
@@ -199,11 +240,14 @@ def test_the_exact_schedule_finds_what_a_greedy_order_misses():
 
 
 def test_the_exact_schedule_of_a_pipeline_fills_with_weight_gradients_and_keeps_to_the_room():
-    """Two stages, two samples, all parts 10: 60 of work and a forward before on the last one; with room for one, two whole rounds."""
+    """Two stages, two samples, all parts 10: 60 of work and a forward before on the last one; with room for
+    one, two whole rounds."""
     lm = stages("lm", [[0], [1]], forward="S", backward="2*S")
     split = [dataclasses.replace(s, weight_permille=500) for s in lm]
     tight = [dataclasses.replace(s, in_flight=1) for s in split]
-    found = [solve(Work(plan(some, passes_on(some), 2), [sample(0), sample(1)])) for some in (lm, split, tight)]
+    found = [
+        solve(Work(plan(some, passes_on(some), 2), [sample(0), sample(1)])) for some in (lm, split, tight)
+    ]
     assert [exact.ns for exact in found if exact is not None] == [90, 70, 100]
 
 
@@ -213,6 +257,7 @@ def test_an_exact_schedule_of_larger_micro_batches_is_refused():
 
 
 def test_a_replica_of_several_ranks_holds_them_all():
-    """Neither section's own ranks say so: the second has one rank's work on two ranks, the first both for as long as it takes."""
+    """Neither section's own ranks say so: the second has one rank's work on two ranks, the first both for as
+    long as it takes."""
     alone, wide = section("alone", [0, 1], backward="100*B"), section("wide", [0, 1], tp=2)
     assert schedule_bound(plan([alone, wide], [], 2), [sample(0)]).ns == 300 + 100

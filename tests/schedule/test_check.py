@@ -8,10 +8,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from secc.runtime.accept import accepts
-from secc.runtime.check import Checker, ScheduleError, check
-from secc.runtime.program import Schedule, parse_instruction, parse_schedule
-from secc.runtime.wavefront import schedule
+from secc.runtime.plan.step_program import Schedule, parse_instruction, parse_schedule
+from secc.runtime.schedule.scheduler import schedule
+from secc.runtime.validation.fast_check import accepts
+from secc.runtime.validation.full_check import Checker, ScheduleError, check
 from tests.schedule.plans import batches, edge, plan, plans, sample, section
 
 VLM = plan([section("vision", [0], when=("images",)), section("lm", [1])], [edge("vision", "lm")], 2)
@@ -77,7 +77,9 @@ def test_a_lost_instruction_is_caught(p, samples, data):
     rank = data.draw(st.integers(0, p.world_size - 1))
     lost = data.draw(st.integers(0, len(step.programs[rank]) - 1))
     with pytest.raises(ScheduleError):
-        check(p, samples, with_program(step, rank, step.programs[rank][:lost] + step.programs[rank][lost + 1 :]))
+        check(
+            p, samples, with_program(step, rank, step.programs[rank][:lost] + step.programs[rank][lost + 1 :])
+        )
 
 
 @given(plans(), batches, st.data())
@@ -93,7 +95,9 @@ def test_the_quick_pass_and_the_checks_agree(p, samples, data):
         case "field":
             program[at] = program[at]._replace(**{field: data.draw(st.integers(-1, 2))})
         case "kind":
-            program[at] = program[at]._replace(kind=data.draw(st.sampled_from(["F", "B", "W", "SEND", "RECV", "REDUCE", "STEP"])))
+            program[at] = program[at]._replace(
+                kind=data.draw(st.sampled_from(["F", "B", "W", "SEND", "RECV", "REDUCE", "STEP"]))
+            )
         case "move":
             program.insert(to, program.pop(at))
         case "double":
@@ -108,7 +112,13 @@ def explained(p, samples, step) -> bool:
     """Whether the checks that say what is wrong find nothing."""
     checker = Checker(p, samples, step)
     try:
-        parts = (checker.micro_batches, checker.run_ahead, checker.instructions, checker.order, checker.channels)
+        parts = (
+            checker.micro_batches,
+            checker.run_ahead,
+            checker.instructions,
+            checker.order,
+            checker.channels,
+        )
         for part in (*parts, lambda: checker.deadlock(False)):
             part()
     except ScheduleError:
@@ -124,7 +134,9 @@ def test_a_lost_sample_is_caught(p, samples, data):
     assume(micros)
     chosen = data.draw(st.sampled_from(micros))
     fewer = chosen._replace(samples=chosen.samples[1:])
-    changed = {name: tuple(fewer if m is chosen else m for m in ms) for name, ms in step.micro_batches.items()}
+    changed = {
+        name: tuple(fewer if m is chosen else m for m in ms) for name, ms in step.micro_batches.items()
+    }
     with pytest.raises(ScheduleError, match=chosen.section):
         check(p, samples, Schedule(changed, step.programs))
 
@@ -160,8 +172,14 @@ def test_a_circle_of_waits_is_drawn_with_its_cells_marked():
     with pytest.raises(ScheduleError) as caught:
         check(VLM, IMAGES, circle)
     text = str(caught.value)
-    assert "deadlock: rank 0 at `RECV vision_to_lm bwd 0>0 from 1` waits for `SEND vision_to_lm bwd 0>0 to 0` on rank 1;" in text
-    assert "rank 1 at `RECV vision_to_lm fwd 0>0 from 0` waits for `SEND vision_to_lm fwd 0>0 to 1` on rank 0" in text
+    assert (
+        "deadlock: rank 0 at `RECV vision_to_lm bwd 0>0 from 1` waits for `SEND vision_to_lm bwd 0>0 to 0` on rank 1;"
+        in text
+    )
+    assert (
+        "rank 1 at `RECV vision_to_lm fwd 0>0 from 0` waits for `SEND vision_to_lm fwd 0>0 to 1` on rank 0"
+        in text
+    )
     grid = [line.split() for line in text.splitlines()[1:]]
     assert grid[0] == ["rank", "0", "rank", "1"]
     assert grid[1] == ["0", "F", "vision", "0", ">", "0", "RECV", "vision_to_lm", "fwd", "0>0", "from", "0"]
@@ -176,7 +194,8 @@ def test_reductions_in_different_orders_are_caught():
 
 
 def test_strict_sends_wait_for_their_receives():
-    """The encoder's second forward is sent while the language model offers a gradient: fine with posted sends, a circle without."""
+    """The encoder's second forward is sent while the language model offers a gradient: fine with posted
+    sends, a circle without."""
     with pytest.raises(ScheduleError, match="deadlock"):
         check(VLM, IMAGES, STEP, strict=True)
     alternating = moved(STEP, 0, "RECV vision_to_lm bwd 0>0 from 1", to=2)
@@ -205,5 +224,8 @@ def test_replicas_that_gather_in_different_orders_are_caught():
     with pytest.raises(ScheduleError) as caught:
         check(GATHERING, samples, with_program(step, 1, [first, third, second, fourth, *rest]))
     text = str(caught.value)
-    assert "deadlock: rank 0 at `B lm 0` waits for `B lm 2 replica 1` on rank 1; rank 1 at `F lm 3 replica 1` waits for" in text
+    assert (
+        "deadlock: rank 0 at `B lm 0` waits for `B lm 2 replica 1` on rank 1; rank 1 at `F lm 3 replica 1` waits for"
+        in text
+    )
     assert [line.count(">") for line in text.splitlines()[1:]] == [0, 0, 2, 0, 0, 0, 0]

@@ -1,4 +1,5 @@
-"""Dealing work to replicas: levelling pieces, and lots where micro-batches of several samples share what each takes besides."""
+"""Dealing work to replicas: levelling pieces, and lots where micro-batches of several samples share what each
+takes besides."""
 
 from __future__ import annotations
 
@@ -9,11 +10,11 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from secc.runtime.balance import balance, level
-from secc.runtime.compose import Composer
-from secc.runtime.costs import Costs
-from secc.runtime.graph import Graph
-from secc.runtime.wavefront import schedule
+from secc.runtime.plan.predicted_costs import Costs
+from secc.runtime.plan.section_graph import Graph
+from secc.runtime.schedule.load_balance import balance, level
+from secc.runtime.schedule.microbatches import Composer
+from secc.runtime.schedule.scheduler import schedule
 from tests.schedule.plans import batches, plan, plans, sample, section
 
 pieces = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 50)), min_size=1, max_size=20)
@@ -27,7 +28,10 @@ def test_levelling_swaps_pieces_of_one_kind_and_the_busiest_never_gets_busier(so
     before, first = dict(load), balance(weights, ranks, load)
     longest, owner = max(load.values()), first.copy()
     level(kinds, weights, owner, ranks, load)
-    assert load == {rank: before[rank] + sum(w for w, r in zip(weights, owner, strict=True) if ranks[r] == rank) for rank in ranks}
+    assert load == {
+        rank: before[rank] + sum(w for w, r in zip(weights, owner, strict=True) if ranks[r] == rank)
+        for rank in ranks
+    }
     assert max(load.values()) <= longest
     assert Counter(zip(kinds, owner, strict=True)) == Counter(zip(kinds, first, strict=True))
 
@@ -49,7 +53,8 @@ def ends(p, samples):
 
 
 def test_replicas_are_level_in_what_micro_batches_take():
-    """Ragged samples without padding, and a constant for each micro-batch, which samples alone would count once too often."""
+    """Ragged samples without padding, and a constant for each micro-batch, which samples alone would count
+    once too often."""
     r = random.Random(1)
     samples = [sample(i, "images", length=0, images=r.randint(10, 200)) for i in range(128)]
     for most in (2, 3, 4):
@@ -63,11 +68,17 @@ def test_large_and_small_samples_share_micro_batches_where_large_ones_have_no_ro
     lm = dataclasses.replace(lm, cost=dataclasses.replace(lm.cost, saved="I"), room_bytes=100)
     samples = [sample(i, "images", images=n) for i, n in enumerate([90, 80, 70, 60, 40, 30, 20, 10])]
     micros = schedule(plan([lm], [], 1), samples).micro_batches["lm"]
-    assert sorted(sorted(samples[p].sizes["I"] for p in m.samples) for m in micros) == [[10, 90], [20, 80], [30, 70], [40, 60]]
+    assert sorted(sorted(samples[p].sizes["I"] for p in m.samples) for m in micros) == [
+        [10, 90],
+        [20, 80],
+        [30, 70],
+        [40, 60],
+    ]
 
 
 def test_samples_weigh_what_they_add_to_a_micro_batch_on_shared_ranks():
-    """Two replicas of both sections: 100 for each micro-batch of the tower, which holds all four images of a replica."""
+    """Two replicas of both sections: 100 for each micro-batch of the tower, which holds all four images of a
+    replica."""
     tower = section("tower", [0, 1], when=("images",), micro_batch=4, forward="100 + I", backward="0")
     lm = section("lm", [0, 1], micro_batch=2, forward="S", backward="S")
     samples = [sample(i, *(("images",) if i < 8 else ()), length=50) for i in range(16)]
@@ -80,5 +91,7 @@ def test_micro_batches_take_at_least_what_their_samples_add(p, samples):
     """So work counted by `share` is a bound, which tells what a search is worth."""
     composer = Composer(p, samples, Graph(p))
     for s in p.sections:
-        forward, backward = composer.costs.of(s, [m.samples for m in schedule(p, samples).micro_batches[s.name]])
+        forward, backward = composer.costs.of(
+            s, [m.samples for m in schedule(p, samples).micro_batches[s.name]]
+        )
         assert sum(forward) + sum(backward) >= sum(composer.share[s.name])

@@ -1,4 +1,5 @@
-"""Pipelines: stages take the same micro-batches in one order, hold no more of them than they may, and leave no rank waiting for long."""
+"""Pipelines: stages take the same micro-batches in one order, hold no more of them than they may, and leave
+no rank waiting for long."""
 
 from __future__ import annotations
 
@@ -9,12 +10,12 @@ from itertools import accumulate
 import pytest
 from hypothesis import given, settings
 
-from secc.runtime.check import check
-from secc.runtime.graph import Graph
-from secc.runtime.plan import Cost, load, to_json
-from secc.runtime.timeline import Jobs, run
-from secc.runtime.wavefront import schedule, timed_schedule
-from secc.schedule.bounds import schedule_bound
+from secc.bounds.bounds import schedule_bound
+from secc.runtime.plan.schema import Cost, load, to_json
+from secc.runtime.plan.section_graph import Graph
+from secc.runtime.schedule.list_scheduler import Jobs, run
+from secc.runtime.schedule.scheduler import schedule, timed_schedule
+from secc.runtime.validation.full_check import check
 from secc.simulate.machine import simulate
 from secc.simulate.measures import in_flight
 from tests.schedule.plans import KEYS, batches, edge, passes_on, plan, plans, sample, section, stages
@@ -22,7 +23,8 @@ from tests.schedule.test_wavefront import IMAGE, mixed
 
 
 def pipeline(parts, replicas=1, room=(), encoder=False):
-    """A language model in `parts` stages, fed by an encoder on a rank of its own if wanted. Ranks are ordered (dp, pp)."""
+    """A language model in `parts` stages, fed by an encoder on a rank of its own if wanted. Ranks are ordered
+    (dp, pp)."""
     ranks = [[d * parts + i for d in range(replicas)] for i in range(parts)]
     lm, world = stages("lm", ranks, in_flight=room, forward="S", backward="2*S"), parts * replicas
     if not encoder:
@@ -46,17 +48,21 @@ def test_no_search_where_all_micro_batches_are_alike(monkeypatch):
     lm = stages("lm", [[0], [1]], in_flight=(2, 1), forward="1000000*B", backward="2000000*B")
     p = plan(lm, passes_on(lm), 2)
     expected = timed_schedule(p, [sample(i) for i in range(8)])
-    monkeypatch.setattr("secc.runtime.search.critical", None)  # would be called for each try
+    monkeypatch.setattr("secc.runtime.schedule.local_search.critical", None)  # would be called for each try
     assert timed_schedule(p, [sample(i) for i in range(8)]) == expected
     with pytest.raises(TypeError):
         timed_schedule(
-            dataclasses.replace(p, sections=stages("lm", [[0], [1]], in_flight=(2, 1), forward="100000*S", backward="200000*S")),
+            dataclasses.replace(
+                p,
+                sections=stages("lm", [[0], [1]], in_flight=(2, 1), forward="100000*S", backward="200000*S"),
+            ),
             [sample(i, length=1 + i) for i in range(8)],
         )
 
 
 def test_stages_between_which_nothing_travels_keep_one_order():
-    """A last stage may work alone for samples of another tower, as a projector does that two towers share, and find others most urgent."""
+    """A last stage may work alone for samples of another tower, as a projector does that two towers share,
+    and find others most urgent."""
     first, last = stages("image", [[1], [2]], in_flight=(1, 1), when=KEYS, forward="10*I", backward="20*I")
     last = dataclasses.replace(last, cost=Cost("100 - S", "10*I"))
     towers = [section("video", [0], when=["audio"], micro_batch=2, backward="100*B"), first, last]
@@ -75,7 +81,10 @@ def test_stages_take_ragged_micro_batches_in_one_order(room):
     step = schedule(p, samples)
     check(p, samples, step)
     for replica in range(2):
-        orders = {tuple(m for k, m in works(step.programs[3 * replica + i], f"lm_{i}") if k == "F") for i in range(3)}
+        orders = {
+            tuple(m for k, m in works(step.programs[3 * replica + i], f"lm_{i}") if k == "F")
+            for i in range(3)
+        }
         assert len(orders) == 1
     assert len({tuple(m[2:] for m in step.micro_batches[f"lm_{i}"]) for i in range(3)}) == 1
 
@@ -89,7 +98,9 @@ def test_a_stage_holds_no_more_than_it_may(room):
 
 @pytest.mark.parametrize("room", [1, 2, 5])
 def test_an_encoder_holds_no_more_than_it_may(room):
-    vision = dataclasses.replace(section("vision", [0], when=IMAGE, forward="100*I", backward="200*I"), in_flight=room)
+    vision = dataclasses.replace(
+        section("vision", [0], when=IMAGE, forward="100*I", backward="200*I"), in_flight=room
+    )
     p = plan([vision, section("lm", [1, 2], forward="S", backward="2*S")], [edge("vision", "lm")], 3)
     samples = mixed(24, 0.6, seed=4)
     done = simulate(p, samples, schedule(p, samples))
@@ -103,15 +114,23 @@ def keeping(found, saved, room):
 
 def held(step, rank, saved):
     """The most bytes that a rank's micro-batches keep at once."""
-    sizes = {m.index: sum(saved(step.samples[p]) for p in m.samples) for m in step.schedule.micro_batches["vision"]}
-    ends = [(c.start, sizes[c.micro]) if c.kind == "F" else (c.end, -sizes[c.micro]) for c in step.compute if c.rank == rank]
+    sizes = {
+        m.index: sum(saved(step.samples[p]) for p in m.samples) for m in step.schedule.micro_batches["vision"]
+    }
+    ends = [
+        (c.start, sizes[c.micro]) if c.kind == "F" else (c.end, -sizes[c.micro])
+        for c in step.compute
+        if c.rank == rank
+    ]
     return max(accumulate(change for _, change in sorted(ends)))
 
 
 @pytest.mark.parametrize("room", [40, 70])
 def test_an_encoder_keeps_no_more_bytes_than_it_has_room_for(room):
     """Whatever their number: some samples have eight images, most have one."""
-    encoder = dataclasses.replace(section("vision", [0], when=IMAGE, forward="100*I", backward="200*I"), in_flight=6)
+    encoder = dataclasses.replace(
+        section("vision", [0], when=IMAGE, forward="100*I", backward="200*I"), in_flight=6
+    )
     samples = [sample(i, *IMAGE, images=8 if i % 5 == 0 else 1) for i in range(30)]
 
     def most(vision):
@@ -123,7 +142,13 @@ def test_an_encoder_keeps_no_more_bytes_than_it_has_room_for(room):
 
 
 def test_a_sample_larger_than_the_room_is_alone():
-    encoder = keeping(dataclasses.replace(section("vision", [0], when=IMAGE, forward="100*I", backward="200*I"), in_flight=4), "5*I", 20)
+    encoder = keeping(
+        dataclasses.replace(
+            section("vision", [0], when=IMAGE, forward="100*I", backward="200*I"), in_flight=4
+        ),
+        "5*I",
+        20,
+    )
     p = plan([encoder, section("lm", [1], forward="S", backward="2*S")], [edge("vision", "lm")], 2)
     samples = [sample(i, *IMAGE, images=8 if i == 3 else 1) for i in range(8)]
     assert held(simulate(p, samples, schedule(p, samples)), 0, lambda s: 5 * s.sizes["I"]) == 40
@@ -132,7 +157,9 @@ def test_a_sample_larger_than_the_room_is_alone():
 @pytest.mark.parametrize("critical", [False, True])
 def test_micro_batches_of_several_samples_fit_the_room(critical):
     """Also where the section is cut after another one's queue."""
-    lm = keeping(section("lm", [0, 1], micro_batch=4, forward="1000 + B*S", backward="1000 + 2*B*S"), "B*S", 100)
+    lm = keeping(
+        section("lm", [0, 1], micro_batch=4, forward="1000 + B*S", backward="1000 + 2*B*S"), "B*S", 100
+    )
     other = section("head", [2], forward="1" if critical else "9000*B*S", backward="1")
     p = plan([lm, other], [edge("lm", "head")], 3)
     samples = [sample(i, length=60 if i % 4 == 0 else 12) for i in range(24)]
@@ -158,8 +185,11 @@ def test_room_is_a_wish_where_a_consumer_needs_more_at_once():
 
 
 def test_room_beside_a_consumer_is_not_filled_with_parts_of_several_micro_batches():
-    """Each replica holds two images, and wants them two by two by their text, whichever the encoder would have done first."""
-    vision = dataclasses.replace(section("vision", [0, 1], when=IMAGE, forward="10*I", backward="20*I"), in_flight=2)
+    """Each replica holds two images, and wants them two by two by their text, whichever the encoder would
+    have done first."""
+    vision = dataclasses.replace(
+        section("vision", [0, 1], when=IMAGE, forward="10*I", backward="20*I"), in_flight=2
+    )
     lm = section("lm", [0, 1], micro_batch=2, forward="1000 + B*S", backward="2*B*S")
     p = plan([vision, lm], [edge("vision", "lm")], 2)
     samples = [sample(i, *IMAGE, images=1 + i % 4, length=100 * (1 + i // 4)) for i in range(16)]
@@ -169,7 +199,9 @@ def test_room_beside_a_consumer_is_not_filled_with_parts_of_several_micro_batche
 
 def test_a_split_backward_fills_what_would_be_idle():
     whole, samples = pipeline(4, room=(8, 8, 8, 8)), [sample(i, length=100) for i in range(8)]
-    split = dataclasses.replace(whole, sections=tuple(dataclasses.replace(s, weight_permille=500) for s in whole.sections))
+    split = dataclasses.replace(
+        whole, sections=tuple(dataclasses.replace(s, weight_permille=500) for s in whole.sections)
+    )
     step = schedule(split, samples)
     kinds = ["".join(i.kind for i in program if i.kind in "FBW") for program in step.programs]
     assert all(k.count("W") == k.count("B") == k.count("F") == 8 for k in kinds)
@@ -182,7 +214,10 @@ def test_a_split_backward_fills_what_would_be_idle():
 def test_stages_may_be_split_unlike(parts):
     whole, samples = pipeline(3, room=(6, 6, 6)), [sample(i, length=100 + 7 * i) for i in range(8)]
     p = dataclasses.replace(
-        whole, sections=tuple(dataclasses.replace(s, weight_permille=n) for s, n in zip(whole.sections, parts, strict=True))
+        whole,
+        sections=tuple(
+            dataclasses.replace(s, weight_permille=n) for s, n in zip(whole.sections, parts, strict=True)
+        ),
     )
     step = schedule(p, samples)
     check(p, samples, step)
@@ -200,7 +235,9 @@ def test_stages_have_the_same_micro_batches(p, samples):
 
 def test_more_in_flight_serves_ragged_micro_batches_and_all_are_near_the_bound():
     samples = mixed(32, 0.0, seed=5)
-    times = {room: timed_schedule(p, samples)[1] / schedule_bound(p, samples).ns for room, p in _rooms().items()}
+    times = {
+        room: timed_schedule(p, samples)[1] / schedule_bound(p, samples).ns for room, p in _rooms().items()
+    }
     assert times[8] <= times[4] <= 1.35
     assert times[8] < 1.2
 
@@ -223,10 +260,22 @@ def test_plan_json_is_read_back(tmp_path):
     p = pipeline(3, replicas=2, encoder=True)
     (tmp_path / "plan.json").write_text(to_json(p))
     assert load(tmp_path) == p
-    assert json.loads(to_json(p))["sections"]["lm"]["mesh"] == {"ranks": [0, 1, 2, 3, 4, 5], "dp": 2, "pp": 3, "tp": 1}
+    assert json.loads(to_json(p))["sections"]["lm"]["mesh"] == {
+        "ranks": [0, 1, 2, 3, 4, 5],
+        "dp": 2,
+        "pp": 3,
+        "tp": 1,
+    }
 
 
 def test_followers_go_in_the_order_of_those_they_follow():
-    jobs = Jobs(2, rank=[0, 0, 1, 1], duration=[1, 1, 5, 5], successors=[[2], [3], [], []], waits=[0, 0, 1, 1], priority=[1, 0, 2, 3])
+    jobs = Jobs(
+        2,
+        rank=[0, 0, 1, 1],
+        duration=[1, 1, 5, 5],
+        successors=[[2], [3], [], []],
+        waits=[0, 0, 1, 1],
+        priority=[1, 0, 2, 3],
+    )
     jobs.follow(range(0, 2), range(2, 4))
     assert run(jobs)[0] == [1, 0, 3, 2]

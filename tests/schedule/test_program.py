@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from secc.runtime.plan import Edge
-from secc.runtime.program import (
+from secc.runtime.plan.program_table import Names, Programs
+from secc.runtime.plan.schema import Edge
+from secc.runtime.plan.step_program import (
     Instruction,
     MicroBatch,
     Schedule,
@@ -17,7 +18,6 @@ from secc.runtime.program import (
     print_instruction,
     print_schedule,
 )
-from secc.runtime.programs import Names, Programs
 
 names = st.from_regex(r"[a-z_][a-z0-9_.]{0,8}", fullmatch=True)
 small = st.integers(0, 300)
@@ -31,14 +31,21 @@ transfer = st.builds(
     small,
     small,
 )
-closing = st.one_of(st.builds(lambda *fields: Instruction(*fields), st.just("REDUCE"), names, small, small), st.just(Instruction("STEP")))
+closing = st.one_of(
+    st.builds(lambda *fields: Instruction(*fields), st.just("REDUCE"), names, small, small),
+    st.just(Instruction("STEP")),
+)
 instructions = st.one_of(compute, transfer, closing)
 micro_batches = st.lists(st.tuples(small, st.lists(small, max_size=4)), max_size=4)
 
 
-def schedule_of(sections: dict[str, list[tuple[int, list[int]]]], programs: list[list[Instruction]]) -> Schedule:
+def schedule_of(
+    sections: dict[str, list[tuple[int, list[int]]]], programs: list[list[Instruction]]
+) -> Schedule:
     micros = {
-        name: tuple(MicroBatch(i, name, replica, tuple(samples)) for i, (replica, samples) in enumerate(entries))
+        name: tuple(
+            MicroBatch(i, name, replica, tuple(samples)) for i, (replica, samples) in enumerate(entries)
+        )
         for name, entries in sections.items()
     }
     return Schedule(micros, tuple(map(tuple, programs)))
@@ -49,7 +56,10 @@ def test_an_instruction_reads_back(instruction):
     assert parse_instruction(print_instruction(instruction)) == instruction
 
 
-@given(st.dictionaries(names, micro_batches, max_size=3), st.lists(st.lists(instructions, max_size=5), max_size=3))
+@given(
+    st.dictionaries(names, micro_batches, max_size=3),
+    st.lists(st.lists(instructions, max_size=5), max_size=3),
+)
 def test_a_schedule_reads_back(sections, programs):
     schedule = schedule_of(sections, programs)
     assert parse_schedule(print_schedule(schedule)) == schedule
@@ -71,7 +81,17 @@ def test_text_names_micro_batches_in_the_direction_of_the_data():
 
 @pytest.mark.parametrize(
     "text",
-    ["", "G lm 1", "F lm", "F lm one", "SEND e fwd 1>2 from 0", "RECV e up 1>2 from 0", "F lm 1 replica", "STEP now", "SEND e fwd 1 to 0"],
+    [
+        "",
+        "G lm 1",
+        "F lm",
+        "F lm one",
+        "SEND e fwd 1>2 from 0",
+        "RECV e up 1>2 from 0",
+        "F lm 1 replica",
+        "STEP now",
+        "SEND e fwd 1 to 0",
+    ],
 )
 def test_other_text_is_refused(text):
     with pytest.raises(ValueError):

@@ -1,4 +1,5 @@
-"""The wavefront order: what it promises about micro-batches, about the order of work, and about its length."""
+"""The wavefront order: what it promises about micro-batches, about the order of work, and about its
+length."""
 
 from __future__ import annotations
 
@@ -8,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from secc.runtime.check import check
-from secc.runtime.program import Instruction, SampleMeta, print_schedule
-from secc.runtime.timeline import critical
-from secc.runtime.wavefront import Orders, schedule, timed_schedule
-from secc.schedule.bounds import schedule_bound
+from secc.bounds.bounds import schedule_bound
+from secc.runtime.plan.step_program import Instruction, SampleMeta, print_schedule
+from secc.runtime.schedule.list_scheduler import critical
+from secc.runtime.schedule.scheduler import Orders, schedule, timed_schedule
+from secc.runtime.validation.full_check import check
 from tests.schedule.plans import batches, edge, plan, plans, sample, section
 from tools import mixes
 
@@ -21,8 +22,22 @@ TEXT, IMAGE = (), ("images",)
 
 def vlm(encoders=1, replicas=2, micro_batch=1, image="100*I", text="S", mode="train"):
     """An encoder on its own ranks that feeds a language model."""
-    vision = section("vision", range(encoders), when=IMAGE, mode=mode, micro_batch=micro_batch, forward=image, backward=f"2*({image})")
-    lm = section("lm", range(encoders, encoders + replicas), micro_batch=micro_batch, forward=text, backward=f"2*({text})")
+    vision = section(
+        "vision",
+        range(encoders),
+        when=IMAGE,
+        mode=mode,
+        micro_batch=micro_batch,
+        forward=image,
+        backward=f"2*({image})",
+    )
+    lm = section(
+        "lm",
+        range(encoders, encoders + replicas),
+        micro_batch=micro_batch,
+        forward=text,
+        backward=f"2*({text})",
+    )
     return plan([vision, lm], [edge("vision", "lm", grad=mode != "forward")], encoders + replicas)
 
 
@@ -42,13 +57,19 @@ def compute(program):
 def patterns(step, samples, program, kind, name="lm"):
     """Whether each F or B of a rank's program has images, in order."""
     micros = step.micro_batches[name]
-    return [bool(samples[micros[i.micro].samples[0]].pattern) for i in program if i.kind == kind and i.section == name]
+    return [
+        bool(samples[micros[i.micro].samples[0]].pattern)
+        for i in program
+        if i.kind == kind and i.section == name
+    ]
 
 
 @given(plans(), batches, st.sampled_from(["wavefront", "dataset"]))
 @settings(max_examples=25)
 def test_the_same_input_gives_the_same_schedule(p, samples, order):
-    assert print_schedule(schedule(p, samples, order=order)) == print_schedule(schedule(p, list(samples), order=order))
+    assert print_schedule(schedule(p, samples, order=order)) == print_schedule(
+        schedule(p, list(samples), order=order)
+    )
 
 
 @given(plans(), batches)
@@ -71,7 +92,9 @@ def test_backward_follows_forward_on_the_critical_section():
     step = schedule(vlm(), mixed(16, 0.3, seed=2))
     for program in step.programs[1:]:
         work = compute(program)
-        assert work[::2] == [("F", m) for _, m in work[::2]] and work[1::2] == [("B", m) for _, m in work[::2]]
+        assert work[::2] == [("F", m) for _, m in work[::2]] and work[1::2] == [
+            ("B", m) for _, m in work[::2]
+        ]
 
 
 def test_encoders_run_all_forwards_before_their_backwards():
@@ -95,7 +118,9 @@ def test_replicas_are_balanced_by_cost_and_by_pattern():
 
 
 def test_micro_batches_are_even_and_no_larger_than_asked():
-    step = schedule(vlm(replicas=1, micro_batch=4, text="50 + B*S"), [sample(i, length=100 + i) for i in range(9)])
+    step = schedule(
+        vlm(replicas=1, micro_batch=4, text="50 + B*S"), [sample(i, length=100 + i) for i in range(9)]
+    )
     assert [len(m.samples) for m in step.micro_batches["lm"]] == [3, 3, 3]
     longest_together = max(step.micro_batches["lm"], key=lambda m: max(m.samples))
     assert longest_together.samples == (6, 7, 8)
@@ -117,7 +142,8 @@ def test_lots_are_smaller_where_that_lets_replicas_end_together():
 
 
 def test_a_search_closes_the_gaps_of_small_batches():
-    """Three jobs of 2 and two of 3 on two ranks: largest first gives 7, the best is 6. It is only sought where that is worth the time."""
+    """Three jobs of 2 and two of 3 on two ranks: largest first gives 7, the best is 6. It is only sought
+    where that is worth the time."""
     p = plan([section("lm", [0, 1], forward="1000*B*S", backward="0")], [], 2)
     lengths = [3, 3, 2, 2, 2]
     assert timed_schedule(p, [sample(i, length=n) for i, n in enumerate(lengths)])[1] == 7 * 1000
@@ -129,10 +155,12 @@ def test_a_search_tries_no_step_in_which_a_rank_has_too_much_to_do(monkeypatch):
     tried: list[int] = []
 
     def watched(jobs):
-        tried.append(max(sum(d for d, r in zip(jobs.duration, jobs.rank, strict=True) if r == rank) for rank in (0, 1)))
+        tried.append(
+            max(sum(d for d, r in zip(jobs.duration, jobs.rank, strict=True) if r == rank) for rank in (0, 1))
+        )
         return critical(jobs)
 
-    monkeypatch.setattr("secc.runtime.search.critical", watched)
+    monkeypatch.setattr("secc.runtime.schedule.local_search.critical", watched)
     timed_schedule(p, [sample(i, length=n * 10**6) for i, n in enumerate([3, 3, 2, 2, 2])])
     assert set(tried) == {6 * 10**9, 7 * 10**9}
 
@@ -147,7 +175,10 @@ def test_small_batches_end_soon_after_no_order_could_end_sooner():
 
 
 def test_what_is_searched_is_still_valid_and_keeps_samples_on_their_rank():
-    vision, lm = section("vision", [0, 1, 2], when=IMAGE, forward="10000000*I"), section("lm", [0, 1, 2], forward="90000*B*S")
+    vision, lm = (
+        section("vision", [0, 1, 2], when=IMAGE, forward="10000000*I"),
+        section("lm", [0, 1, 2], forward="90000*B*S"),
+    )
     p, samples = plan([vision, lm], [edge("vision", "lm")], 3), mixed(10, 0.5, seed=8)
     step = schedule(p, samples)
     check(p, samples, step)
@@ -206,9 +237,12 @@ def test_padding_to_the_global_width_counts_in_the_cost():
     assert timed_schedule(plan([lm], [], 1, widths="global"), samples)[1] == 60
 
 
-@pytest.mark.parametrize(("encoders", "replicas", "share"), [(1, 2, 0.5), (4, 8, 0.1), (4, 8, 0.33), (4, 8, 0.75)])
+@pytest.mark.parametrize(
+    ("encoders", "replicas", "share"), [(1, 2, 0.5), (4, 8, 0.1), (4, 8, 0.33), (4, 8, 0.75)]
+)
 def test_the_critical_section_hardly_waits(encoders, replicas, share):
-    """Encoders loaded to 90% of the language model: within 2% of its work per replica, a lower bound of any order."""
+    """Encoders loaded to 90% of the language model: within 2% of its work per replica, a lower bound of any
+    order."""
     samples = mixed(256, share, seed=7)
     work = sum(3 * s.sizes["S"] for s in samples) // replicas
     image = work * 9 * encoders // (30 * sum(s.sizes["I"] for s in samples))
@@ -219,7 +253,14 @@ def test_the_critical_section_hardly_waits(encoders, replicas, share):
 
 @pytest.mark.parametrize(("encoder", "language"), [(1, 2), (1, 4), (2, 4), (2, 1), (4, 1)])
 def test_sections_that_share_ranks_in_other_widths_do_not_keep_each_other_waiting(encoder, language):
-    vision = section("vision", range(8), tp=encoder, when=IMAGE, forward=f"{200 * encoder}*I", backward=f"{400 * encoder}*I")
+    vision = section(
+        "vision",
+        range(8),
+        tp=encoder,
+        when=IMAGE,
+        forward=f"{200 * encoder}*I",
+        backward=f"{400 * encoder}*I",
+    )
     lm = section("lm", range(8), tp=language, forward="S", backward="2*S")
     p, samples = plan([vision, lm], [edge("vision", "lm")], 8), mixed(32 * 8 // language, 0.33, seed=5)
     assert timed_schedule(p, samples)[1] <= 1.08 * schedule_bound(p, samples).ns

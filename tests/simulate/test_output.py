@@ -9,7 +9,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from secc.cli import main
-from secc.runtime.wavefront import schedule
+from secc.runtime.schedule.scheduler import schedule
 from secc.simulate.batches import global_batches
 from secc.simulate.drawing import page, svg, text
 from secc.simulate.machine import simulate
@@ -26,7 +26,14 @@ STEP = run(trained(vlm(replicas=2, cluster=cluster()), lm=10), [sample(7, *IMAGE
 def test_a_trace_has_an_event_for_each_computation_and_both_ends_of_each_message():
     events = chrome([STEP])["traceEvents"]
     compute = [e["args"] for e in events if e["ph"] == "X" and e["args"]["kind"] in "FB"]
-    assert {"kind": "F", "section": "vision", "replica": 0, "stage": 0, "microbatch": 0, "samples": [7]} in compute
+    assert {
+        "kind": "F",
+        "section": "vision",
+        "replica": 0,
+        "stage": 0,
+        "microbatch": 0,
+        "samples": [7],
+    } in compute
     assert len(compute) == 8
     sends = [e for e in events if e.get("cat") == "SEND"]
     assert sends[0]["args"].keys() == {"kind", "edge", "direction", "src", "dst", "samples", "bytes"}
@@ -51,10 +58,20 @@ def test_a_terminal_shows_a_line_for_each_rank_and_what_is_idle():
 def test_the_ranks_of_a_replica_share_a_row_and_stages_stand_below_each_other():
     vision = section("vision", [8, 9], when=IMAGE)
     made = plan(
-        [vision, *stages("lm", [[0, 1, 4, 5], [2, 3, 6, 7]], tp=2)], [edge("vision", "lm_0"), *passes_on(stages("lm", [[0], [1]]))], 11
+        [vision, *stages("lm", [[0, 1, 4, 5], [2, 3, 6, 7]], tp=2)],
+        [edge("vision", "lm_0"), *passes_on(stages("lm", [[0], [1]]))],
+        11,
     )
     found = rows(simulate(made, some := [sample(i, *IMAGE) for i in range(4)], schedule(made, some)), 64)
-    assert [r.label for r in found.rows] == ["8 vision", "9 vision", "0-1 lm_0", "2-3 lm_1", "4-5 lm_0", "6-7 lm_1", "10 idle"]
+    assert [r.label for r in found.rows] == [
+        "8 vision",
+        "9 vision",
+        "0-1 lm_0",
+        "2-3 lm_1",
+        "4-5 lm_0",
+        "6-7 lm_1",
+        "10 idle",
+    ]
     assert found.left_out == 0 and all(r.bars for r in found.rows[:6])
     numbers = [{b.section for b in r.bars} for r in found.rows]
     assert numbers[0] == {0} and numbers[2] == numbers[3] == {1}
@@ -64,7 +81,10 @@ def test_of_many_ranks_every_section_keeps_some_rows():
     made = plan([section("vision", [0], when=IMAGE), section("lm", range(1, 40))], [edge("vision", "lm")], 40)
     step = simulate(made, some := [sample(i, *IMAGE) for i in range(40)], schedule(made, some))
     found = rows(step, 8)
-    assert [r.label for r in found.rows] == ["0 vision", *(f"{1 + k * 38 // 6} lm" for k in range(7))] and found.left_out == 32
+    assert [r.label for r in found.rows] == [
+        "0 vision",
+        *(f"{1 + k * 38 // 6} lm" for k in range(7)),
+    ] and found.left_out == 32
     assert "(8 more ranks" in "".join(part for line in text(step, 80) for part, _ in line)
 
 
@@ -78,7 +98,12 @@ def test_a_drawing_is_well_formed_and_names_samples():
     titles = [t.text or "" for t in root.iter("{http://www.w3.org/2000/svg}title")]
     assert any(re.fullmatch(r"F vision 0: samples 7, 0\.000 ms", t) for t in titles)
     html = page(STEP, measure(STEP))
-    assert html.startswith("<!doctype html>") and "language" not in html and "vision (busy" in html and "<svg" in html
+    assert (
+        html.startswith("<!doctype html>")
+        and "language" not in html
+        and "vision (busy" in html
+        and "<svg" in html
+    )
 
 
 def test_batches_are_those_that_ranks_train_on(tmp_path):
@@ -86,7 +111,9 @@ def test_batches_are_those_that_ranks_train_on(tmp_path):
     first, second = global_batches(tmp_path / "plan", plan, steps=2)
     assert [s.id for s in first] == list(range(8))
     assert [s.id for s in second][:2] == [8, 9]
-    assert all((s.sizes["n_images"] > 0) == bool(s.pattern) for s in second) and any(s.pattern for s in second)
+    assert all((s.sizes["n_images"] > 0) == bool(s.pattern) for s in second) and any(
+        s.pattern for s in second
+    )
     shuffled = next(global_batches(tmp_path / "plan", plan, seed=1, shuffle=True))
     assert [s.id for s in shuffled] != [s.id for s in first]
 
@@ -94,9 +121,29 @@ def test_batches_are_those_that_ranks_train_on(tmp_path):
 def test_the_command_prints_stable_keys_and_writes_what_is_asked_for(tmp_path, capsys):
     write_plan(tmp_path / "plan", UNEVEN)
     files = [tmp_path / name for name in ("trace.json", "step.html", "step.svg")]
-    main_(["simulate", str(tmp_path / "plan"), "--json", "--steps", "2", "--trace", str(files[0]), "--draw", str(files[1])])
+    main_(
+        [
+            "simulate",
+            str(tmp_path / "plan"),
+            "--json",
+            "--steps",
+            "2",
+            "--trace",
+            str(files[0]),
+            "--draw",
+            str(files[1]),
+        ]
+    )
     found = json.loads(capsys.readouterr().out)
-    assert found.keys() >= {"step_time_s", "schedule_bound_s", "plan_bound_s", "gpus", "mfu", "sections", "baselines"}
+    assert found.keys() >= {
+        "step_time_s",
+        "schedule_bound_s",
+        "plan_bound_s",
+        "gpus",
+        "mfu",
+        "sections",
+        "baselines",
+    }
     assert found["step_time_s"] >= found["schedule_bound_s"] >= found["plan_bound_s"] > 0
     assert found["gpus"] == 3 and found["sections"]["decoder"]["gpus"] == 2
     assert json.loads(files[0].read_text())["traceEvents"]

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from secc.cli import main
-from secc.compiler import Compiled, Options, compile_model
-from secc.preview import MOST, computations, preview
+from secc.driver.compile import Compiled, Options, compile_model
+from secc.driver.step_preview import MOST, computations, preview
 from secc.report.facts import summary
-from secc.runtime.summary import MIX
+from secc.runtime.monitoring.run_summary import MIX
 
 MODELS = Path(__file__).parents[1] / "models"
 
@@ -22,7 +22,17 @@ def compiled(name: str, **options: str | int) -> Compiled:
 
 def test_a_plan_directory_has_a_drawn_step_and_its_trace(tmp_path: Path):
     with pytest.raises(SystemExit) as ended:
-        main(["compile", str(MODELS / "two_modalities.py"), "-o", str(tmp_path / "plan"), "--global-batch", "8", "--no-check"])
+        main(
+            [
+                "compile",
+                str(MODELS / "two_modalities.py"),
+                "-o",
+                str(tmp_path / "plan"),
+                "--global-batch",
+                "8",
+                "--no-check",
+            ]
+        )
     assert not ended.value.code
     prediction = json.loads((tmp_path / "plan" / "plan.json").read_text())["prediction"]
     busy = {name: share["busy"] for name, share in prediction["sections"].items()}
@@ -42,7 +52,7 @@ def test_sizes_that_values_decide_are_taken_as_they_were_captured():
 def test_steps_of_very_many_computations_are_left_to_simulate(monkeypatch: pytest.MonkeyPatch):
     made = compiled("vocabulary.py")
     assert 0 < sum(computations(made.plan, s) for s in made.plan.sections) < MOST
-    monkeypatch.setattr("secc.preview.MOST", 1)
+    monkeypatch.setattr("secc.driver.step_preview.MOST", 1)
     seen = preview(made)
     assert (seen.drawing, seen.files) == ("", {})
     assert seen.plan.prediction.keys() - made.plan.prediction.keys() == {MIX}

@@ -8,7 +8,7 @@ import torch
 import transformers as T
 from torch import nn
 
-from secc.runtime.recompute import units
+from secc.runtime.sections.recompute import units
 
 
 def layer(config: Any) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:

@@ -1,4 +1,5 @@
-"""Experts side by side in parameters of three dims are cut by their inner width, whatever their code and the order of their dims."""
+"""Experts side by side in parameters of three dims are cut by their inner width, whatever their code and the
+order of their dims."""
 
 from __future__ import annotations
 
@@ -10,27 +11,42 @@ import torch.nn.functional as F
 import transformers as T
 from torch import nn
 
-from secc.frontend.cuts.experts import find_experts
-from secc.frontend.cuts.find import expert_shards
-from secc.frontend.cuts.verify import Whole
-from secc.runtime.plan import Style
+from secc.frontend.tp_search.experts import find_experts
+from secc.frontend.tp_search.find import expert_shards
+from secc.frontend.tp_search.verify import Whole
+from secc.runtime.plan.schema import Style
 from tests.tensor_parallel.layers import layer
 
 WIDTH, INNER, EXPERTS = 32, 64, 4
-SMALL = {"hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64}
+SMALL = {
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 64,
+}
 SOME = {"num_experts": EXPERTS, "num_experts_per_tok": 2}
 MIXTRAL = T.MixtralConfig(**SMALL, intermediate_size=INNER, num_local_experts=EXPERTS, num_experts_per_tok=2)
 QWEN3 = T.Qwen3MoeConfig(**SMALL, **SOME, intermediate_size=48, moe_intermediate_size=INNER)
 SQUARE = T.Qwen3MoeConfig(**SMALL, **SOME, intermediate_size=48, moe_intermediate_size=WIDTH)
-GPT_OSS = T.GptOssConfig(**SMALL, intermediate_size=INNER, num_local_experts=EXPERTS, num_experts_per_tok=2, layer_types=["full_attention"])
+GPT_OSS = T.GptOssConfig(
+    **SMALL,
+    intermediate_size=INNER,
+    num_local_experts=EXPERTS,
+    num_experts_per_tok=2,
+    layer_types=["full_attention"],
+)
 
 
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize(
-    ("config", "halves"), [(MIXTRAL, (INNER, INNER)), (QWEN3, (INNER, INNER)), (SQUARE, (WIDTH, WIDTH)), (GPT_OSS, (2 * INNER,))]
+    ("config", "halves"),
+    [(MIXTRAL, (INNER, INNER)), (QWEN3, (INNER, INNER)), (SQUARE, (WIDTH, WIDTH)), (GPT_OSS, (2 * INNER,))],
 )
 def test_experts_of_models_are_cut(config: Any, halves: tuple[int, ...], count: int) -> None:
-    """Gate and up side by side or entry by entry, `[experts, out, in]` and `[experts, in, out]`, square matrices, biases."""
+    """Gate and up side by side or entry by entry, `[experts, out, in]` and `[experts, in, out]`, square
+    matrices, biases."""
     module, args, kwargs = layer(config)
     ((path, way),) = find_experts(module, (args, kwargs), count).items()
     cut = expert_shards(module.get_submodule(path), way, path)
@@ -42,7 +58,8 @@ def test_experts_of_models_are_cut(config: Any, halves: tuple[int, ...], count: 
 
 
 class Experts(nn.Module):
-    """Three products of all experts at once, in plain PyTorch; `mixed` has what sums over the inner width before the last one."""
+    """Three products of all experts at once, in plain PyTorch; `mixed` has what sums over the inner width
+    before the last one."""
 
     def __init__(self, mixed: bool = False) -> None:
         super().__init__()
@@ -51,7 +68,9 @@ class Experts(nn.Module):
         self.mixed = mixed
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        inner = torch.bmm(x.expand(EXPERTS, -1, -1), self.gate).relu() * torch.bmm(x.expand(EXPERTS, -1, -1), self.up)
+        inner = torch.bmm(x.expand(EXPERTS, -1, -1), self.gate).relu() * torch.bmm(
+            x.expand(EXPERTS, -1, -1), self.up
+        )
         inner = inner.softmax(-1) if self.mixed else inner
         return torch.einsum("eti,eih,te->th", inner, self.down, weights)
 
@@ -70,7 +89,9 @@ def test_plain_experts_are_cut_and_routers_get_whole_gradients() -> None:
     module, call = Layer(mixed=False), ((torch.randn(6, WIDTH, requires_grad=True),), {})
     way = find_experts(module, call, 2)["experts"]
     assert way == {"gate": (2, 1), "up": (2, 1), "down": (1, 1)}
-    verdict = Whole(module, call).compare(2, [Style("experts", "experts")], expert_shards(module.experts, way, "experts"))
+    verdict = Whole(module, call).compare(
+        2, [Style("experts", "experts")], expert_shards(module.experts, way, "experts")
+    )
     assert (verdict.reason, verdict.partial) == ("", ())
 
 

@@ -1,4 +1,5 @@
-"""How modules are cut is found from their code alone, and shown exact: attention by heads, feed-forward layers by their inner width."""
+"""How modules are cut is found from their code alone, and shown exact: attention by heads, feed-forward
+layers by their inner width."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ import torch.nn.functional as F
 import transformers as T
 from torch import nn
 
-from secc.frontend.cuts.find import Found, find, shards
-from secc.frontend.cuts.known import columns
-from secc.frontend.cuts.threads import ThreadGroup, run_ranks
-from secc.frontend.cuts.verify import Verdict, Whole
-from secc.runtime.plan import Style
+from secc.frontend.tp_search.find import Found, find, shards
+from secc.frontend.tp_search.hf_tp_plan import columns
+from secc.frontend.tp_search.threads import ThreadGroup, run_ranks
+from secc.frontend.tp_search.verify import Verdict, Whole
+from secc.runtime.plan.schema import Style
 from secc.runtime.tensor_parallel.shards import Cut, cut_parameters
 from secc.runtime.tensor_parallel.styles import apply
 from tests.tensor_parallel.layers import layer
@@ -30,11 +31,20 @@ def shown(module: nn.Module, *args: Any, count: int = 2, **kwargs: Any) -> tuple
     """The mapping, and what the comparison says of it without and with whole sizes."""
     call = (args, kwargs)
     found = find(module, call, count)
-    plain, shapes = (Whole(module, call).compare(count, found.styles(with_shapes), shards(module, found)) for with_shapes in (False, True))
+    plain, shapes = (
+        Whole(module, call).compare(count, found.styles(with_shapes), shards(module, found))
+        for with_shapes in (False, True)
+    )
     return found, plain, shapes
 
 
-SMALL = {"hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+SMALL = {
+    "hidden_size": WIDTH,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 64,
+}
 LLAMA = T.LlamaConfig(**SMALL, num_key_value_heads=2)
 QWEN3 = T.Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=8)
 GPT2 = T.GPT2Config(n_embd=WIDTH, n_layer=2, n_head=4, vocab_size=64)
@@ -44,7 +54,8 @@ NEOX = T.GPTNeoXConfig(**SMALL)
 
 @pytest.mark.parametrize("config", [LLAMA, QWEN3, GPT2, PHI3, NEOX], ids=lambda c: c.model_type)
 def test_layers_of_models_are_cut_everywhere(config: Any) -> None:
-    """Separate and fused projections, `nn.Linear` and `Conv1D`, queries and keys side by side or head by head, dropout."""
+    """Separate and fused projections, `nn.Linear` and `Conv1D`, queries and keys side by side or head by
+    head, dropout."""
     module, args, kwargs = layer(config)
     found, _, shapes = shown(module, *args, **kwargs)
     assert shapes.reason == "" and not found.whole
@@ -55,7 +66,9 @@ def test_layers_of_models_are_cut_everywhere(config: Any) -> None:
 def test_parts_of_fused_projections_are_found() -> None:
     module, args, kwargs = layer(PHI3)
     found, *_ = shown(module, *args, **kwargs)
-    assert found.columns["self_attn.qkv_proj"] == (WIDTH, WIDTH, WIDTH) and found.columns["mlp.gate_up_proj"] == (48, 48)
+    assert found.columns["self_attn.qkv_proj"] == (WIDTH, WIDTH, WIDTH) and found.columns[
+        "mlp.gate_up_proj"
+    ] == (48, 48)
     assert found.shared == ["4 heads", f"{WIDTH} outputs", "48 outputs"]
 
 
@@ -76,7 +89,10 @@ def test_plain_pytorch_with_sizes_spelt_out() -> None:
 
     torch.manual_seed(0)
     found, plain, shapes = shown(Block(), torch.randn(2, 7, WIDTH, requires_grad=True))
-    assert found.columns["attn.c_attn"] == (WIDTH, WIDTH, WIDTH) and set(found.rows) == {"attn.c_proj", "down"}
+    assert found.columns["attn.c_attn"] == (WIDTH, WIDTH, WIDTH) and set(found.rows) == {
+        "attn.c_proj",
+        "down",
+    }
     assert plain.reason and shapes == Verdict("", ("scale",))
 
 
@@ -96,7 +112,9 @@ def test_a_whole_activation_that_meets_parts_gets_its_whole_gradient() -> None:
     torch.manual_seed(0)
     found, plain, shapes = shown(Mixture(), torch.randn(2, 3, WIDTH, requires_grad=True))
     assert set(found.columns) == {"up"} and "softmax" in found.whole["router"]
-    assert plain.reason and shapes.reason == ""  # without marks the router's gradient would be a part of the sum
+    assert (
+        plain.reason and shapes.reason == ""
+    )  # without marks the router's gradient would be a part of the sum
 
 
 class Wrong(nn.Module):
@@ -121,7 +139,9 @@ def test_adapters_are_cut_with_their_layer() -> None:
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     model = nn.ModuleDict({"mlp": nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH))})
-    adapted = peft.get_peft_model(model["mlp"], peft.LoraConfig(target_modules=["0"], r=8, lora_alpha=8, init_lora_weights=False))
+    adapted = peft.get_peft_model(
+        model["mlp"], peft.LoraConfig(target_modules=["0"], r=8, lora_alpha=8, init_lora_weights=False)
+    )
     found, _, shapes = shown(adapted, torch.randn(2, 3, WIDTH, requires_grad=True))
     assert shapes.reason == "" and len(found.rows) >= 1
 
@@ -159,12 +179,20 @@ def test_norms_on_parts_of_the_sequence_are_exact_and_keep_less(config: Any, cou
     found = find(module, (args, kwargs), count)
     cut = shards(module, found)
     verdict = Whole(module, (args, kwargs)).compare(count, found.on_positions(False), cut)
-    assert verdict.reason == "" and {"input_layernorm.weight", "post_attention_layernorm.weight"} <= set(verdict.partial)
+    assert verdict.reason == "" and {"input_layernorm.weight", "post_attention_layernorm.weight"} <= set(
+        verdict.partial
+    )
 
     def bytes_of(styles: list[Style]) -> int:
         def rank(group: ThreadGroup) -> int:
             part = copy.deepcopy(module)
-            cut_parameters(part, {s.name: Cut(module.get_parameter(s.name).shape, s.dim, s.parts, group.index, count) for s in cut})
+            cut_parameters(
+                part,
+                {
+                    s.name: Cut(module.get_parameter(s.name).shape, s.dim, s.parts, group.index, count)
+                    for s in cut
+                },
+            )
             apply(part, styles, group, {s.name: s.parts for s in cut})
             inputs = [a.detach().clone().requires_grad_() for a in args]
             return kept(part, *inputs, **kwargs)

@@ -1,4 +1,5 @@
-"""Messages between replicas of several ranks, and parameters cut over them: every entry once, and back together."""
+"""Messages between replicas of several ranks, and parameters cut over them: every entry once, and back
+together."""
 
 from __future__ import annotations
 
@@ -8,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from secc.runtime.routes import bounds, gathered, routes
+from secc.runtime.parameters.sliced_tensor_store import Slice
+from secc.runtime.plan.replica_routes import bounds, gathered, routes
 from secc.runtime.tensor_parallel.shards import Cut
-from secc.runtime.tensor_store import Slice
 
 ranks = st.lists(st.integers(0, 9), min_size=1, max_size=6, unique=True).map(tuple)
 
@@ -26,7 +27,9 @@ def test_every_rank_of_the_consumer_gets_the_whole_message(sources, targets, siz
         ends = [bounds(size, p.index, p.count) for p in parts]
         assert ends[0][0] == 0 and ends[-1][1] == size and all(a[1] == b[0] for a, b in pairwise(ends))
         assert [targets.index(p.receiver) for p in parts] == sorted(targets.index(p.receiver) for p in parts)
-        lengths = [sum(b - a for p, (a, b) in zip(parts, ends, strict=True) if p.receiver == r) for r in targets]
+        lengths = [
+            sum(b - a for p, (a, b) in zip(parts, ends, strict=True) if p.receiver == r) for r in targets
+        ]
         assert gathered(sources, targets, size) == (lengths if len(targets) > 1 else [])
         assert len({(p.sender, p.receiver) for p in parts}) == len(parts)  # two ranks exchange one message
 

@@ -7,13 +7,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from secc.runtime.tensor_parallel.marks import Mark, Refused, Shapes, mark, set_mark
+from secc.runtime.tensor_parallel.rules.mark import Mark, Refused, mark, set_mark
+from secc.runtime.tensor_parallel.shape_mode import Shapes
 
 RANKS = 2
 
 
 def part(whole: torch.Tensor, dim: int, parts: tuple[int, ...], rank: int) -> torch.Tensor:
-    return set_mark(Shapes(rank, RANKS).part_of(whole, dim, parts).clone(), Mark(dim, parts, frozenset({"m"})))
+    return set_mark(
+        Shapes(rank, RANKS).part_of(whole, dim, parts).clone(), Mark(dim, parts, frozenset({"m"}))
+    )
 
 
 def same(code, whole: torch.Tensor, dim: int, parts: tuple[int, ...]) -> bool:
@@ -67,7 +70,9 @@ def test_views_there_and_back(before: list[int], inner: int, rows: int) -> None:
     """[..., 4 * inner] to [..., 4, inner] with any dims before, sizes given whole."""
     whole = torch.randn(*before, rows, 4 * inner)
     assert same(lambda t: t.view(*before, rows, 4, inner), whole, whole.ndim - 1, (4 * inner,))
-    assert same(lambda t: t.view(*before, rows, 4, inner).reshape(t.shape), whole, whole.ndim - 1, (4 * inner,))
+    assert same(
+        lambda t: t.view(*before, rows, 4, inner).reshape(t.shape), whole, whole.ndim - 1, (4 * inner,)
+    )
 
 
 REFUSED = {

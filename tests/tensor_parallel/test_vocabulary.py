@@ -1,4 +1,5 @@
-"""Ops on parts of a vocabulary, on ranks that are threads, against the same ops on whole tensors: values and gradients."""
+"""Ops on parts of a vocabulary, on ranks that are threads, against the same ops on whole tensors: values and
+gradients."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from secc.frontend.cuts.threads import run_ranks
+from secc.frontend.tp_search.threads import run_ranks
 from secc.runtime.errors import UserError
 from secc.runtime.tensor_parallel.parts import Parts
 
@@ -19,12 +20,18 @@ aten = torch.ops.aten
 CASES = {
     "log_softmax": (lambda x: x.log_softmax(1), lambda p, x: p.whole(p.log_softmax(x, 1), 1)),
     "softmax": (lambda x: x.t().softmax(0), lambda p, x: p.whole(p.softmax(x.t(), 0), 0)),
-    "bfloat16": (lambda x: x.bfloat16().log_softmax(1), lambda p, x: p.whole(p.log_softmax(x.bfloat16(), 1), 1)),
+    "bfloat16": (
+        lambda x: x.bfloat16().log_softmax(1),
+        lambda p, x: p.whole(p.log_softmax(x.bfloat16(), 1), 1),
+    ),
     "logsumexp": (lambda x: x.logsumexp(-1, True), lambda p, x: p.logsumexp(x, [-1], True)),
     "squares of logsumexp": (lambda x: x.logsumexp(1).square(), lambda p, x: p.logsumexp(x, 1).square()),
     "mean": (lambda x: x.square().mean(1), lambda p, x: p.mean(x.square(), [1])),
     "mean of all": (lambda x: x.square().mean(), lambda p, x: p.mean(x.square())),
-    "gather": (lambda x: x.gather(1, LABELS.clamp(0)[:, None]), lambda p, x: p.gather(x, 1, LABELS.clamp(0)[:, None])),
+    "gather": (
+        lambda x: x.gather(1, LABELS.clamp(0)[:, None]),
+        lambda p, x: p.gather(x, 1, LABELS.clamp(0)[:, None]),
+    ),
     "topk": (lambda x: x.topk(6, 1).values, lambda p, x: p.topk(x, 6, 1)[0]),
     "nll": (
         lambda x: F.nll_loss(x.log_softmax(1), LABELS, reduction="none"),
@@ -36,7 +43,9 @@ CASES = {
     ),
     "nll2d": (
         lambda x: F.nll_loss(x.log_softmax(1)[:, :, None], LABELS[:, None], reduction="none"),
-        lambda p, x: p.nll_loss2d(p.log_softmax(x, 1)[:, :, None, None], LABELS[:, None, None], None, 0, -100)[0].squeeze(2),
+        lambda p, x: p.nll_loss2d(
+            p.log_softmax(x, 1)[:, :, None, None], LABELS[:, None, None], None, 0, -100
+        )[0].squeeze(2),
     ),
     "whole values between parts": (
         lambda x: (x - x.logsumexp(1, True)).exp().square().sum(1),
@@ -79,7 +88,9 @@ def test_parts_give_what_the_whole_gives(name: str, count: int) -> None:
     for out, _ in ranks:
         assert torch.equal(out, ranks[0][0]), "all ranks have the same values, bit for bit"
         torch.testing.assert_close(out, wanted.detach(), rtol=rtol, atol=atol)
-    torch.testing.assert_close(torch.cat([g for _, g in ranks], 1), derived(wanted, whole), rtol=rtol, atol=atol)
+    torch.testing.assert_close(
+        torch.cat([g for _, g in ranks], 1), derived(wanted, whole), rtol=rtol, atol=atol
+    )
 
 
 def test_a_label_that_is_no_token_is_refused() -> None:

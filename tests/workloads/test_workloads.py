@@ -1,4 +1,5 @@
-"""The reference workloads' data: packed batches whose sizes `sizes(i)` tells, and features for every placeholder."""
+"""The reference workloads' data: packed batches whose sizes `sizes(i)` tells, and features for every
+placeholder."""
 
 from __future__ import annotations
 
@@ -7,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from secc.check import checked
-from secc.compiler import Options, compile_model
-from secc.runtime.user_model import UserModel, load
+from secc.driver.compile import Options, compile_model
+from secc.driver.exactness_check import checked
+from secc.runtime.model.user_file import UserModel, load
 
 FOLDER = Path(__file__).parents[2] / "tools" / "workloads"
 FILES = sorted(FOLDER.glob("*.py"))
@@ -35,7 +36,12 @@ def test_samples_are_packed(user: UserModel) -> None:
     data = user.module.dataset()
     samples = [data[i] for i in range(12)]
     batch = user.collate(samples)
-    assert batch["input_ids"].shape == batch["labels"].shape == batch["position_ids"].shape == (1, int(batch["lengths"].sum()))
+    assert (
+        batch["input_ids"].shape
+        == batch["labels"].shape
+        == batch["position_ids"].shape
+        == (1, int(batch["lengths"].sum()))
+    )
     assert batch["lengths"].tolist() == [len(s["input_ids"]) for s in samples]
 
 
@@ -52,7 +58,9 @@ def test_every_placeholder_has_a_feature(user: UserModel) -> None:
 @pytest.mark.slow
 def test_small_ones_are_exact(user: UserModel) -> None:
     """Each within a minute of one core."""
-    compiled = compile_model(user.path, Options(cluster="local:2", global_batch=16, stats_samples=64, small=True))
+    compiled = compile_model(
+        user.path, Options(cluster="local:2", global_batch=16, stats_samples=64, small=True)
+    )
     patterns = checked(compiled, required=True).plan.checks["patterns"]
     assert patterns and all(p["exact"] for p in patterns)
 

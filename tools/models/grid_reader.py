@@ -1,7 +1,9 @@
-"""A captioner whose encoder reads grids: images of their own sizes, positions and windows built in Python from the grids' values.
+"""A captioner whose encoder reads grids: images of their own sizes, positions and windows built in Python
+from the grids' values.
 
-It stands for models such as Qwen2.5-VL in plain PyTorch. What it does between its modules has other ops for every batch, so that a plan
-records it anew for each micro-batch (`tools/bench_rerecord.py` shows what that costs).
+It stands for models such as Qwen2.5-VL in plain PyTorch. What it does between its modules has other ops for
+every batch, so that a plan records it anew for each micro-batch (`tools/bench_rerecord.py` shows what that
+costs).
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 WORDS, PLACE, PATCH, LAYERS, MERGED = 64, 63, 48, 4, 4
-WIDTH = int(os.environ.get("WIDTH", "64"))  # the wider, the longer a step computes, while recordings take what they took
+WIDTH = int(
+    os.environ.get("WIDTH", "64")
+)  # the wider, the longer a step computes, while recordings take what they took
 SAMPLES = 512
 Sample = dict[str, torch.Tensor]
 
@@ -73,7 +77,9 @@ class Captioner(nn.Module):
         self.encoder, self.merge = Encoder(), nn.Linear(MERGED * WIDTH, WIDTH)
         self.words, self.decoder, self.head = nn.Embedding(WORDS, WIDTH), Decoder(), nn.Linear(WIDTH, WORDS)
 
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor, patches: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, ids: torch.Tensor, labels: torch.Tensor, patches: torch.Tensor, grids: torch.Tensor
+    ) -> torch.Tensor:
         waves, image = [], []
         for i, (rows, columns) in enumerate(grids.tolist()):
             y, x = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
@@ -114,7 +120,12 @@ class Captions(Dataset[Sample]):
         words = torch.randint(0, PLACE, (int(torch.randint(8, 40, (), generator=g)),), generator=g)
         ids = torch.cat([torch.full((rows * columns // MERGED,), PLACE), words])
         labels = torch.cat([torch.full((rows * columns // MERGED,), -100), words])
-        return dict(ids=ids, labels=labels, patches=torch.randn(rows * columns, PATCH, generator=g), grids=torch.tensor([[rows, columns]]))
+        return dict(
+            ids=ids,
+            labels=labels,
+            patches=torch.randn(rows * columns, PATCH, generator=g),
+            grids=torch.tensor([[rows, columns]]),
+        )
 
 
 def dataset() -> Dataset[Sample]:
@@ -123,5 +134,8 @@ def dataset() -> Dataset[Sample]:
 
 def collate(samples: list[Sample]) -> dict[str, Any]:
     padded = {"ids": 0, "labels": -100}
-    batch = {k: nn.utils.rnn.pad_sequence([s[k] for s in samples], batch_first=True, padding_value=v) for k, v in padded.items()}
+    batch = {
+        k: nn.utils.rnn.pad_sequence([s[k] for s in samples], batch_first=True, padding_value=v)
+        for k, v in padded.items()
+    }
     return batch | {k: torch.cat([s[k] for s in samples]) for k in ("patches", "grids")}

@@ -1,6 +1,8 @@
-"""Samples of given sizes, for emulated runs (`tools/bench_emulation.py`): `sizes.json` beside this file has those of each sample.
+"""Samples of given sizes, for emulated runs (`tools/bench_emulation.py`): `sizes.json` beside this file has
+those of each sample.
 
-`ids` has T tokens in one row, `images` I patches where there are any. The model is none: an emulated run builds no model.
+`ids` has T tokens in one row, `images` I patches where there are any. The model is none: an emulated run
+builds no model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Workload kd-32b-1.7b: Qwen3-32B teaches Qwen3-1.7B, whose embedding is tied; 512 samples a step on 8x8 H100."""
+"""Workload kd-32b-1.7b: Qwen3-32B teaches Qwen3-1.7B, whose embedding is tied; 512 samples a step on 8x8
+H100."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ def model() -> nn.Module:
 
 
 def small_model() -> nn.Module:
-    teacher, student = (LanguageModel(language_model(c)) for c in (small_text("Qwen3", 48), small_text("Qwen3", tied=True)))
+    teacher, student = (
+        LanguageModel(language_model(c)) for c in (small_text("Qwen3", 48), small_text("Qwen3", tied=True))
+    )
     return Distillation(teacher, student)
 
 

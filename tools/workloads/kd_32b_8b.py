@@ -18,7 +18,9 @@ def model() -> nn.Module:
 
 
 def small_model() -> nn.Module:
-    teacher, student = (LanguageModel(language_model(c)) for c in (small_text("Qwen3", 48), small_text("Qwen3")))
+    teacher, student = (
+        LanguageModel(language_model(c)) for c in (small_text("Qwen3", 48), small_text("Qwen3"))
+    )
     return Distillation(teacher, student)
 
 

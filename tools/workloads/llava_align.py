@@ -13,7 +13,9 @@ MIX = Mix(clip_images)
 
 
 def model() -> nn.Module:
-    return frozen(llava(clip_l_336(), llama3_8b()), "vision_tower", "language_model", "lm_head").to(torch.bfloat16)
+    return frozen(llava(clip_l_336(), llama3_8b()), "vision_tower", "language_model", "lm_head").to(
+        torch.bfloat16
+    )
 
 
 def small_model() -> nn.Module:

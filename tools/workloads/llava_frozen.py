@@ -1,4 +1,5 @@
-"""Workload llava-frozen: CLIP-L/14-336 frozen, a projector and Llama-3 8B trained; 256 samples a step on 2x8 H100."""
+"""Workload llava-frozen: CLIP-L/14-336 frozen, a projector and Llama-3 8B trained; 256 samples a step on 2x8
+H100."""
 
 from __future__ import annotations
 

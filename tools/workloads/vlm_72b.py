@@ -1,4 +1,5 @@
-"""Workload vlm-72b: Qwen2.5-VL's tower and a 72B language model, both trained; 512 samples a step on 32x8 H100."""
+"""Workload vlm-72b: Qwen2.5-VL's tower and a 72B language model, both trained; 512 samples a step on 32x8
+H100."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ MIX = Mix(qwen_images)
 
 def model() -> nn.Module:
     text = qwen2_5_72b()
-    return Supervised(Multimodal(language_model(text), qwen_vit(text.hidden_size, ffn=3456))).to(torch.bfloat16)
+    return Supervised(Multimodal(language_model(text), qwen_vit(text.hidden_size, ffn=3456))).to(
+        torch.bfloat16
+    )
 
 
 def small_model() -> nn.Module:

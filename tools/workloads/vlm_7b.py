@@ -1,4 +1,5 @@
-"""Workload vlm-7b: Qwen2.5-VL's tower and a 7B language model, both trained; 512 samples a step on 4x8 H100."""
+"""Workload vlm-7b: Qwen2.5-VL's tower and a 7B language model, both trained; 512 samples a step on 4x8
+H100."""
 
 from __future__ import annotations
 

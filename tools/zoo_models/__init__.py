@@ -1,4 +1,5 @@
-"""The zoo's models: small random models of public architectures from their configuration classes, with samples that fit them."""
+"""The zoo's models: small random models of public architectures from their configuration classes, with
+samples that fit them."""
 
 from __future__ import annotations
 

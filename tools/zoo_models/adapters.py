@@ -20,13 +20,16 @@ def adapted(model: nn.Module, only: str = "") -> nn.Module:
     """`model` frozen but for LoRA matrices, random ones, on the attention layers whose path has `only`."""
     from peft import LoraConfig, get_peft_model
 
-    targets = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and only in n and n.endswith(SUFFIXES)]
+    targets = [
+        n for n, m in model.named_modules() if isinstance(m, nn.Linear) and only in n and n.endswith(SUFFIXES)
+    ]
     config = LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False)
     return get_peft_model(model, config)  # pyright: ignore[reportArgumentType]
 
 
 def lora_llava() -> nn.Module:
-    """As LLaVA is fine-tuned: adapters in the language model, the projector trained whole, the tower frozen."""
+    """As LLaVA is fine-tuned: adapters in the language model, the projector trained whole, the tower
+    frozen."""
     net = adapted(llava(), "language_model")
     net.get_submodule("base_model.model.model.multi_modal_projector").requires_grad_(True)
     return net
@@ -48,7 +51,9 @@ def lora_student() -> nn.Module:
 
 
 def _collate(samples: Sequence[Sample]) -> Sample:
-    return padded(samples, {"input_ids": 0, "labels": IGNORED}, "attention_mask") | joined(samples, ["pixel_values"])
+    return padded(samples, {"input_ids": 0, "labels": IGNORED}, "attention_mask") | joined(
+        samples, ["pixel_values"]
+    )
 
 
 def _translation(g: torch.Generator) -> Sample:

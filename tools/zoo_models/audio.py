@@ -13,16 +13,34 @@ from torch.nn.utils.rnn import pad_sequence
 
 from tools.zoo_models.entry import Entry
 from tools.zoo_models.parts import TEXT, llama, quiet, qwen2
-from tools.zoo_models.samples import AUDIO, IGNORED, VOCABULARY, Sample, after, blanks, chance, integer, padded, words
+from tools.zoo_models.samples import (
+    AUDIO,
+    IGNORED,
+    VOCABULARY,
+    Sample,
+    after,
+    blanks,
+    chance,
+    integer,
+    padded,
+    words,
+)
 
 MELS, FRAMES = 8, 32
 ENCODER: dict[str, Any] = dict(
-    num_mel_bins=MELS, d_model=32, encoder_layers=2, encoder_attention_heads=2, encoder_ffn_dim=64, max_source_positions=FRAMES // 2
+    num_mel_bins=MELS,
+    d_model=32,
+    encoder_layers=2,
+    encoder_attention_heads=2,
+    encoder_ffn_dim=64,
+    max_source_positions=FRAMES // 2,
 )
 
 
 def qwen2_audio() -> nn.Module:
-    config = T.Qwen2AudioConfig(audio_config=T.Qwen2AudioEncoderConfig(**ENCODER), text_config=qwen2(), audio_token_index=AUDIO)
+    config = T.Qwen2AudioConfig(
+        audio_config=T.Qwen2AudioEncoderConfig(**ENCODER), text_config=qwen2(), audio_token_index=AUDIO
+    )
     return T.Qwen2AudioForConditionalGeneration(config)
 
 
@@ -35,11 +53,14 @@ def voxtral() -> nn.Module:
         num_mel_bins=MELS,
         max_source_positions=FRAMES // 2,
     )
-    return T.VoxtralForConditionalGeneration(T.VoxtralConfig(audio_config=audio, text_config=llama(), audio_token_id=AUDIO))
+    return T.VoxtralForConditionalGeneration(
+        T.VoxtralConfig(audio_config=audio, text_config=llama(), audio_token_id=AUDIO)
+    )
 
 
 def granite_speech() -> nn.Module:
-    """Its conformer normalises over the batch, so it is trained with those statistics fixed, as fine-tuning does."""
+    """Its conformer normalises over the batch, so it is trained with those statistics fixed, as fine-tuning
+    does."""
     encoder = T.GraniteSpeechEncoderConfig(
         input_dim=MELS,
         num_layers=2,
@@ -52,7 +73,12 @@ def granite_speech() -> nn.Module:
         conv_kernel_size=3,
     )
     projector = T.Blip2QFormerConfig(
-        vocab_size=2, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, encoder_hidden_size=32
+        vocab_size=2,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=64,
+        encoder_hidden_size=32,
     )
     config = T.GraniteSpeechConfig(
         text_config=T.GraniteConfig(**TEXT),
@@ -75,7 +101,9 @@ def audioflamingo3() -> nn.Module:
         intermediate_size=64,
         max_source_positions=FRAMES // 2,
     )
-    return T.AudioFlamingo3ForConditionalGeneration(T.AudioFlamingo3Config(audio_config=audio, text_config=qwen2(), audio_token_id=AUDIO))
+    return T.AudioFlamingo3ForConditionalGeneration(
+        T.AudioFlamingo3Config(audio_config=audio, text_config=qwen2(), audio_token_id=AUDIO)
+    )
 
 
 def _whisper_config(decoder_layers: int) -> T.WhisperConfig:
@@ -112,7 +140,9 @@ class DistilledWhisper(nn.Module):
             heard = self.teacher.model.encoder(input_features)
             wanted = self.teacher(encoder_outputs=heard, labels=labels).logits
         found, counts = self.student(encoder_outputs=heard, labels=labels), labels != IGNORED
-        divergence = F.kl_div(found.logits[counts].log_softmax(-1), wanted[counts].softmax(-1), reduction="sum")
+        divergence = F.kl_div(
+            found.logits[counts].log_softmax(-1), wanted[counts].softmax(-1), reduction="sum"
+        )
         return found.loss + 0.8 * divergence / counts.sum()
 
 
@@ -156,7 +186,9 @@ def speech_encoder_decoder() -> nn.Module:
         add_cross_attention=True,
         use_cache=False,
     )
-    config = T.SpeechEncoderDecoderConfig(encoder=quiet(encoder), decoder=quiet(decoder), decoder_start_token_id=1, pad_token_id=0)
+    config = T.SpeechEncoderDecoderConfig(
+        encoder=quiet(encoder), decoder=quiet(decoder), decoder_start_token_id=1, pad_token_id=0
+    )
     return T.SpeechEncoderDecoderModel(config)
 
 
@@ -194,7 +226,8 @@ def _voxtral(g: torch.Generator) -> Sample:
 
 
 def _masked(tokens: int, mask: str):
-    """Half of the samples have one clip of FRAMES frames of which some are silence: `mask` says which are not."""
+    """Half of the samples have one clip of FRAMES frames of which some are silence: `mask` says which are
+    not."""
 
     def make(g: torch.Generator) -> Sample:
         if not chance(g):
@@ -202,7 +235,10 @@ def _masked(tokens: int, mask: str):
         length = integer(g, 12, FRAMES + 1)
         count = ((length - 1) // 2 - 1) // 2 + 1
         sample = after(blanks(min(count, tokens), AUDIO), words(g))
-        return sample | {"input_features": _clip(g, FRAMES), mask: (torch.arange(FRAMES) < length).long()[None]}
+        return sample | {
+            "input_features": _clip(g, FRAMES),
+            mask: (torch.arange(FRAMES) < length).long()[None],
+        }
 
     return make
 
@@ -212,7 +248,9 @@ def _granite(g: torch.Generator) -> Sample:
     if not chance(g):
         return after([], words(g))
     frames = integer(g, 12, 21)
-    return after(blanks(2 * -(-frames // 4), AUDIO), words(g)) | {"input_features": torch.randn(frames, MELS, generator=g)}
+    return after(blanks(2 * -(-frames // 4), AUDIO), words(g)) | {
+        "input_features": torch.randn(frames, MELS, generator=g)
+    }
 
 
 def _granite_collate(samples: Sequence[Sample]) -> Sample:
@@ -236,7 +274,9 @@ def _spoken_collate(samples: Sequence[Sample]) -> Sample:
     """[samples, most frames, mels], and which frames are real."""
     batch = padded(samples, {"labels": IGNORED})
     batch["input_features"] = pad_sequence([s["input_features"] for s in samples], batch_first=True)
-    batch["attention_mask"] = pad_sequence([torch.ones(len(s["input_features"]), dtype=torch.long) for s in samples], batch_first=True)
+    batch["attention_mask"] = pad_sequence(
+        [torch.ones(len(s["input_features"]), dtype=torch.long) for s in samples], batch_first=True
+    )
     return batch
 
 

@@ -10,7 +10,19 @@ from torch import nn
 
 from tools.zoo_models.entry import Entry
 from tools.zoo_models.parts import TEXT, quiet
-from tools.zoo_models.samples import IGNORED, IMAGE, VOCABULARY, Sample, after, blanks, chance, integer, joined, padded, words
+from tools.zoo_models.samples import (
+    IGNORED,
+    IMAGE,
+    VOCABULARY,
+    Sample,
+    after,
+    blanks,
+    chance,
+    integer,
+    joined,
+    padded,
+    words,
+)
 
 PATCH = 27  # numbers of a patch of 3 x 3 pixels; a row and a column stand before them
 LATENTS = 4  # what Kosmos-2.5 makes of an image
@@ -26,7 +38,9 @@ def kosmos2_5() -> nn.Module:
         vocab_size=VOCABULARY, embed_dim=48, layers=2, ffn_dim=96, attention_heads=4, dropout=0.0, attention_dropout=0.0,
         activation_dropout=0.0, layerdrop=0.0, max_position_embeddings=256, use_cache=False,
     )  # fmt: skip
-    config = T.Kosmos2_5Config(text_config=text, vision_config=PAGE | {"max_num_patches": 12}, latent_query_num=LATENTS)
+    config = T.Kosmos2_5Config(
+        text_config=text, vision_config=PAGE | {"max_num_patches": 12}, latent_query_num=LATENTS
+    )
     return T.Kosmos2_5ForConditionalGeneration(config)
 
 
@@ -43,7 +57,9 @@ def pix2struct() -> nn.Module:
         vocab_size=VOCABULARY, hidden_size=48, d_kv=12, d_ff=64, num_layers=2, num_heads=4, dropout_rate=0.0, use_cache=False,
         encoder_hidden_size=48,
     )  # fmt: skip
-    config = T.Pix2StructConfig(text_config=text, vision_config=PAGE | {"seq_len": 12}, decoder_start_token_id=0, pad_token_id=0)
+    config = T.Pix2StructConfig(
+        text_config=text, vision_config=PAGE | {"seq_len": 12}, decoder_start_token_id=0, pad_token_id=0
+    )
     return T.Pix2StructForConditionalGeneration(config)
 
 
@@ -57,16 +73,25 @@ def led() -> nn.Module:
 
 
 def fuyu() -> nn.Module:
-    config = T.FuyuConfig(text_config=T.PersimmonConfig(**TEXT), image_size=16, patch_size=4, image_token_id=IMAGE, **TEXT)
+    config = T.FuyuConfig(
+        text_config=T.PersimmonConfig(**TEXT), image_size=16, patch_size=4, image_token_id=IMAGE, **TEXT
+    )
     return T.FuyuForCausalLM(quiet(config))
 
 
 def lfm2_vl() -> nn.Module:
     text = T.Lfm2Config(**TEXT | {"layer_types": ["conv", "full_attention"]})
     vision = T.Siglip2VisionConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_patches=16, patch_size=4
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_patches=16,
+        patch_size=4,
     )
-    config = T.Lfm2VlConfig(vision_config=vision, text_config=text, image_token_id=IMAGE, projector_hidden_size=32)
+    config = T.Lfm2VlConfig(
+        vision_config=vision, text_config=text, image_token_id=IMAGE, projector_hidden_size=32
+    )
     return T.Lfm2VlForConditionalGeneration(config)
 
 
@@ -98,14 +123,23 @@ def _asked_batch(samples: Sequence[Sample]) -> Sample:
 
 def _read(g: torch.Generator) -> Sample:
     page = _page(g)
-    return {"labels": words(g), "flattened_patches": _padded_page(page), "attention_mask": (torch.arange(12) < len(page)).float()}
+    return {
+        "labels": words(g),
+        "flattened_patches": _padded_page(page),
+        "attention_mask": (torch.arange(12) < len(page)).float(),
+    }
 
 
 def _boxed(g: torch.Generator) -> Sample:
     text = words(g)
     corners = torch.randint(0, BOXES // 2, (len(text), 2), generator=g)
     boxes = torch.cat([corners, corners + torch.randint(1, BOXES // 2, (len(text), 2), generator=g)], 1)
-    return {"input_ids": text, "bbox": boxes, "pixel_values": torch.randn(3, 16, 16, generator=g), "labels": words(g)}
+    return {
+        "input_ids": text,
+        "bbox": boxes,
+        "pixel_values": torch.randn(3, 16, 16, generator=g),
+        "labels": words(g),
+    }
 
 
 def _boxed_batch(samples: Sequence[Sample]) -> Sample:
@@ -136,7 +170,9 @@ def _shaped(g: torch.Generator) -> Sample:
 
 def _shaped_batch(samples: Sequence[Sample]) -> Sample:
     keys = {"input_ids": 0, "labels": IGNORED}
-    return padded(samples, keys, mask="attention_mask") | joined(samples, ["pixel_values", "pixel_attention_mask", "spatial_shapes"])
+    return padded(samples, keys, mask="attention_mask") | joined(
+        samples, ["pixel_values", "pixel_attention_mask", "spatial_shapes"]
+    )
 
 
 ENTRIES = [

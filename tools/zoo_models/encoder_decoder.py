@@ -62,7 +62,9 @@ def bart() -> nn.Module:
 def vision_encoder_decoder() -> nn.Module:
     encoder = T.ViTConfig(**VISION, hidden_dropout_prob=0.0)
     decoder = T.BertConfig(**BERT, is_decoder=True, add_cross_attention=True)
-    config = T.VisionEncoderDecoderConfig(encoder=encoder, decoder=decoder, decoder_start_token_id=1, pad_token_id=0)
+    config = T.VisionEncoderDecoderConfig(
+        encoder=encoder, decoder=decoder, decoder_start_token_id=1, pad_token_id=0
+    )
     return T.VisionEncoderDecoderModel(config)
 
 
@@ -78,7 +80,15 @@ def encoder_decoder() -> nn.Module:
 
 def donut() -> nn.Module:
     """Windows that shift from layer to layer, merged between stages, before a decoder."""
-    encoder = T.SwinConfig(image_size=32, patch_size=4, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4, drop_path_rate=0.0)
+    encoder = T.SwinConfig(
+        image_size=32,
+        patch_size=4,
+        embed_dim=16,
+        depths=[2, 2],
+        num_heads=[2, 4],
+        window_size=4,
+        drop_path_rate=0.0,
+    )
     decoder = T.MBartConfig(
         vocab_size=VOCABULARY,
         d_model=48,
@@ -94,7 +104,9 @@ def donut() -> nn.Module:
         bos_token_id=1,
         eos_token_id=2,
     )
-    config = T.VisionEncoderDecoderConfig(encoder=encoder, decoder=quiet(decoder), decoder_start_token_id=1, pad_token_id=0)
+    config = T.VisionEncoderDecoderConfig(
+        encoder=encoder, decoder=quiet(decoder), decoder_start_token_id=1, pad_token_id=0
+    )
     return T.VisionEncoderDecoderModel(config)
 
 

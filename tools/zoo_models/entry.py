@@ -1,6 +1,8 @@
-"""What the zoo knows of one architecture: how to build it small, what its samples look like, how they become a batch.
+"""What the zoo knows of one architecture: how to build it small, what its samples look like, how they become
+a batch.
 
-An entry is what a user would put into a model file; `source` writes that file, so that the zoo goes the user's way.
+An entry is what a user would put into a model file; `source` writes that file, so that the zoo goes the
+user's way.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ model, dataset = _ENTRY.model, _ENTRY.dataset
 
 @dataclass(frozen=True)
 class Entry:
-    """An architecture of the zoo: `model` builds it, `make` draws one sample, `collate` is None for secc's default."""
+    """An architecture of the zoo: `model` builds it, `make` draws one sample, `collate` is None for secc's
+    default."""
 
     name: str
     family: str

@@ -1,4 +1,5 @@
-"""Mixture-of-experts language models, and one that distils one of them: their expert blocks are kept whole."""
+"""Mixture-of-experts language models, and one that distils one of them: their expert blocks are kept
+whole."""
 
 from __future__ import annotations
 
@@ -12,11 +13,17 @@ from tools.zoo_models.samples import text_only
 
 
 def mixtral() -> nn.Module:
-    return T.MixtralForCausalLM(T.MixtralConfig(**TEXT, num_local_experts=4, num_experts_per_tok=2, sliding_window=None))
+    return T.MixtralForCausalLM(
+        T.MixtralConfig(**TEXT, num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
+    )
 
 
 def qwen3_moe(**options) -> T.PreTrainedModel:
-    config = T.Qwen3MoeConfig(**TEXT | {"head_dim": 12, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2} | options)
+    config = T.Qwen3MoeConfig(
+        **TEXT
+        | {"head_dim": 12, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+        | options
+    )
     return T.Qwen3MoeForCausalLM(config)
 
 
@@ -90,20 +97,25 @@ def qwen3_next() -> nn.Module:
 
 
 class Distilled(nn.Module):
-    """A dense student learns from a mixture-of-experts teacher by the divergence of their answers, and from the labels."""
+    """A dense student learns from a mixture-of-experts teacher by the divergence of their answers, and from
+    the labels."""
 
     def __init__(self) -> None:
         super().__init__()
         self.teacher = qwen3_moe(num_hidden_layers=3).requires_grad_(False)
         self.student = T.Qwen2ForCausalLM(qwen2())
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor
+    ) -> torch.Tensor:
         with torch.no_grad():
             taught = self.teacher(input_ids, attention_mask).logits[:, :-1]
         found = self.student(input_ids, attention_mask).logits[:, :-1]
         targets = labels[:, 1:]
         counted = (targets != -100).float()
-        divergence = nn.functional.kl_div(found.log_softmax(-1), taught.log_softmax(-1), reduction="none", log_target=True).sum(-1)
+        divergence = nn.functional.kl_div(
+            found.log_softmax(-1), taught.log_softmax(-1), reduction="none", log_target=True
+        ).sum(-1)
         plain = nn.functional.cross_entropy(found.flatten(0, 1), targets.flatten(), ignore_index=-100)
         return plain + (divergence * counted).sum() / counted.sum().clamp(min=1)
 

@@ -1,4 +1,5 @@
-"""Models that describe images and videos by grids (`image_grid_thw`): positions and windows are computed from their values."""
+"""Models that describe images and videos by grids (`image_grid_thw`): positions and windows are computed from
+their values."""
 
 from __future__ import annotations
 
@@ -11,32 +12,65 @@ from torch import nn
 
 from tools.zoo_models.entry import Entry
 from tools.zoo_models.parts import TEXT
-from tools.zoo_models.samples import AUDIO, END, IGNORED, IMAGE, START, VIDEO, Sample, after, blanks, chance, integer, joined, padded, words
+from tools.zoo_models.samples import (
+    AUDIO,
+    END,
+    IGNORED,
+    IMAGE,
+    START,
+    VIDEO,
+    Sample,
+    after,
+    blanks,
+    chance,
+    integer,
+    joined,
+    padded,
+    words,
+)
 
 PATCH, MELS, FRAMES = 4, 8, 32
 SOUND_START, SOUND_END = 114, 113
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2]}
-TOKENS: dict[str, Any] = dict(image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END)
-TOWER: dict[str, Any] = dict(depth=2, num_heads=2, patch_size=PATCH, spatial_merge_size=2, temporal_patch_size=2)
+TOKENS: dict[str, Any] = dict(
+    image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END
+)
+TOWER: dict[str, Any] = dict(
+    depth=2, num_heads=2, patch_size=PATCH, spatial_merge_size=2, temporal_patch_size=2
+)
 MRoPE: dict[str, Any] = TEXT | {"rope_parameters": ROPE}
 
 
 def qwen2_vl() -> nn.Module:
-    config = T.Qwen2VLConfig(vision_config=TOWER | dict(embed_dim=32, hidden_size=48, mlp_ratio=2), text_config=dict(MRoPE), **TOKENS)
+    config = T.Qwen2VLConfig(
+        vision_config=TOWER | dict(embed_dim=32, hidden_size=48, mlp_ratio=2),
+        text_config=dict(MRoPE),
+        **TOKENS,
+    )
     return T.Qwen2VLForConditionalGeneration(config)
 
 
 def qwen2_5_vl() -> nn.Module:
-    vision = TOWER | dict(hidden_size=32, intermediate_size=64, out_hidden_size=48, window_size=16, fullatt_block_indexes=[1])
-    return T.Qwen2_5_VLForConditionalGeneration(T.Qwen2_5_VLConfig(vision_config=vision, text_config=dict(MRoPE), **TOKENS))
+    vision = TOWER | dict(
+        hidden_size=32, intermediate_size=64, out_hidden_size=48, window_size=16, fullatt_block_indexes=[1]
+    )
+    return T.Qwen2_5_VLForConditionalGeneration(
+        T.Qwen2_5_VLConfig(vision_config=vision, text_config=dict(MRoPE), **TOKENS)
+    )
 
 
 def qwen3_vl() -> nn.Module:
     vision = TOWER | dict(
-        hidden_size=32, intermediate_size=64, out_hidden_size=48, num_position_embeddings=16, deepstack_visual_indexes=[0]
+        hidden_size=32,
+        intermediate_size=64,
+        out_hidden_size=48,
+        num_position_embeddings=16,
+        deepstack_visual_indexes=[0],
     )
     text = MRoPE | {"head_dim": 12, "rope_parameters": ROPE | {"mrope_interleaved": True}}
-    return T.Qwen3VLForConditionalGeneration(T.Qwen3VLConfig(vision_config=vision, text_config=text, **TOKENS))
+    return T.Qwen3VLForConditionalGeneration(
+        T.Qwen3VLConfig(vision_config=vision, text_config=text, **TOKENS)
+    )
 
 
 def qwen2_5_omni() -> nn.Module:
@@ -50,7 +84,9 @@ def qwen2_5_omni() -> nn.Module:
         n_window=4,
         output_dim=48,
     )
-    vision = TOWER | dict(hidden_size=32, intermediate_size=64, out_hidden_size=48, window_size=16, fullatt_block_indexes=[1])
+    vision = TOWER | dict(
+        hidden_size=32, intermediate_size=64, out_hidden_size=48, window_size=16, fullatt_block_indexes=[1]
+    )
     config = T.Qwen2_5OmniThinkerConfig(
         audio_config=audio,
         vision_config=vision,
@@ -91,11 +127,15 @@ def sound(g: torch.Generator) -> tuple[torch.Tensor, Sample]:
     count = ((length - 1) // 2 - 1) // 2 + 1
     tokens = torch.cat([torch.tensor([SOUND_START]), blanks(count, AUDIO), torch.tensor([SOUND_END])])
     mask = (torch.arange(FRAMES) < length).long()[None]
-    return tokens, {"input_features": torch.randn(1, MELS, FRAMES, generator=g), "feature_attention_mask": mask}
+    return tokens, {
+        "input_features": torch.randn(1, MELS, FRAMES, generator=g),
+        "feature_attention_mask": mask,
+    }
 
 
 def mixed(parts: Sequence[Any], typed: bool) -> Any:
-    """Texts with some of `parts` before them; `typed` adds the token types that say which positions are images and videos."""
+    """Texts with some of `parts` before them; `typed` adds the token types that say which positions are
+    images and videos."""
 
     def make(g: torch.Generator) -> Sample:
         chosen = [p(g) for p in parts if chance(g, 0.5)]
@@ -110,8 +150,17 @@ def mixed(parts: Sequence[Any], typed: bool) -> Any:
 
 def collate(samples: Sequence[Sample]) -> Sample:
     types = {"mm_token_type_ids": 0} if "mm_token_type_ids" in samples[0] else {}
-    rows = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "input_features", "feature_attention_mask")
-    return padded(samples, {"input_ids": 0, "labels": IGNORED} | types, "attention_mask") | joined(samples, rows)
+    rows = (
+        "pixel_values",
+        "image_grid_thw",
+        "pixel_values_videos",
+        "video_grid_thw",
+        "input_features",
+        "feature_attention_mask",
+    )
+    return padded(samples, {"input_ids": 0, "labels": IGNORED} | types, "attention_mask") | joined(
+        samples, rows
+    )
 
 
 ENTRIES = [

@@ -1,5 +1,6 @@
-"""Compound models with what research code does beside computing: hooks that gather features, experts chosen in Python, gradients inside of
-forward, frozen teachers in 16 bits, rows taken apart by lengths, complex weights."""
+"""Compound models with what research code does beside computing: hooks that gather features, experts chosen
+in Python, gradients inside of forward, frozen teachers in 16 bits, rows taken apart by lengths, complex
+weights."""
 
 from __future__ import annotations
 
@@ -21,7 +22,11 @@ class Watched(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.teacher, self.student, self.fit = Patches(4).requires_grad_(False), Patches(2), nn.Linear(WIDTH, WIDTH)
+        self.teacher, self.student, self.fit = (
+            Patches(4).requires_grad_(False),
+            Patches(2),
+            nn.Linear(WIDTH, WIDTH),
+        )
         self.seen: dict[str, list[torch.Tensor]] = {"teacher": [], "student": []}
         for name, layers in (("teacher", self.teacher.layers[1::2]), ("student", self.student.layers)):
             for layer in layers:
@@ -79,7 +84,9 @@ class Field(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.network = nn.Sequential(nn.Linear(3, WIDTH), nn.SiLU(), nn.Linear(WIDTH, WIDTH), nn.SiLU(), nn.Linear(WIDTH, 1))
+        self.network = nn.Sequential(
+            nn.Linear(3, WIDTH), nn.SiLU(), nn.Linear(WIDTH, WIDTH), nn.SiLU(), nn.Linear(WIDTH, 1)
+        )
 
     def forward(self, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.enable_grad():
@@ -121,7 +128,10 @@ class Modes(nn.Module):
 
     def __init__(self, kept: int = 5) -> None:
         super().__init__()
-        self.kept, self.weight = kept, nn.Parameter(torch.randn(WIDTH, WIDTH, kept, dtype=torch.cfloat) / WIDTH)
+        self.kept, self.weight = (
+            kept,
+            nn.Parameter(torch.randn(WIDTH, WIDTH, kept, dtype=torch.cfloat) / WIDTH),
+        )
         self.local = nn.Conv1d(WIDTH, WIDTH, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -136,7 +146,11 @@ class Operator(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lift, self.modes, self.project = nn.Linear(1, WIDTH), nn.ModuleList([Modes() for _ in range(2)]), nn.Linear(WIDTH, 1)
+        self.lift, self.modes, self.project = (
+            nn.Linear(1, WIDTH),
+            nn.ModuleList([Modes() for _ in range(2)]),
+            nn.Linear(WIDTH, 1),
+        )
 
     def forward(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
         x = self.lift(before[..., None]).transpose(1, 2)
@@ -147,13 +161,16 @@ class Operator(nn.Module):
 
 
 class Belief(nn.Module):
-    """A text from a picture by way of a Gaussian, as `torch.distributions` has them, which look whether their arguments are valid."""
+    """A text from a picture by way of a Gaussian, as `torch.distributions` has them, which look whether their
+    arguments are valid."""
 
     def __init__(self) -> None:
         super().__init__()
         self.encoder, self.decoder, self.belief = Patches(), Decoder(), nn.Linear(WIDTH, 2 * WIDTH)
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, pixel_values: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, labels: torch.Tensor, pixel_values: torch.Tensor
+    ) -> torch.Tensor:
         mean, spread = self.belief(self.encoder(pixel_values)).chunk(2, -1)
         belief = torch.distributions.Normal(mean, F.softplus(spread) + 1e-3)
         prior = torch.distributions.Normal(torch.zeros_like(mean), 1.0)
@@ -176,7 +193,10 @@ def _molecule(g: torch.Generator) -> Sample:
 
 def _document(g: torch.Generator) -> Sample:
     count = integer(g, 1, 5)
-    return {"sentences": torch.randint(3, 99, (count, 6), generator=g), "kind": torch.randint(0, 3, (), generator=g)}
+    return {
+        "sentences": torch.randint(3, 99, (count, 6), generator=g),
+        "kind": torch.randint(0, 3, (), generator=g),
+    }
 
 
 def _documents(samples: Sequence[Sample]) -> Sample:

@@ -1,4 +1,5 @@
-"""Language models that mix attention with recurrences: state spaces, linear attention, gated recurrent units."""
+"""Language models that mix attention with recurrences: state spaces, linear attention, gated recurrent
+units."""
 
 from __future__ import annotations
 
@@ -38,12 +39,16 @@ def falcon_h1() -> nn.Module:
 
 def recurrent_gemma() -> nn.Module:
     options = {k: v for k, v in TEXT.items() if k != "max_position_embeddings"}
-    config = T.RecurrentGemmaConfig(**options | {"num_hidden_layers": 3, "intermediate_size": 192}, lru_width=48, attention_window_size=64)
+    config = T.RecurrentGemmaConfig(
+        **options | {"num_hidden_layers": 3, "intermediate_size": 192}, lru_width=48, attention_window_size=64
+    )
     return T.RecurrentGemmaForCausalLM(config)
 
 
 def rwkv() -> nn.Module:
-    config = T.RwkvConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, context_length=64, use_cache=False)
+    config = T.RwkvConfig(
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, context_length=64, use_cache=False
+    )
     return T.RwkvForCausalLM(config)
 
 

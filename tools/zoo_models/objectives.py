@@ -1,5 +1,6 @@
-"""Losses that are trained today beside the next token's: preferences with a frozen reference, policies with advantages, draft heads,
-diffusion with frozen encoders, codebooks. Plain PyTorch as it is written for them."""
+"""Losses that are trained today beside the next token's: preferences with a frozen reference, policies with
+advantages, draft heads, diffusion with frozen encoders, codebooks. Plain PyTorch as it is written for
+them."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ class Anchored(nn.Module):
 
 
 class Preferences(Anchored):
-    """DPO: chosen and rejected answers in one batch, one half behind the other, through a policy and a frozen reference."""
+    """DPO: chosen and rejected answers in one batch, one half behind the other, through a policy and a frozen
+    reference."""
 
     def forward(
         self,
@@ -63,20 +65,30 @@ class Preferences(Anchored):
         with torch.no_grad():
             known = log_probabilities(self.reference(input_ids=ids, attention_mask=mask).logits, labels)
         chosen, rejected = BETA * (found - known)[:n], BETA * (found - known)[n:]
-        return {"loss": -F.logsigmoid(chosen - rejected).mean(), "accuracy": (chosen > rejected).float().mean()}
+        return {
+            "loss": -F.logsigmoid(chosen - rejected).mean(),
+            "accuracy": (chosen > rejected).float().mean(),
+        }
 
 
 class AdaptedPreferences(nn.Module):
-    """DPO with adapters: the reference is the policy with its adapters switched off. A sample's answers stand one behind the other."""
+    """DPO with adapters: the reference is the policy with its adapters switched off. A sample's answers stand
+    one behind the other."""
 
     def __init__(self) -> None:
         super().__init__()
         self.policy = adapted(T.LlamaForCausalLM(llama()))
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        found = log_probabilities(self.policy(input_ids=input_ids, attention_mask=attention_mask).logits, labels)
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor
+    ) -> torch.Tensor:
+        found = log_probabilities(
+            self.policy(input_ids=input_ids, attention_mask=attention_mask).logits, labels
+        )
         with torch.no_grad(), self.policy.disable_adapter():  # pyright: ignore[reportCallIssue]
-            known = log_probabilities(self.policy(input_ids=input_ids, attention_mask=attention_mask).logits, labels)
+            known = log_probabilities(
+                self.policy(input_ids=input_ids, attention_mask=attention_mask).logits, labels
+            )
         chosen, rejected = (BETA * (found - known)).view(-1, 2).unbind(1)
         return -F.logsigmoid(chosen - rejected).mean()
 
@@ -94,7 +106,8 @@ class Reward(nn.Module):
 
 
 class Policy(Anchored):
-    """GRPO: advantages and earlier log probabilities of each token come with the batch; the policy stays near a frozen reference."""
+    """GRPO: advantages and earlier log probabilities of each token come with the batch; the policy stays near
+    a frozen reference."""
 
     def forward(
         self,
@@ -114,11 +127,15 @@ class Policy(Anchored):
         ratio, gain = torch.exp(found - before[:, 1:]), advantages[:, 1:]
         away = torch.exp(known - found) - (known - found) - 1
         loss = 0.04 * away - torch.min(ratio * gain, ratio.clamp(0.8, 1.2) * gain)
-        return {"loss": (loss * counted).sum() / counted.sum(), "away": (away * counted).sum() / counted.sum()}
+        return {
+            "loss": (loss * counted).sum() / counted.sum(),
+            "away": (away * counted).sum() / counted.sum(),
+        }
 
 
 class Draft(nn.Module):
-    """Heads that draft tokens ahead from a frozen model's states, and a layer that predicts its next state."""
+    """Heads that draft tokens ahead from a frozen model's states, and a layer that predicts its next
+    state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +145,9 @@ class Draft(nn.Module):
         self.layer = nn.TransformerEncoderLayer(width, 4, 96, dropout=0.0, batch_first=True, norm_first=True)
         self.heads = nn.ModuleList([nn.Sequential(nn.Linear(width, width), nn.SiLU()) for _ in range(2)])
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, loss_mask: torch.Tensor
+    ) -> torch.Tensor:
         with torch.no_grad():
             out = self.base(input_ids=input_ids, attention_mask=attention_mask, output_hidden_states=True)
             states, likely = out.hidden_states[-1], out.logits.softmax(-1)
@@ -150,13 +169,22 @@ class Denoiser(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.patch, self.when, self.said = nn.Linear(4, WIDTH), nn.Linear(16, WIDTH), nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.patch, self.when, self.said = (
+            nn.Linear(4, WIDTH),
+            nn.Linear(16, WIDTH),
+            nn.MultiheadAttention(WIDTH, 2, batch_first=True),
+        )
         self.layers = nn.ModuleList([Layer(causal=False) for _ in range(3)])
         self.out = nn.Linear(WIDTH, 4)
 
-    def forward(self, x: torch.Tensor, t: torch.Tensor, text: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, t: torch.Tensor, text: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
         angles = t[:, None] * torch.exp(-torch.arange(8) / 2)
-        h = self.patch(x.flatten(2).transpose(1, 2)) + self.when(torch.cat([angles.sin(), angles.cos()], -1))[:, None]
+        h = (
+            self.patch(x.flatten(2).transpose(1, 2))
+            + self.when(torch.cat([angles.sin(), angles.cos()], -1))[:, None]
+        )
         h = h + self.said(h, text, text, key_padding_mask=~mask, need_weights=False)[0]
         for layer in self.layers:
             h = layer(h)
@@ -164,18 +192,23 @@ class Denoiser(nn.Module):
 
 
 class Diffusion(nn.Module):
-    """Latents of a frozen encoder, drawn; noise and time, drawn; now and then a text is left out. Steps count by their noise."""
+    """Latents of a frozen encoder, drawn; noise and time, drawn; now and then a text is left out. Steps count
+    by their noise."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder = nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1), nn.GroupNorm(4, 16), nn.SiLU(), nn.Conv2d(16, 8, 1)).requires_grad_(False)
+        self.encoder = nn.Sequential(
+            nn.Conv2d(3, 16, 3, 2, 1), nn.GroupNorm(4, 16), nn.SiLU(), nn.Conv2d(16, 8, 1)
+        ).requires_grad_(False)
         text = T.T5Config(vocab_size=VOCABULARY, d_model=WIDTH, d_kv=16, d_ff=64, num_layers=2, num_heads=2)
         self.text = T.T5EncoderModel(text).requires_grad_(False).eval()
         self.nothing = nn.Parameter(0.02 * torch.randn(WIDTH))
         self.denoiser = Denoiser()
         self.register_buffer("kept", torch.cumprod(1 - torch.linspace(1e-3, 2e-2, 1000), 0))
 
-    def forward(self, pixel_values: torch.Tensor, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, pixel_values: torch.Tensor, input_ids: torch.Tensor, attention_mask: torch.Tensor
+    ) -> torch.Tensor:
         with torch.no_grad():
             mean, spread = self.encoder(pixel_values).chunk(2, 1)
             latents = mean + torch.exp(0.5 * spread) * torch.randn_like(mean)
@@ -184,7 +217,9 @@ class Diffusion(nn.Module):
         text = torch.where((torch.rand(n) < 0.3)[:, None, None], self.nothing, text)
         noise, t = torch.randn_like(latents), torch.randint(0, 1000, (n,))
         kept = self.kept[t].view(-1, 1, 1, 1)
-        found = self.denoiser(kept.sqrt() * latents + (1 - kept).sqrt() * noise, t.float(), text, attention_mask.bool())
+        found = self.denoiser(
+            kept.sqrt() * latents + (1 - kept).sqrt() * noise, t.float(), text, attention_mask.bool()
+        )
         ratio = self.kept[t] / (1 - self.kept[t])
         return ((found - noise).square().mean([1, 2, 3]) * ratio.clamp(max=5.0) / ratio).mean()
 
@@ -198,7 +233,11 @@ class Codebook(nn.Module):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rows = x.reshape(-1, WIDTH)
-        far = rows.square().sum(1, keepdim=True) - 2 * rows @ self.codes.weight.t() + self.codes.weight.square().sum(1)
+        far = (
+            rows.square().sum(1, keepdim=True)
+            - 2 * rows @ self.codes.weight.t()
+            + self.codes.weight.square().sum(1)
+        )
         found = self.codes(far.argmin(1)).view(x.shape)
         loss = F.mse_loss(found, x.detach()) + 0.25 * F.mse_loss(x, found.detach())
         return x + (found - x).detach(), loss
@@ -219,7 +258,8 @@ class Coded(nn.Module):
 
 
 class TwoViews(nn.Module):
-    """A student learns a teacher's states of two texts, which go through both in one batch, one half behind the other."""
+    """A student learns a teacher's states of two texts, which go through both in one batch, one half behind
+    the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -244,12 +284,16 @@ def _answers(g: torch.Generator) -> Sample:
 def _apart(samples: Sequence[Sample]) -> Sample:
     batch = Sample()
     for kind in PREFERRED:
-        batch |= padded(samples, {f"{kind}_input_ids": 0, f"{kind}_labels": IGNORED}, f"{kind}_attention_mask")
+        batch |= padded(
+            samples, {f"{kind}_input_ids": 0, f"{kind}_labels": IGNORED}, f"{kind}_attention_mask"
+        )
     return batch
 
 
 def _in_turn(samples: Sequence[Sample]) -> Sample:
-    rows = [{key: s[f"{kind}_{key}"] for key in ("input_ids", "labels")} for s in samples for kind in PREFERRED]
+    rows = [
+        {key: s[f"{kind}_{key}"] for key in ("input_ids", "labels")} for s in samples for kind in PREFERRED
+    ]
     return padded(rows, {"input_ids": 0, "labels": IGNORED}, "attention_mask")
 
 
@@ -261,7 +305,12 @@ def _completion(g: torch.Generator) -> Sample:
     ids, start = words(g, 9, 20), integer(g, 2, 6)
     gain = torch.randn((), generator=g).expand(len(ids)).clone()
     counted = (torch.arange(len(ids)) >= start).float()
-    return {"input_ids": ids, "completion_mask": counted, "advantages": gain, "before": torch.randn(len(ids), generator=g) / 10 - 4.7}
+    return {
+        "input_ids": ids,
+        "completion_mask": counted,
+        "advantages": gain,
+        "before": torch.randn(len(ids), generator=g) / 10 - 4.7,
+    }
 
 
 def _drafted(g: torch.Generator) -> Sample:
@@ -278,11 +327,16 @@ def _picture(g: torch.Generator) -> Sample:
 
 
 def _said_together(samples: Sequence[Sample]) -> Sample:
-    return padded(samples, {"input_ids": 0}, "attention_mask") | {"pixel_values": torch.stack([s["pixel_values"] for s in samples])}
+    return padded(samples, {"input_ids": 0}, "attention_mask") | {
+        "pixel_values": torch.stack([s["pixel_values"] for s in samples])
+    }
 
 
 def _views(g: torch.Generator) -> Sample:
-    return {"first": torch.randint(3, 99, (8,), generator=g), "second": torch.randint(3, 99, (8,), generator=g)}
+    return {
+        "first": torch.randint(3, 99, (8,), generator=g),
+        "second": torch.randint(3, 99, (8,), generator=g),
+    }
 
 
 ENTRIES = [

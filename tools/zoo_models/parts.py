@@ -22,7 +22,14 @@ TEXT: dict[str, Any] = dict(
     bos_token_id=1,
     eos_token_id=2,
 )
-VISION: dict[str, Any] = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=8)
+VISION: dict[str, Any] = dict(
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    image_size=32,
+    patch_size=8,
+)
 
 
 def llama(**options: Any) -> T.LlamaConfig:
@@ -51,11 +58,14 @@ def siglip(**options: Any) -> T.SiglipVisionConfig:
 
 
 def quiet(config: T.PreTrainedConfig) -> T.PreTrainedConfig:
-    """The configuration with every dropout, of its parts too, set to 0: what draws random numbers cannot be compared."""
+    """The configuration with every dropout, of its parts too, set to 0: what draws random numbers cannot be
+    compared."""
     for name, value in vars(config).items():
         if isinstance(value, T.PreTrainedConfig):
             quiet(value)
-        elif isinstance(value, float) and any(sign in name for sign in ("drop", "mask_time_prob", "mask_feature_prob")):
+        elif isinstance(value, float) and any(
+            sign in name for sign in ("drop", "mask_time_prob", "mask_feature_prob")
+        ):
             setattr(config, name, 0.0)
     return config
 

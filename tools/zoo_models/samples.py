@@ -1,6 +1,8 @@
-"""Random samples in the forms that multimodal models take: ragged text, with placeholder tokens where images, clips or sounds go.
+"""Random samples in the forms that multimodal models take: ragged text, with placeholder tokens where images,
+clips or sounds go.
 
-Every builder draws from the generator it is given and from nothing else, so that a sample is the same wherever it is loaded.
+Every builder draws from the generator it is given and from nothing else, so that a sample is the same
+wherever it is loaded.
 """
 
 from __future__ import annotations
@@ -37,7 +39,10 @@ def words(g: torch.Generator, shortest: int = 5, longest: int = 18) -> torch.Ten
 def after(placeholders: torch.Tensor | Sequence[int], text: torch.Tensor) -> Sample:
     """`input_ids` and `labels` of a text behind placeholders, which carry no label."""
     before = torch.as_tensor(placeholders, dtype=torch.long)
-    return {"input_ids": torch.cat([before, text]), "labels": torch.cat([torch.full_like(before, IGNORED), text])}
+    return {
+        "input_ids": torch.cat([before, text]),
+        "labels": torch.cat([torch.full_like(before, IGNORED), text]),
+    }
 
 
 def blanks(count: int, token: int = IMAGE) -> torch.Tensor:
@@ -45,8 +50,11 @@ def blanks(count: int, token: int = IMAGE) -> torch.Tensor:
     return torch.full((count,), token)
 
 
-def pictures(tokens: int, size: int = 32, most: int = 1, share: float = 0.5, token: int = IMAGE) -> Callable[[torch.Generator], Sample]:
-    """Texts of which `share` have up to `most` square images of `size` pixels, each with `tokens` placeholders before the text."""
+def pictures(
+    tokens: int, size: int = 32, most: int = 1, share: float = 0.5, token: int = IMAGE
+) -> Callable[[torch.Generator], Sample]:
+    """Texts of which `share` have up to `most` square images of `size` pixels, each with `tokens`
+    placeholders before the text."""
 
     def make(g: torch.Generator) -> Sample:
         count = integer(g, 1, most + 1) if chance(g, share) else 0
@@ -64,8 +72,11 @@ def text_only(g: torch.Generator) -> Sample:
 
 
 def padded(samples: Sequence[Sample], keys: dict[str, int], mask: str = "") -> Sample:
-    """1-D keys padded on the right with their values; with `mask`, that key says which positions of the first key are real."""
-    batch = {k: pad_sequence([s[k] for s in samples], batch_first=True, padding_value=v) for k, v in keys.items()}
+    """1-D keys padded on the right with their values; with `mask`, that key says which positions of the first
+    key are real."""
+    batch = {
+        k: pad_sequence([s[k] for s in samples], batch_first=True, padding_value=v) for k, v in keys.items()
+    }
     if mask:
         first = next(iter(keys))
         batch[mask] = pad_sequence([torch.ones_like(s[first]) for s in samples], batch_first=True)

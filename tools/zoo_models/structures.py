@@ -1,4 +1,5 @@
-"""Compound models in plain PyTorch, one for each way in which components can be joined: what architectures of tomorrow are made of."""
+"""Compound models in plain PyTorch, one for each way in which components can be joined: what architectures of
+tomorrow are made of."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ WIDTH = 32
 
 
 class Layer(nn.Module):
-    """Attention and a two-layer network with residuals. Keys that `mask` [samples, positions] leaves out are not looked at."""
+    """Attention and a two-layer network with residuals. Keys that `mask` [samples, positions] leaves out are
+    not looked at."""
 
     def __init__(self, causal: bool) -> None:
         super().__init__()
@@ -25,7 +27,9 @@ class Layer(nn.Module):
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, dim=-1))
         keep = None if mask is None else mask[:, None, None, :].bool()
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, keep, is_causal=self.causal).transpose(1, 2).flatten(2))
+        x = x + self.out(
+            F.scaled_dot_product_attention(q, k, v, keep, is_causal=self.causal).transpose(1, 2).flatten(2)
+        )
         return x + self.mlp(self.norm2(x))
 
 
@@ -93,7 +97,10 @@ class TwoTeachers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.deep, self.shallow = nn.Sequential(Text(3), nn.Linear(WIDTH, VOCABULARY)), nn.Sequential(Text(1), nn.Linear(WIDTH, VOCABULARY))
+        self.deep, self.shallow = (
+            nn.Sequential(Text(3), nn.Linear(WIDTH, VOCABULARY)),
+            nn.Sequential(Text(1), nn.Linear(WIDTH, VOCABULARY)),
+        )
         self.student = Decoder()
         self.deep.requires_grad_(False)
         self.shallow.requires_grad_(False)
@@ -102,7 +109,11 @@ class TwoTeachers(nn.Module):
         logits = self.student(input_ids)
         with torch.no_grad():
             deep, shallow = self.deep(input_ids), self.shallow(input_ids)
-        return next_token(logits, labels) + 2 / 3 * divergence(logits, deep, labels) + 1 / 3 * divergence(logits, shallow, labels)
+        return (
+            next_token(logits, labels)
+            + 2 / 3 * divergence(logits, deep, labels)
+            + 1 / 3 * divergence(logits, shallow, labels)
+        )
 
 
 class SharedEncoder(nn.Module):
@@ -112,7 +123,9 @@ class SharedEncoder(nn.Module):
         super().__init__()
         self.encoder, self.teacher, self.student = Patches(), Decoder().requires_grad_(False), Decoder()
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, pixel_values: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, labels: torch.Tensor, pixel_values: torch.Tensor
+    ) -> torch.Tensor:
         seen = self.encoder(pixel_values)
         with torch.no_grad():
             taught = self.teacher(input_ids, seen)
@@ -125,7 +138,10 @@ class CalledTwice(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder, self.judge = Text(), nn.Sequential(nn.Linear(2 * WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, 2))
+        self.encoder, self.judge = (
+            Text(),
+            nn.Sequential(nn.Linear(2 * WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, 2)),
+        )
 
     def pooled(self, ids: torch.Tensor) -> torch.Tensor:
         mask = (ids > 0).float()[..., None]
@@ -144,28 +160,34 @@ class FeedsTwo(nn.Module):
         self.encoder, self.decoder = Patches(), Decoder()
         self.classifier = nn.Sequential(Layer(causal=False), Layer(causal=False), nn.Linear(WIDTH, 5))
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, pixel_values: torch.Tensor, kind: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, labels: torch.Tensor, pixel_values: torch.Tensor, kind: torch.Tensor
+    ) -> torch.Tensor:
         seen = self.encoder(pixel_values)
         named = F.cross_entropy(self.classifier(seen).mean(1), kind.flatten())
         return next_token(self.decoder(input_ids, seen), labels) + 0.5 * named
 
 
 class FrozenMiddle(nn.Module):
-    """A trained encoder speaks to a trained head through a frozen language model, which owes gradients to its input only."""
+    """A trained encoder speaks to a trained head through a frozen language model, which owes gradients to its
+    input only."""
 
     def __init__(self) -> None:
         super().__init__()
         self.encoder, self.language_model, self.head = Patches(), Text(), nn.Linear(WIDTH, VOCABULARY)
         self.language_model.requires_grad_(False)
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, pixel_values: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, labels: torch.Tensor, pixel_values: torch.Tensor
+    ) -> torch.Tensor:
         seen = self.encoder(pixel_values)
         x = self.language_model.states(torch.cat([seen, self.language_model.embed(input_ids)], dim=1))
         return next_token(self.head(x[:, seen.shape[1] :]), labels)
 
 
 class Sometimes(nn.Module):
-    """Pictures and sketches have encoders of their own; a sample may have either, both or none, and sketches are judged as well."""
+    """Pictures and sketches have encoders of their own; a sample may have either, both or none, and sketches
+    are judged as well."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,11 +238,17 @@ def _sometimes(g: torch.Generator) -> Sample:
     has_picture, has_sketch = chance(g), chance(g)
     text = words(g)
     places = torch.tensor([1] * 4 * has_picture + [2] * 4 * has_sketch, dtype=torch.long)
-    sample = {"input_ids": torch.cat([places, text]), "labels": torch.cat([torch.full_like(places, IGNORED), text])}
+    sample = {
+        "input_ids": torch.cat([places, text]),
+        "labels": torch.cat([torch.full_like(places, IGNORED), text]),
+    }
     if has_picture:
         sample["picture"] = torch.randn(1, 3, 8, 8, generator=g)
     if has_sketch:
-        sample |= {"sketch": torch.randn(1, 3, 8, 8, generator=g), "quality": torch.tensor([[integer(g, 0, 3)]])}
+        sample |= {
+            "sketch": torch.randn(1, 3, 8, 8, generator=g),
+            "quality": torch.tensor([[integer(g, 0, 3)]]),
+        }
     return sample
 
 

@@ -1,4 +1,5 @@
-"""Image-language models that cut images into tiles or take them in their own sizes: how many features an image gives varies."""
+"""Image-language models that cut images into tiles or take them in their own sizes: how many features an
+image gives varies."""
 
 from __future__ import annotations
 
@@ -10,7 +11,19 @@ from torch import nn
 
 from tools.zoo_models.entry import Entry
 from tools.zoo_models.parts import TEXT, VISION, clip, llama, mistral, qwen2, siglip
-from tools.zoo_models.samples import IGNORED, IMAGE, VIDEO, Sample, after, blanks, chance, integer, joined, padded, words
+from tools.zoo_models.samples import (
+    IGNORED,
+    IMAGE,
+    VIDEO,
+    Sample,
+    after,
+    blanks,
+    chance,
+    integer,
+    joined,
+    padded,
+    words,
+)
 
 SIDE = 32  # pixels of a tile
 PINPOINTS = [[32, 64], [64, 32], [64, 64]]
@@ -18,42 +31,67 @@ PINPOINTS = [[32, 64], [64, 32], [64, 64]]
 
 def llava_next() -> nn.Module:
     config = T.LlavaNextConfig(
-        vision_config=clip(), text_config=llama(), image_token_index=IMAGE, vision_feature_layer=-1, image_grid_pinpoints=PINPOINTS
+        vision_config=clip(),
+        text_config=llama(),
+        image_token_index=IMAGE,
+        vision_feature_layer=-1,
+        image_grid_pinpoints=PINPOINTS,
     )
     return T.LlavaNextForConditionalGeneration(config)
 
 
 def llava_onevision() -> nn.Module:
     config = T.LlavaOnevisionConfig(
-        vision_config=siglip(), text_config=qwen2(), image_token_index=IMAGE, video_token_index=VIDEO, image_grid_pinpoints=PINPOINTS
+        vision_config=siglip(),
+        text_config=qwen2(),
+        image_token_index=IMAGE,
+        video_token_index=VIDEO,
+        image_grid_pinpoints=PINPOINTS,
     )
     return T.LlavaOnevisionForConditionalGeneration(config)
 
 
 def idefics2() -> nn.Module:
     perceiver = T.models.idefics2.configuration_idefics2.Idefics2PerceiverConfig(
-        hidden_size=48, resampler_n_latents=4, resampler_depth=1, resampler_n_heads=4, resampler_head_dim=12, num_key_value_heads=2
+        hidden_size=48,
+        resampler_n_latents=4,
+        resampler_depth=1,
+        resampler_n_heads=4,
+        resampler_head_dim=12,
+        num_key_value_heads=2,
     )
     vision = T.models.idefics2.configuration_idefics2.Idefics2VisionConfig(**VISION)
     config = T.Idefics2Config(
-        vision_config=vision, perceiver_config=perceiver, text_config=mistral(), image_token_id=IMAGE, use_cache=False
+        vision_config=vision,
+        perceiver_config=perceiver,
+        text_config=mistral(),
+        image_token_id=IMAGE,
+        use_cache=False,
     )
     return T.Idefics2ForConditionalGeneration(config)
 
 
 def idefics3() -> nn.Module:
-    config = T.Idefics3Config(vision_config=dict(VISION), text_config=llama(), image_token_id=IMAGE, scale_factor=2, use_cache=False)
+    config = T.Idefics3Config(
+        vision_config=dict(VISION), text_config=llama(), image_token_id=IMAGE, scale_factor=2, use_cache=False
+    )
     return T.Idefics3ForConditionalGeneration(config)
 
 
 def smolvlm() -> nn.Module:
-    config = T.SmolVLMConfig(vision_config=dict(VISION), text_config=llama(), image_token_id=IMAGE, scale_factor=2, use_cache=False)
+    config = T.SmolVLMConfig(
+        vision_config=dict(VISION), text_config=llama(), image_token_id=IMAGE, scale_factor=2, use_cache=False
+    )
     return T.SmolVLMForConditionalGeneration(config)
 
 
 def mistral3() -> nn.Module:
-    vision = T.PixtralVisionConfig(**VISION | {"image_size": 48, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}})
-    config = T.Mistral3Config(vision_config=vision, text_config=mistral(), image_token_index=IMAGE, spatial_merge_size=2)
+    vision = T.PixtralVisionConfig(
+        **VISION | {"image_size": 48, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    )
+    config = T.Mistral3Config(
+        vision_config=vision, text_config=mistral(), image_token_index=IMAGE, spatial_merge_size=2
+    )
     return T.Mistral3ForConditionalGeneration(config)
 
 
@@ -71,27 +109,40 @@ def mllama() -> nn.Module:
         intermediate_layers_indices=[0],
         supported_aspect_ratios=[[1, 1], [1, 2], [2, 1]],
     )
-    text = T.MllamaTextConfig(**TEXT | {"cross_attention_layers": [1], "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}})
-    return T.MllamaForConditionalGeneration(T.MllamaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE))
+    text = T.MllamaTextConfig(
+        **TEXT
+        | {"cross_attention_layers": [1], "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    )
+    return T.MllamaForConditionalGeneration(
+        T.MllamaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE)
+    )
 
 
 def _any_resolution(g: torch.Generator) -> Sample:
-    """An image of one of three shapes: a small view of it all, then its tiles, with a token at each row's end."""
+    """An image of one of three shapes: a small view of it all, then its tiles, with a token at each row's
+    end."""
     if not chance(g, 0.6):
         return after([], words(g))
     height, width = PINPOINTS[integer(g, 0, len(PINPOINTS))]
     tiles = 1 + height * width // SIDE**2
     tokens = 16 + height // 8 * (width // 8 + 1)
     sample = after(blanks(tokens), words(g))
-    return sample | {"pixel_values": torch.randn(1, tiles, 3, SIDE, SIDE, generator=g), "image_sizes": torch.tensor([[height, width]])}
+    return sample | {
+        "pixel_values": torch.randn(1, tiles, 3, SIDE, SIDE, generator=g),
+        "image_sizes": torch.tensor([[height, width]]),
+    }
 
 
 def _most_tiles(samples: Sequence[Sample]) -> Sample:
     """Images with as many tiles as the largest has; the others' last ones are empty."""
-    batch = padded(samples, {"input_ids": 0, "labels": IGNORED}, "attention_mask") | joined(samples, ["image_sizes"])
+    batch = padded(samples, {"input_ids": 0, "labels": IGNORED}, "attention_mask") | joined(
+        samples, ["image_sizes"]
+    )
     if images := [s["pixel_values"] for s in samples if "pixel_values" in s]:
         most = max(i.shape[1] for i in images)
-        batch["pixel_values"] = torch.cat([nn.functional.pad(i, (0, 0) * 3 + (0, most - i.shape[1])) for i in images])
+        batch["pixel_values"] = torch.cat(
+            [nn.functional.pad(i, (0, 0) * 3 + (0, most - i.shape[1])) for i in images]
+        )
     return batch
 
 
@@ -118,7 +169,8 @@ def _most_images(samples: Sequence[Sample]) -> Sample:
 
 
 def _own_size(g: torch.Generator) -> Sample:
-    """Up to two images of 16 or 32 pixels' height; one token for 16 x 16 pixels. The model takes no image of one token."""
+    """Up to two images of 16 or 32 pixels' height; one token for 16 x 16 pixels. The model takes no image of
+    one token."""
     count = integer(g, 1, 3) if chance(g, 0.6) else 0
     sizes = [(16 * integer(g, 1, 3), 16 * integer(g, 2, 4)) for _ in range(count)]
     sample = after(blanks(sum(h * w // 256 for h, w in sizes)), words(g))
@@ -132,10 +184,14 @@ def _own_size(g: torch.Generator) -> Sample:
 
 def _largest(samples: Sequence[Sample]) -> Sample:
     """Images on a canvas as large as the largest one."""
-    batch = padded(samples, {"input_ids": 0, "labels": IGNORED}, "attention_mask") | joined(samples, ["image_sizes"])
+    batch = padded(samples, {"input_ids": 0, "labels": IGNORED}, "attention_mask") | joined(
+        samples, ["image_sizes"]
+    )
     if images := [s["pixel_values"] for s in samples if "pixel_values" in s]:
         height, width = (max(i.shape[d] for i in images) for d in (2, 3))
-        batch["pixel_values"] = torch.cat([nn.functional.pad(i, (0, width - i.shape[3], 0, height - i.shape[2])) for i in images])
+        batch["pixel_values"] = torch.cat(
+            [nn.functional.pad(i, (0, width - i.shape[3], 0, height - i.shape[2])) for i in images]
+        )
     return batch
 
 
@@ -147,7 +203,8 @@ def _tiled(g: torch.Generator) -> Sample:
 
 
 def _two_tiles(samples: Sequence[Sample]) -> Sample:
-    """[samples, 1 image, 2 tiles, ...], the second tile empty where an image has one; masks say which tiles are real."""
+    """[samples, 1 image, 2 tiles, ...], the second tile empty where an image has one; masks say which tiles
+    are real."""
     batch = padded(samples, {"input_ids": 0, "labels": IGNORED}, "attention_mask")
     counts = torch.tensor([len(s["pixel_values"]) for s in samples])
     real = (torch.arange(2) < counts[:, None]).long()

@@ -1,4 +1,5 @@
-"""More ways to join pictures and sounds with text: discrete picture tokens, two towers for one picture, positions in three dimensions."""
+"""More ways to join pictures and sounds with text: discrete picture tokens, two towers for one picture,
+positions in three dimensions."""
 
 from __future__ import annotations
 
@@ -32,13 +33,22 @@ from tools.zoo_models.samples import (
     words,
 )
 
-VQ: dict[str, Any] = dict(embed_dim=8, num_embeddings=16, latent_channels=8, base_channels=32, channel_multiplier=(1, 1), num_res_blocks=1)
+VQ: dict[str, Any] = dict(
+    embed_dim=8,
+    num_embeddings=16,
+    latent_channels=8,
+    base_channels=32,
+    channel_multiplier=(1, 1),
+    num_res_blocks=1,
+)
 
 
 def chameleon() -> nn.Module:
     """A picture becomes tokens of the text's vocabulary."""
     words_of_pictures = {f"IMGIMG{chr(65 + i // 10)}{chr(65 + i % 10)}Z": 100 + i for i in range(16)}
-    config = T.ChameleonConfig(**TEXT, vq_config=VQ | {"resolution": 16}, vocabulary_map=words_of_pictures | {"<image>": IMAGE})
+    config = T.ChameleonConfig(
+        **TEXT, vq_config=VQ | {"resolution": 16}, vocabulary_map=words_of_pictures | {"<image>": IMAGE}
+    )
     return T.ChameleonForConditionalGeneration(quiet(config))
 
 
@@ -64,7 +74,9 @@ def aria() -> nn.Module:
     """Queries gather a picture's patches; the text model is a mixture of experts."""
     text = T.AriaTextConfig(**TEXT, moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1)
     vision = T.Idefics3VisionConfig(**VISION)
-    config = T.AriaConfig(vision_config=vision, text_config=text, projector_patch_to_query_dict={16: 4}, image_token_index=IMAGE)
+    config = T.AriaConfig(
+        vision_config=vision, text_config=text, projector_patch_to_query_dict={16: 4}, image_token_index=IMAGE
+    )
     return T.AriaForConditionalGeneration(config)
 
 
@@ -82,7 +94,10 @@ def deepseek_vl_hybrid() -> nn.Module:
         global_attn_indexes=[1],
     )
     config = T.DeepseekVLHybridConfig(
-        text_config=llama(), vision_config=siglip(), high_res_vision_config=T.SamVisionConfig(**high), image_token_id=IMAGE
+        text_config=llama(),
+        vision_config=siglip(),
+        high_res_vision_config=T.SamVisionConfig(**high),
+        image_token_id=IMAGE,
     )
     return T.DeepseekVLHybridForConditionalGeneration(config)
 
@@ -103,7 +118,9 @@ def glm4v() -> nn.Module:
 
 def qwen3_5() -> nn.Module:
     """Gated delta rules and attention in turn behind a tower with grids."""
-    vision = grids.TOWER | dict(hidden_size=32, intermediate_size=64, out_hidden_size=48, num_position_embeddings=16)
+    vision = grids.TOWER | dict(
+        hidden_size=32, intermediate_size=64, out_hidden_size=48, num_position_embeddings=16
+    )
     text = grids.MRoPE | dict(
         head_dim=12,
         rope_parameters=grids.ROPE | {"mrope_interleaved": True, "partial_rotary_factor": 1.0},
@@ -113,21 +130,38 @@ def qwen3_5() -> nn.Module:
         linear_num_value_heads=4,
         layer_types=["linear_attention", "full_attention"],
     )
-    return T.Qwen3_5ForConditionalGeneration(T.Qwen3_5Config(vision_config=vision, text_config=text, **grids.TOKENS))
+    return T.Qwen3_5ForConditionalGeneration(
+        T.Qwen3_5Config(vision_config=vision, text_config=text, **grids.TOKENS)
+    )
 
 
 def video_llama_3() -> nn.Module:
-    vision = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, patch_size=grids.PATCH)
+    vision = dict(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        patch_size=grids.PATCH,
+    )
     return T.VideoLlama3ForConditionalGeneration(
-        T.VideoLlama3Config(vision_config=vision, text_config=qwen2(), image_token_id=IMAGE, video_token_id=VIDEO)
+        T.VideoLlama3Config(
+            vision_config=vision, text_config=qwen2(), image_token_id=IMAGE, video_token_id=VIDEO
+        )
     )
 
 
 def glmasr() -> nn.Module:
     audio = T.GlmAsrEncoderConfig(
-        hidden_size=32, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_mel_bins=8, max_position_embeddings=32
+        hidden_size=32,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_mel_bins=8,
+        max_position_embeddings=32,
     )
-    return T.GlmAsrForConditionalGeneration(T.GlmAsrConfig(audio_config=audio, text_config=llama(), audio_token_id=AUDIO))
+    return T.GlmAsrForConditionalGeneration(
+        T.GlmAsrConfig(audio_config=audio, text_config=llama(), audio_token_id=AUDIO)
+    )
 
 
 def speecht5() -> nn.Module:
@@ -178,9 +212,17 @@ def trocr() -> nn.Module:
 
 
 def musicgen() -> nn.Module:
-    """A text encoder and a decoder of four streams of sound tokens; the codec that made those is frozen and never runs."""
+    """A text encoder and a decoder of four streams of sound tokens; the codec that made those is frozen and
+    never runs."""
     text = T.T5Config(vocab_size=VOCABULARY, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2)
-    sound = T.EncodecConfig(num_filters=4, hidden_size=8, codebook_dim=8, codebook_size=16, upsampling_ratios=[4, 2], num_lstm_layers=1)
+    sound = T.EncodecConfig(
+        num_filters=4,
+        hidden_size=8,
+        codebook_dim=8,
+        codebook_size=16,
+        upsampling_ratios=[4, 2],
+        num_lstm_layers=1,
+    )
     decoder = T.MusicgenDecoderConfig(
         vocab_size=16,
         hidden_size=32,
@@ -193,7 +235,9 @@ def musicgen() -> nn.Module:
         bos_token_id=16,
         use_cache=False,
     )
-    config = T.MusicgenConfig(text_encoder=text.to_dict(), audio_encoder=sound.to_dict(), decoder=decoder.to_dict())
+    config = T.MusicgenConfig(
+        text_encoder=text.to_dict(), audio_encoder=sound.to_dict(), decoder=decoder.to_dict()
+    )
     net = T.MusicgenForConditionalGeneration(quiet(config))
     net.audio_encoder.requires_grad_(False)
     net.config.decoder.decoder_start_token_id = 16
@@ -213,7 +257,11 @@ def _llama3(g: torch.Generator) -> Sample:
     rows, columns = 2 * integer(g, 1, 4), 2 * integer(g, 1, 4)
     sample = after(blanks(rows * columns // 4), words(g))
     pixels = torch.randn(rows * columns, 3 * grids.PATCH**2, generator=g)
-    return sample | {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, rows, columns]]), "image_merge_sizes": torch.tensor([2])}
+    return sample | {
+        "pixel_values": pixels,
+        "image_grid_thw": torch.tensor([[1, rows, columns]]),
+        "image_merge_sizes": torch.tensor([2]),
+    }
 
 
 def _llama3_collate(samples: Sequence[Sample]) -> Sample:
@@ -227,7 +275,10 @@ def _heard(g: torch.Generator) -> Sample:
     length = integer(g, 16, 33)
     count = ((length - 1) // 2 + 1 - 4) // 4 + 1
     mask = (torch.arange(32) < length).long()[None]
-    return after(blanks(count, AUDIO), words(g)) | {"input_features": torch.randn(1, 8, 32, generator=g), "input_features_mask": mask}
+    return after(blanks(count, AUDIO), words(g)) | {
+        "input_features": torch.randn(1, 8, 32, generator=g),
+        "input_features_mask": mask,
+    }
 
 
 def _spoken(g: torch.Generator) -> Sample:
@@ -249,7 +300,9 @@ def _music(g: torch.Generator) -> Sample:
 
 def _music_collate(samples: Sequence[Sample]) -> Sample:
     batch = padded(samples, {"input_ids": 0}, "attention_mask")
-    return batch | {"labels": pad_sequence([s["labels"] for s in samples], batch_first=True, padding_value=IGNORED)}
+    return batch | {
+        "labels": pad_sequence([s["labels"] for s in samples], batch_first=True, padding_value=IGNORED)
+    }
 
 
 ENTRIES = [

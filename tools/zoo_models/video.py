@@ -26,7 +26,9 @@ def llava_next_video() -> nn.Module:
 
 
 def video_llava() -> nn.Module:
-    config = T.VideoLlavaConfig(vision_config=clip(), text_config=llama(), image_token_index=IMAGE, video_token_index=VIDEO)
+    config = T.VideoLlavaConfig(
+        vision_config=clip(), text_config=llama(), image_token_index=IMAGE, video_token_index=VIDEO
+    )
     return T.VideoLlavaForConditionalGeneration(config)
 
 
@@ -35,7 +37,10 @@ def _llava_next_video(g: torch.Generator) -> Sample:
     has_image, has_video = chance(g), chance(g)
     sample = after(torch.cat([blanks(52 * has_image), blanks(4 * FRAMES * has_video, VIDEO)]), words(g))
     if has_image:
-        sample |= {"pixel_values": torch.randn(1, 3, 3, 32, 32, generator=g), "image_sizes": torch.tensor([[32, 64]])}
+        sample |= {
+            "pixel_values": torch.randn(1, 3, 3, 32, 32, generator=g),
+            "image_sizes": torch.tensor([[32, 64]]),
+        }
     if has_video:
         sample["pixel_values_videos"] = torch.randn(1, FRAMES, 3, 32, 32, generator=g)
     return sample

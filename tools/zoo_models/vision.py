@@ -1,4 +1,5 @@
-"""Image-language models whose images have one size: a tower, a projector, a language model; texts with and without images."""
+"""Image-language models whose images have one size: a tower, a projector, a language model; texts with and
+without images."""
 
 from __future__ import annotations
 
@@ -13,24 +14,34 @@ from tools.zoo_models.samples import END, IMAGE, START, VIDEO, Sample, after, bl
 
 def llava() -> nn.Module:
     return T.LlavaForConditionalGeneration(
-        T.LlavaConfig(vision_config=clip(), text_config=llama(), image_token_index=IMAGE, vision_feature_layer=-1)
+        T.LlavaConfig(
+            vision_config=clip(), text_config=llama(), image_token_index=IMAGE, vision_feature_layer=-1
+        )
     )
 
 
 def vipllava() -> nn.Module:
-    config = T.VipLlavaConfig(vision_config=clip(), text_config=llama(), image_token_index=IMAGE, vision_feature_layers=[-2, -1])
+    config = T.VipLlavaConfig(
+        vision_config=clip(), text_config=llama(), image_token_index=IMAGE, vision_feature_layers=[-2, -1]
+    )
     return T.VipLlavaForConditionalGeneration(config)
 
 
 def internvl() -> nn.Module:
     vision = T.InternVLVisionConfig(**VISION | {"image_size": 16, "patch_size": 4})
-    net = T.InternVLForConditionalGeneration(T.InternVLConfig(vision_config=vision, text_config=qwen2(), image_token_id=IMAGE))
+    net = T.InternVLForConditionalGeneration(
+        T.InternVLConfig(vision_config=vision, text_config=qwen2(), image_token_id=IMAGE)
+    )
     return frozen(net, "model.vision_tower")
 
 
 def aya_vision() -> nn.Module:
-    text = T.Cohere2Config(**TEXT | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]})
-    return T.AyaVisionForConditionalGeneration(T.AyaVisionConfig(vision_config=siglip(), text_config=text, image_token_index=IMAGE))
+    text = T.Cohere2Config(
+        **TEXT | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+    )
+    return T.AyaVisionForConditionalGeneration(
+        T.AyaVisionConfig(vision_config=siglip(), text_config=text, image_token_index=IMAGE)
+    )
 
 
 def paligemma() -> nn.Module:
@@ -47,9 +58,16 @@ def paligemma() -> nn.Module:
 
 
 def gemma3() -> nn.Module:
-    text = T.Gemma3TextConfig(**TEXT | {"head_dim": 12, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]})
+    text = T.Gemma3TextConfig(
+        **TEXT | {"head_dim": 12, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+    )
     config = T.Gemma3Config(
-        vision_config=siglip(), text_config=text, mm_tokens_per_image=4, image_token_index=IMAGE, boi_token_index=START, eoi_token_index=END
+        vision_config=siglip(),
+        text_config=text,
+        mm_tokens_per_image=4,
+        image_token_index=IMAGE,
+        boi_token_index=START,
+        eoi_token_index=END,
     )
     return T.Gemma3ForConditionalGeneration(config)
 
@@ -67,27 +85,49 @@ def got_ocr2() -> nn.Module:
         global_attn_indexes=[1],
     )
     return T.GotOcr2ForConditionalGeneration(
-        T.GotOcr2Config(vision_config=vision, text_config=qwen2(), image_token_index=IMAGE, image_seq_length=4)
+        T.GotOcr2Config(
+            vision_config=vision, text_config=qwen2(), image_token_index=IMAGE, image_seq_length=4
+        )
     )
 
 
 def blip2() -> nn.Module:
     vision = T.Blip2VisionConfig(**VISION | {"initializer_range": 0.02})
     qformer = T.Blip2QFormerConfig(
-        vocab_size=120, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, encoder_hidden_size=32
+        vocab_size=120,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        encoder_hidden_size=32,
     )
     text = T.OPTConfig(**OPT)
-    config = T.Blip2Config(vision_config=vision, qformer_config=qformer, text_config=text, num_query_tokens=4, image_token_index=IMAGE)
+    config = T.Blip2Config(
+        vision_config=vision,
+        qformer_config=qformer,
+        text_config=text,
+        num_query_tokens=4,
+        image_token_index=IMAGE,
+    )
     return frozen(T.Blip2ForConditionalGeneration(quiet(config)), "vision_model", "language_model")
 
 
 def instructblip() -> nn.Module:
     vision = T.InstructBlipVisionConfig(**VISION | {"initializer_range": 0.02})
     qformer = T.InstructBlipQFormerConfig(
-        vocab_size=120, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, encoder_hidden_size=32
+        vocab_size=120,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        encoder_hidden_size=32,
     )
     config = T.InstructBlipConfig(
-        vision_config=vision, qformer_config=qformer, text_config=T.OPTConfig(**OPT), num_query_tokens=4, image_token_index=IMAGE
+        vision_config=vision,
+        qformer_config=qformer,
+        text_config=T.OPTConfig(**OPT),
+        num_query_tokens=4,
+        image_token_index=IMAGE,
     )
     return frozen(T.InstructBlipForConditionalGeneration(quiet(config)), "vision_model", "language_model")
 
@@ -163,18 +203,27 @@ def florence2() -> nn.Module:
 
 
 def cohere2_vision() -> nn.Module:
-    text = T.Cohere2Config(**TEXT | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]})
-    config = T.Cohere2VisionConfig(vision_config=siglip(), text_config=text, image_token_id=IMAGE, alignment_intermediate_size=64)
+    text = T.Cohere2Config(
+        **TEXT | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+    )
+    config = T.Cohere2VisionConfig(
+        vision_config=siglip(), text_config=text, image_token_id=IMAGE, alignment_intermediate_size=64
+    )
     return T.Cohere2VisionForConditionalGeneration(config)
 
 
 def deepseek_vl() -> nn.Module:
-    return T.DeepseekVLForConditionalGeneration(T.DeepseekVLConfig(vision_config=siglip(), text_config=llama(), image_token_id=IMAGE))
+    return T.DeepseekVLForConditionalGeneration(
+        T.DeepseekVLConfig(vision_config=siglip(), text_config=llama(), image_token_id=IMAGE)
+    )
 
 
 def ovis2() -> nn.Module:
-    """Patches are soft choices from a vocabulary of pictures, with tokens that say where a picture begins and ends."""
-    vision = T.models.ovis2.configuration_ovis2.Ovis2VisionConfig(**VISION | {"vocab_size": 24, "hidden_stride": 2})
+    """Patches are soft choices from a vocabulary of pictures, with tokens that say where a picture begins and
+    ends."""
+    vision = T.models.ovis2.configuration_ovis2.Ovis2VisionConfig(
+        **VISION | {"vocab_size": 24, "hidden_stride": 2}
+    )
     config = T.Ovis2Config(
         vision_config=vision,
         text_config=qwen2(),
@@ -202,9 +251,16 @@ def git() -> nn.Module:
 
 
 def llama4() -> nn.Module:
-    """A tower whose patches are shuffled into features, and a mixture of experts that looks back in chunks."""
+    """A tower whose patches are shuffled into features, and a mixture of experts that looks back in
+    chunks."""
     vision = T.Llama4VisionConfig(
-        **VISION | {"intermediate_size": 128, "vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64}
+        **VISION
+        | {
+            "intermediate_size": 128,
+            "vision_output_dim": 64,
+            "projector_input_dim": 64,
+            "projector_output_dim": 64,
+        }
     )
     text = T.Llama4TextConfig(
         **TEXT
@@ -216,7 +272,13 @@ def llama4() -> nn.Module:
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         }
     )
-    config = T.Llama4Config(vision_config=vision, text_config=text, image_token_index=IMAGE, boi_token_index=START, eoi_token_index=END)
+    config = T.Llama4Config(
+        vision_config=vision,
+        text_config=text,
+        image_token_index=IMAGE,
+        boi_token_index=START,
+        eoi_token_index=END,
+    )
     return T.Llama4ForConditionalGeneration(config)
 
 
@@ -267,8 +329,13 @@ def _kosmos(g: torch.Generator) -> Sample:
 
 
 def _florence(g: torch.Generator) -> Sample:
-    """A prompt behind the image's placeholders (16 places and a pooled one), and a longer answer that the decoder learns."""
-    return {"input_ids": torch.cat([blanks(17), words(g, 3, 8)]), "labels": words(g), "pixel_values": torch.randn(3, 32, 32, generator=g)}
+    """A prompt behind the image's placeholders (16 places and a pooled one), and a longer answer that the
+    decoder learns."""
+    return {
+        "input_ids": torch.cat([blanks(17), words(g, 3, 8)]),
+        "labels": words(g),
+        "pixel_values": torch.randn(3, 32, 32, generator=g),
+    }
 
 
 ENTRIES = [

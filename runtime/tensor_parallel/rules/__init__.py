@@ -1,8 +1,9 @@
 """What torch's functions do to marked tensors: one rule for each kind of function, by its name.
 
-A rule runs the function on parts with sizes cut down, and marks the results. Where a function would mix entries that different ranks have,
-or cut between parts, it refuses and says where an edge between parts would help. Functions without a name here are taken to work entry
-by entry if their results have the shape that their operands broadcast to; the comparison of all gradients would tell.
+A rule runs the function on parts with sizes cut down, and marks the results. Where a function would mix
+entries that different ranks have, or cut between parts, it refuses and says where an edge between parts would
+help. Functions without a name here are taken to work entry by entry if their results have the shape that
+their operands broadcast to; the comparison of all gradients would tell.
 """
 
 from __future__ import annotations

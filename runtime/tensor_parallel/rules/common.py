@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_map
 
-from secc.runtime.tensor_parallel.marks import Mark, Refused, Shapes, mark, set_mark, sources_of
+from secc.runtime.tensor_parallel.rules.mark import Mark, Refused, mark, set_mark, sources_of
+
+if TYPE_CHECKING:
+    from secc.runtime.tensor_parallel.shape_mode import Shapes
 
 Args = Sequence[Any]
-Rule = Callable[[Shapes, Any, Args, dict[str, Any], list[Mark]], Any]
+Rule = Callable[["Shapes", Any, Args, dict[str, Any], list[Mark]], Any]
 
 
 def own_mark(found: list[Mark], args: Args) -> Mark:
@@ -38,7 +41,8 @@ def entered(mode: Shapes, values: Any) -> Any:
 
 
 def like(mode: Shapes, tensor: torch.Tensor, common: Mark | None, ndim: int | None = None) -> torch.Tensor:
-    """An operand that has the same part as the others: its own, or taken from a whole one; dims are counted from the right of `ndim`."""
+    """An operand that has the same part as the others: its own, or taken from a whole one; dims are counted
+    from the right of `ndim`."""
     assert common is not None
     dim = common.dim - ((ndim or tensor.ndim) - tensor.ndim)
     own = mark(tensor)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_map
 
-from secc.runtime.tensor_parallel.marks import Mark, Refused, Shapes, mark, set_mark, sources_of
+from secc.runtime.tensor_parallel.rules.mark import Mark, Refused, mark, set_mark, sources_of
 from secc.runtime.tensor_parallel.rules.common import Args, entered, like, own_mark
+
+if TYPE_CHECKING:
+    from secc.runtime.tensor_parallel.shape_mode import Shapes
 
 
 def along(mode: Shapes, func: Any, args: Args, kwargs: dict[str, Any], found: list[Mark]) -> Any:
@@ -41,7 +44,9 @@ def normalized(mode: Shapes, func: Any, args: Args, kwargs: dict[str, Any], foun
 def dropout(mode: Shapes, func: Any, args: Args, kwargs: dict[str, Any], found: list[Mark]) -> Any:
     """Dropout draws the rank's part of the whole numbers."""
     own = own_mark(found, args)
-    p, training = (args[i] if len(args) > i else kwargs.get(k, d) for i, k, d in ((1, "p", 0.5), (2, "training", True)))
+    p, training = (
+        args[i] if len(args) > i else kwargs.get(k, d) for i, k, d in ((1, "p", 0.5), (2, "training", True))
+    )
     with mode.drawing(own) if p and training else nullcontext():
         out = func(*args, **kwargs)
     return set_mark(out, own)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from secc.runtime.tensor_parallel.marks import Mark, Refused, Shapes, mark, set_mark, sources_of
+from secc.runtime.tensor_parallel.rules.mark import Mark, Refused, mark, set_mark, sources_of
 from secc.runtime.tensor_parallel.rules.common import Args, all_marked, like, own_mark, places
 from secc.runtime.tensor_parallel.rules.views import FEW
+
+if TYPE_CHECKING:
+    from secc.runtime.tensor_parallel.shape_mode import Shapes
 
 
 def split(mode: Shapes, func: Any, args: Args, kwargs: dict[str, Any], found: list[Mark]) -> Any:
@@ -17,19 +20,29 @@ def split(mode: Shapes, func: Any, args: Args, kwargs: dict[str, Any], found: li
     how = (
         args[1]
         if len(args) > 1
-        else next(kwargs[k] for k in ("split_size_or_sections", "split_size", "split_sizes", "chunks") if k in kwargs)
+        else next(
+            kwargs[k]
+            for k in ("split_size_or_sections", "split_size", "split_sizes", "chunks")
+            if k in kwargs
+        )
     )
     dim = (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % args[0].ndim
     if dim != own.dim:
         return all_marked(func(*args, **kwargs), own)
     size = -(-own.size // how) if name == "chunk" else how
-    sizes = [min(size, own.size - i) for i in range(0, own.size, size)] if isinstance(size, int) else list(size)
-    return tuple(_piece(mode, args[0], own, end - n, end) for n, end in zip(sizes, accumulate(sizes), strict=True))
+    sizes = (
+        [min(size, own.size - i) for i in range(0, own.size, size)] if isinstance(size, int) else list(size)
+    )
+    return tuple(
+        _piece(mode, args[0], own, end - n, end) for n, end in zip(sizes, accumulate(sizes), strict=True)
+    )
 
 
 def narrow(mode: Shapes, func: Any, args: Args, kwargs: dict[str, Any], found: list[Mark]) -> Any:
     own = own_mark(found, args)
-    dim, start, count = (args[i] if len(args) > i else kwargs[k] for i, k in ((1, "dim"), (2, "start"), (3, "length")))
+    dim, start, count = (
+        args[i] if len(args) > i else kwargs[k] for i, k in ((1, "dim"), (2, "start"), (3, "length"))
+    )
     if dim % args[0].ndim != own.dim:
         return set_mark(func(*args, **kwargs), own)
     return _piece(mode, args[0], own, start, start + count)
@@ -41,7 +54,9 @@ def _piece(mode: Shapes, tensor: torch.Tensor, own: Mark, start: int, stop: int)
         return tensor
     edges = [0, *accumulate(own.parts)]
     if start not in edges or stop not in edges:
-        raise Refused("a piece of a dim of which ranks have parts is taken", own.sources, places(own, start, stop))
+        raise Refused(
+            "a piece of a dim of which ranks have parts is taken", own.sources, places(own, start, stop)
+        )
     first, last = edges.index(start), edges.index(stop)
     offset = mode.length(own.parts[:first])
     piece = tensor.narrow(own.dim, offset, mode.length(own.parts[first:last]))
@@ -105,7 +120,9 @@ def cat(mode: Shapes, func: Any, args: Args, kwargs: dict[str, Any], found: list
     if dim == first.dim:
         if any(mark(t) is None or mark(t).dim != dim for t in tensors):  # pyright: ignore[reportOptionalMemberAccess]
             raise Refused("parts are joined with whole tensors", sources_of(found))
-        return set_mark(torch.cat(tensors, dim), Mark(dim, tuple(p for m in found for p in m.parts), sources_of(found)))
+        return set_mark(
+            torch.cat(tensors, dim), Mark(dim, tuple(p for m in found for p in m.parts), sources_of(found))
+        )
     tensors = [like(mode, t, first) for t in tensors]
     return set_mark(torch.cat(tensors, dim), Mark(first.dim, first.parts, sources_of(found)))
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from secc.runtime.tensor_parallel.marks import Mark, Refused, Shapes, set_mark
+from secc.runtime.tensor_parallel.rules.mark import Mark, Refused, set_mark
 from secc.runtime.tensor_parallel.rules.common import Args, own_mark, places
 from secc.runtime.tensor_parallel.rules.entries import elementwise
+
+if TYPE_CHECKING:
+    from secc.runtime.tensor_parallel.shape_mode import Shapes
 
 FEW = 4  # entries of a dim that are rather kinds of things (queries, keys, values) than heads
 
@@ -90,7 +93,9 @@ def _place(mode: Shapes, whole: list[int], wanted: list[int], own: Mark) -> tupl
     return _split(mode, wanted, dim, own.parts, own)
 
 
-def _split(mode: Shapes, wanted: list[int], dim: int, parts: tuple[int, ...], own: Mark) -> tuple[int, tuple[int, ...]]:
+def _split(
+    mode: Shapes, wanted: list[int], dim: int, parts: tuple[int, ...], own: Mark
+) -> tuple[int, tuple[int, ...]]:
     total = sum(parts)
     if wanted[dim] >= total:
         if wanted[dim] % total:
@@ -99,7 +104,9 @@ def _split(mode: Shapes, wanted: list[int], dim: int, parts: tuple[int, ...], ow
     if total % wanted[dim]:
         raise Refused("a dim of which ranks have parts is split unevenly", own.sources)
     inner = total // wanted[dim]
-    if len(parts) == wanted[dim] and set(parts) == {inner} and inner > 1:  # kinds side by side, each of them cut
+    if (
+        len(parts) == wanted[dim] and set(parts) == {inner} and inner > 1
+    ):  # kinds side by side, each of them cut
         after = next(d for d in range(dim + 1, len(wanted)) if wanted[d] > 1)
         return _split(mode, wanted, after, (inner,), own)
     if any(part % inner for part in parts):
@@ -107,7 +114,11 @@ def _split(mode: Shapes, wanted: list[int], dim: int, parts: tuple[int, ...], ow
     outer = tuple(part // inner for part in parts)
     if any(part % mode.count for part in outer):
         if wanted[dim] <= FEW and len(parts) == 1:
-            raise Refused(_uneven(mode, outer), own.sources, places(own, *(own.size * i // wanted[dim] for i in range(wanted[dim]))))
+            raise Refused(
+                _uneven(mode, outer),
+                own.sources,
+                places(own, *(own.size * i // wanted[dim] for i in range(wanted[dim]))),
+            )
         raise Refused(_uneven(mode, outer), own.sources)
     mode.heads |= {*outer}
     return dim, outer

@@ -1,7 +1,8 @@
 """Reads torch.fx graphs as expressions: what is computed, whatever it is called and in whatever dtype.
 
-Equal expressions are one object. A cast is transparent: its expression is that of what it casts. An op that `_READERS` does not know is a
-leaf. Each expression remembers the first node that computes it, before any cast.
+Equal expressions are one object. A cast is transparent: its expression is that of what it casts. An op that
+`_READERS` does not know is a leaf. Each expression remembers the first node that computes it, before any
+cast.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ COMMUTATIVE = frozenset({"mul", "add"})
 
 @dataclass(eq=False)
 class Expr:
-    """An operation on expressions and atoms; `node` computes it. Leaves are operations "node" and "parameter"."""
+    """An operation on expressions and atoms; `node` computes it. Leaves are operations "node" and
+    "parameter"."""
 
     op: str
     args: tuple[Expr | Atom, ...]
@@ -40,7 +42,8 @@ class Expr:
 
 @dataclass
 class Algebra:
-    """The expressions of one graph. `rewrite` turns a new expression into the one that stands for it (spellings)."""
+    """The expressions of one graph. `rewrite` turns a new expression into the one that stands for it
+    (spellings)."""
 
     rewrite: Callable[[Algebra, Expr], Expr] = lambda _, e: e
     of: dict[fx.Node, Expr] = field(default_factory=dict[fx.Node, Expr])
@@ -87,7 +90,8 @@ class Algebra:
         return _OPAQUE
 
     def given(self, node: fx.Node, *names: str) -> list[Any] | None:
-        """The arguments of a call by position or name (None where they are left out); None if there are others."""
+        """The arguments of a call by position or name (None where they are left out); None if there are
+        others."""
         if len(node.args) > len(names) or not set(node.kwargs) <= set(names):
             return None
         found = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
@@ -123,7 +127,11 @@ def _reduction(op: str) -> Callable[[Algebra, fx.Node], Read]:
             return None
         given = dict(zip(known, node.args, strict=False)) | trimmed
         biased = op == "mean" or given.get("unbiased") is False or extra == 0
-        return (op, (algebra.argument(given["input"]),)) if _is_last(given.get("dim")) and given.get("keepdim") is True and biased else None
+        return (
+            (op, (algebra.argument(given["input"]),))
+            if _is_last(given.get("dim")) and given.get("keepdim") is True and biased
+            else None
+        )
 
     return read
 
@@ -143,13 +151,23 @@ def _silu(algebra: Algebra, node: fx.Node) -> Read:
 def _norm(op: str) -> Callable[[Algebra, fx.Node], Read]:
     def read(algebra: Algebra, node: fx.Node) -> Read:
         """torch's own norm over one dim; its eps must be given."""
-        names = ("input", "shape", "weight", "bias", "eps") if op == "layer_norm" else ("input", "shape", "weight", "eps")
-        given = algebra.given(node, *names, *(("normalized_shape",) if "normalized_shape" in node.kwargs else ()))
+        names = (
+            ("input", "shape", "weight", "bias", "eps")
+            if op == "layer_norm"
+            else ("input", "shape", "weight", "eps")
+        )
+        given = algebra.given(
+            node, *names, *(("normalized_shape",) if "normalized_shape" in node.kwargs else ())
+        )
         if given is None:
             return None
         shape = node.kwargs.get("normalized_shape", given[1])
         args = [algebra.argument(v) for v in (given[0], *given[2 : len(names)])]
-        return (op, tuple(args)) if isinstance(shape, list | tuple) and len(shape) == 1 and args[-1] is not None else None
+        return (
+            (op, tuple(args))
+            if isinstance(shape, list | tuple) and len(shape) == 1 and args[-1] is not None
+            else None
+        )
 
     return read
 
@@ -169,8 +187,18 @@ def _getitem(algebra: Algebra, node: fx.Node) -> Read:
         return None
     if isinstance(index, int) and index in (0, 1) and name_of(source) == "chunk":
         given = algebra.given(source, "input", "chunks", "dim")
-        return None if given is None or given[1:] != [2, -1] else ("high" if index else "low", (algebra.argument(given[0]),))
-    if isinstance(index, tuple) and len(index) == 2 and index[0] is Ellipsis and isinstance(index[1], slice) and index[1].step is None:
+        return (
+            None
+            if given is None or given[1:] != [2, -1]
+            else ("high" if index else "low", (algebra.argument(given[0]),))
+        )
+    if (
+        isinstance(index, tuple)
+        and len(index) == 2
+        and index[0] is Ellipsis
+        and isinstance(index[1], slice)
+        and index[1].step is None
+    ):
         start, stop = index[1].start, index[1].stop
         if start is None and _is_half(stop, source):
             return "low", (algebra.argument(source),)

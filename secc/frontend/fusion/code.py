@@ -1,4 +1,5 @@
-"""A rewritten site as source text: what a plan carries, readable, one statement for each operation, each with the line it stands for."""
+"""A rewritten site as source text: what a plan carries, readable, one statement for each operation, each with
+the line it stands for."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ _KNOWN = frozenset({"torch", "device", "inf", "nan", "NoneType"})
 
 
 def source(graph: fx.Graph, name: str, method: bool, first: int) -> tuple[list[str], list[int]]:
-    """The lines of a function `name` that computes `graph`, with `self` first for a method, and for each the user's line.
+    """The lines of a function `name` that computes `graph`, with `self` first for a method, and for each the
+    user's line.
 
     Raises Refused for what text cannot name.
     """
@@ -40,7 +42,8 @@ def source(graph: fx.Graph, name: str, method: bool, first: int) -> tuple[list[s
 
 
 def _line(statement: ast.stmt, lines: dict[str, int], graph: fx.Graph, first: int) -> int:
-    """The user's line of a statement: that of the node whose name it assigns; of the return, that of what it returns."""
+    """The user's line of a statement: that of the node whose name it assigns; of the return, that of what it
+    returns."""
     if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
         return lines.get(statement.targets[0].id, first)
     returned = graph.output_node().all_input_nodes

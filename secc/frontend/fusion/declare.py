@@ -6,9 +6,9 @@ from xdsl.dialects.builtin import StringAttr
 from xdsl.ir import Attribute
 
 from secc.frontend.fusion.find import Form, Fusions
-from secc.ir import fusion
-from secc.ir.dialect import CaseOp, GraphOp, RewriteOp, texts
-from secc.runtime.plan import Fusion
+from secc.ir.analysis import fusion_report
+from secc.ir.dialect.ops import CaseOp, GraphOp, RewriteOp, texts
+from secc.runtime.plan.schema import Fusion
 
 ANY = "fuse-blocks"  # in the record, where no rule could be tried
 
@@ -17,7 +17,7 @@ def declare(graph: GraphOp, found: Fusions) -> None:
     """Put the forms before the graph's first case."""
     first = next(op for op in graph.body.block.ops if isinstance(op, CaseOp))
     graph.body.block.insert_ops_before([_rewrite(form) for form in found.forms], first)
-    fusion.note(graph, [Fusion(m.rule or ANY, m.site, m.where, m.reason) for m in found.misses])
+    fusion_report.note(graph, [Fusion(m.rule or ANY, m.site, m.where, m.reason) for m in found.misses])
 
 
 def _rewrite(form: Form) -> RewriteOp:

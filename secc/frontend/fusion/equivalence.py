@@ -1,7 +1,8 @@
-"""Whether what a rule found and its replacement compute the same: values and all gradients, at several sizes, scales and dtypes.
+"""Whether what a rule found and its replacement compute the same: values and all gradients, at several sizes,
+scales and dtypes.
 
-The found part runs in float64 as the truth and in each dtype beside the replacement, which must give the same dtype and shape and err
-little more than the user's own code does.
+The found part runs in float64 as the truth and in each dtype beside the replacement, which must give the same
+dtype and shape and err little more than the user's own code does.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _SCALES = (1.0, 1e-2)  # of inputs: an eps in another place shows where entries 
 
 @dataclass(frozen=True)
 class Part:
-    """What a rule found: `root` is computed from `leaves` (pattern name to the nodes that are it) and parameters; casts end at `end`."""
+    """What a rule found: `root` is computed from `leaves` (pattern name to the nodes that are it) and
+    parameters; casts end at `end`."""
 
     root: fx.Node
     end: fx.Node
@@ -34,11 +36,20 @@ class Part:
     parameters: Mapping[str, torch.Tensor]
 
     def dtypes(self) -> list[tuple[torch.dtype, torch.dtype]]:
-        """Of leaves and parameters: all in one dtype, and leaves of fewer bits than the parameters, which stay what they are."""
+        """Of leaves and parameters: all in one dtype, and leaves of fewer bits than the parameters, which
+        stay what they are."""
         own = next(iter({p.dtype for p in self.parameters.values() if p.is_floating_point()}), None)
         if own is None:
             return [(d, d) for d in _DTYPES]
-        return list(dict.fromkeys([(torch.float32, torch.float32), (own, own), *((d, own) for d in _DTYPES if own is torch.float32)]))
+        return list(
+            dict.fromkeys(
+                [
+                    (torch.float32, torch.float32),
+                    (own, own),
+                    *((d, own) for d in _DTYPES if own is torch.float32),
+                ]
+            )
+        )
 
 
 def difference(part: Part, new: fx.Node, trials: Sequence[Trial]) -> str:
@@ -54,19 +65,26 @@ def difference(part: Part, new: fx.Node, trials: Sequence[Trial]) -> str:
                 values = _values(part, trial, dtype, of_parameters, scale)
                 reason = _compare(part, new, values, truth, _ROUNDING[dtype])
                 if reason:
-                    return f"{reason} ({_text(dtype)}, {', '.join(f'{k} {list(v)}' for k, v in trial.items())})"
+                    return (
+                        f"{reason} ({_text(dtype)}, {', '.join(f'{k} {list(v)}' for k, v in trial.items())})"
+                    )
     return "" if ran else "none of the sizes that it is tried at runs"
 
 
 def _truths(part: Part, trial: Trial) -> list[Results] | None:
     """What is computed in float64 at each scale, None where the user's code may not take this shape."""
     try:
-        return [_results(part, part.root, _values(part, trial, torch.float64, torch.float64, scale)) for scale in _SCALES]
+        return [
+            _results(part, part.root, _values(part, trial, torch.float64, torch.float64, scale))
+            for scale in _SCALES
+        ]
     except Exception:
         return None
 
 
-def _compare(part: Part, new: fx.Node, values: tuple[Values, dict[str, torch.Tensor]], truth: Results, rounding: float) -> str:
+def _compare(
+    part: Part, new: fx.Node, values: tuple[Values, dict[str, torch.Tensor]], truth: Results, rounding: float
+) -> str:
     try:
         own = _results(part, part.root, values)
     except Exception:  # dtypes that the user's code does not take
@@ -103,7 +121,8 @@ def _error(found: torch.Tensor, truth: torch.Tensor) -> float:
 def _values(
     part: Part, trial: Trial, dtype: torch.dtype, of_parameters: torch.dtype, scale: float
 ) -> tuple[Values, dict[str, torch.Tensor]]:
-    """Random values for leaves and parameters, the same numbers whatever the dtype; tables (cos, sin) have no gradient."""
+    """Random values for leaves and parameters, the same numbers whatever the dtype; tables (cos, sin) have no
+    gradient."""
     draw = torch.Generator().manual_seed(0)  # torch's own generator is everybody's, and slow to seed
     width = next((p.shape[-1] for p in part.parameters.values() if p.dim()), _WIDTH)
     leaves: Values = {}
@@ -125,14 +144,23 @@ def _rounded(value: torch.Tensor) -> torch.Tensor:
 
 
 def _results(part: Part, root: fx.Node, values: tuple[Values, dict[str, torch.Tensor]]) -> Results:
-    """The value at the part's end with `root` in its place, and the gradients of leaves and parameters for a fixed upstream."""
+    """The value at the part's end with `root` in its place, and the gradients of leaves and parameters for a
+    fixed upstream."""
     leaves, parameters = values
     known: dict[fx.Node, Any] = dict(leaves)
     known[part.root] = evaluate(root, known, parameters)
     out = evaluate(part.end, known, parameters)
-    wanted = [t for t in (*(leaves[nodes[0]] for nodes in part.leaves.values()), *parameters.values()) if t.requires_grad]
-    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(torch.bfloat16)
-    gradients = torch.autograd.grad(out, wanted, upstream.to(out.dtype), materialize_grads=True, allow_unused=True)
+    wanted = [
+        t
+        for t in (*(leaves[nodes[0]] for nodes in part.leaves.values()), *parameters.values())
+        if t.requires_grad
+    ]
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(
+        torch.bfloat16
+    )
+    gradients = torch.autograd.grad(
+        out, wanted, upstream.to(out.dtype), materialize_grads=True, allow_unused=True
+    )
     return (out.detach(), *gradients)
 
 

@@ -1,4 +1,5 @@
-"""Goes through a model's blocks and finds what fused operators can compute in them; alike modules are looked at once."""
+"""Goes through a model's blocks and finds what fused operators can compute in them; alike modules are looked
+at once."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from secc.runtime.fusion.install import rebound
 
 @dataclass
 class Form:
-    """Rewritten code, and the modules whose `method` it replaces, or whose method calls it where it calls `function`.
+    """Rewritten code, and the modules whose `method` it replaces, or whose method calls it where it calls
+    `function`.
 
     `code` are the lines of a function, `lines` the user's line for each.
     """
@@ -39,7 +41,8 @@ class Form:
 
 @dataclass(frozen=True)
 class Miss:
-    """Code in which no rule applies although one might be expected to: which rule ("" for all of them), and why."""
+    """Code in which no rule applies although one might be expected to: which rule ("" for all of them), and
+    why."""
 
     cls: str
     site: str
@@ -69,7 +72,8 @@ class _Site:
 
 @dataclass(frozen=True)
 class _Traced:
-    """A site, the names of the attributes that its trace read (None: it may have read any), and what these were."""
+    """A site, the names of the attributes that its trace read (None: it may have read any), and what these
+    were."""
 
     site: _Site
     names: frozenset[str] | None
@@ -80,16 +84,19 @@ class _Traced:
 class Looked:
     """What methods and functions came to, for one choice of rules.
 
-    A method's sites are kept with the attributes of the module that its trace read, and what these were: those of another module may be
-    others (a layer's number) where the trace read none of them.
+    A method's sites are kept with the attributes of the module that its trace read, and what these were:
+    those of another module may be others (a layer's number) where the trace read none of them.
     """
 
     methods: dict[Any, list[_Traced]] = field(default_factory=dict[Any, "list[_Traced]"])
     functions: dict[FunctionType, _Site] = field(default_factory=dict[FunctionType, _Site])
 
 
-def find(model: nn.Module, blocks: Iterable[str], skip: Collection[str] = (), looked: Looked | None = None) -> Fusions:
-    """What the rules but those in `skip` find in the modules of `blocks` (paths). `model` may be on the meta device; it is not changed.
+def find(
+    model: nn.Module, blocks: Iterable[str], skip: Collection[str] = (), looked: Looked | None = None
+) -> Fusions:
+    """What the rules but those in `skip` find in the modules of `blocks` (paths). `model` may be on the meta
+    device; it is not changed.
 
     `looked` is what an earlier search of the same model came to, and keeps what this one does.
     """
@@ -197,7 +204,8 @@ def _may_rebind(cls: type, method: str) -> bool:
 
 
 def _check(module: nn.Module, code: CodeType) -> None:
-    """Refuse what a rewritten module would do differently in ways that no trace shows: it knows the dtypes of parameters only."""
+    """Refuse what a rewritten module would do differently in ways that no trace shows: it knows the dtypes of
+    parameters only."""
     dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
     if len(dtypes) > 1 and "dtype" in code.co_names:
         found = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))

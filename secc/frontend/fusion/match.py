@@ -1,4 +1,5 @@
-"""Matches patterns, which are Python expressions, against the expressions of a graph, and says how far a match got.
+"""Matches patterns, which are Python expressions, against the expressions of a graph, and says how far a
+match got.
 
 Sums and products match either way round; nothing is regrouped, so a spelling is written as code writes it.
 """
@@ -15,7 +16,12 @@ from torch import fx
 from secc.frontend.fusion.algebra import COMMUTATIVE, Algebra, Atom, Expr
 from secc.frontend.fusion.rules import NUMBERS, PARAMETERS, SPELLINGS
 
-_OPERATORS: Mapping[type[ast.operator], str] = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div"}
+_OPERATORS: Mapping[type[ast.operator], str] = {
+    ast.Add: "add",
+    ast.Sub: "sub",
+    ast.Mult: "mul",
+    ast.Div: "div",
+}
 _CLOSE = 1e-5  # relative: codes write constants with seven digits or more
 
 
@@ -94,7 +100,11 @@ def _match(pattern: Pattern, value: Expr | Atom, bound: Bound, attempt: Attempt)
         case Name():
             return _bind(pattern.text, value, bound, attempt)
         case Op():
-            if not isinstance(value, Expr) or value.op != pattern.name or len(value.args) != len(pattern.args):
+            if (
+                not isinstance(value, Expr)
+                or value.op != pattern.name
+                or len(value.args) != len(pattern.args)
+            ):
                 found = f"{_shown(value)} stands where {pattern.name}(…) is expected"
                 attempt.failed(found, value.node if isinstance(value, Expr) else None)
                 return None
@@ -142,14 +152,22 @@ def _same(a: object, b: object) -> bool:
 def _shown(value: object) -> str:
     if not isinstance(value, Expr):
         return repr(value)
-    return f"`{value.node.name}`" if value.op == "node" else f"{value.op}(…)" if value.op != "parameter" else str(value.args[0])
+    return (
+        f"`{value.node.name}`"
+        if value.op == "node"
+        else f"{value.op}(…)"
+        if value.op != "parameter"
+        else str(value.args[0])
+    )
 
 
 def build(algebra: Algebra, pattern: Pattern, bound: Bound, node: fx.Node) -> Expr | Atom:
     """The expression that a spelling's right side stands for."""
     match pattern:
         case Op():
-            return algebra.make(pattern.name, tuple(build(algebra, a, bound, node) for a in pattern.args), node)
+            return algebra.make(
+                pattern.name, tuple(build(algebra, a, bound, node) for a in pattern.args), node
+            )
         case Name():
             return bound[pattern.text]
         case _:
@@ -160,7 +178,11 @@ def canonical(algebra: Algebra, value: Expr) -> Expr:
     """The expression that stands for `value` by the spellings."""
     for left, right in SPELLINGS:
         pattern = parse(left)
-        if isinstance(pattern, Op) and pattern.name == value.op and (bound := match(pattern, value)) is not None:
+        if (
+            isinstance(pattern, Op)
+            and pattern.name == value.op
+            and (bound := match(pattern, value)) is not None
+        ):
             found = build(algebra, parse(right), bound, value.node)
             assert isinstance(found, Expr)
             return found

@@ -34,8 +34,11 @@ class Missed:
     node: fx.Node | None
 
 
-def rewrite(graph: fx.Graph, tensors: Mapping[str, torch.Tensor], skip: Collection[str]) -> tuple[list[Found], list[Missed]]:
-    """Put fused operators into `graph` by all rules but those in `skip`. `tensors` are the site's parameters and buffers by name."""
+def rewrite(
+    graph: fx.Graph, tensors: Mapping[str, torch.Tensor], skip: Collection[str]
+) -> tuple[list[Found], list[Missed]]:
+    """Put fused operators into `graph` by all rules but those in `skip`. `tensors` are the site's parameters
+    and buffers by name."""
     algebra = Algebra(canonical)
     algebra.read(graph)
     rules = [r for r in RULES if r.name not in skip]
@@ -61,10 +64,21 @@ def rewrite(graph: fx.Graph, tensors: Mapping[str, torch.Tensor], skip: Collecti
     return found[::-1], missed
 
 
-def _apply(graph: fx.Graph, algebra: Algebra, node: fx.Node, rule: Rule, bound: Bound, tensors: Mapping[str, torch.Tensor]) -> str:
+def _apply(
+    graph: fx.Graph,
+    algebra: Algebra,
+    node: fx.Node,
+    rule: Rule,
+    bound: Bound,
+    tensors: Mapping[str, torch.Tensor],
+) -> str:
     """Replace what computes `node`. Returns why not, "" if it was done."""
     new = _insert(graph, parse(rule.replacement), bound, node.meta.get("line", 0))
-    leaves = {n: _nodes(algebra, v) for n, v in bound.items() if isinstance(v, Expr) and n not in PARAMETERS | NUMBERS}
+    leaves = {
+        n: _nodes(algebra, v)
+        for n, v in bound.items()
+        if isinstance(v, Expr) and n not in PARAMETERS | NUMBERS
+    }
     reason = difference(Part(node, _end(algebra, node), leaves, _parameters(node, tensors)), new, rule.trials)
     if not reason:
         node.replace_all_uses_with(new)
@@ -74,7 +88,10 @@ def _apply(graph: fx.Graph, algebra: Algebra, node: fx.Node, rule: Rule, bound: 
 
 def _nodes(algebra: Algebra, value: Expr) -> list[fx.Node]:
     """The nodes that compute an expression, casts of it left out."""
-    return [value.node, *(n for n, e in algebra.of.items() if e is value and n is not value.node and not algebra.is_cast(n))]
+    return [
+        value.node,
+        *(n for n, e in algebra.of.items() if e is value and n is not value.node and not algebra.is_cast(n)),
+    ]
 
 
 def _insert(graph: fx.Graph, pattern: Pattern, bound: Bound, line: int) -> fx.Node:
@@ -107,13 +124,19 @@ def _end(algebra: Algebra, node: fx.Node) -> fx.Node:
 
 def _parameters(node: fx.Node, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The parameters and buffers that a node depends on without a module's call between."""
-    return {name: tensors[name] for name in sorted(str(n.target) for n in behind([node]) if n.op == "get_attr")}
+    return {
+        name: tensors[name] for name in sorted(str(n.target) for n in behind([node]) if n.op == "get_attr")
+    }
 
 
 def _sweep(graph: fx.Graph) -> None:
     """Erase what nothing uses; calls of the user's modules stay."""
     for node in reversed(list(graph.nodes)):
-        if not node.users and node.op not in ("placeholder", "output", "call_module") and not node.is_impure():
+        if (
+            not node.users
+            and node.op not in ("placeholder", "output", "call_module")
+            and not node.is_impure()
+        ):
             graph.erase_node(node)
 
 

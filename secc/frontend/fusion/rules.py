@@ -1,8 +1,9 @@
 """The rules of `fuse-blocks`: a pattern beside its replacement, and sizes at which the two are compared.
 
-Patterns are Python expressions over operations of `algebra`; a name stands for any tensor, the same at each place. Casts are not written:
-the kernels compute in float32, and a comparison in every dtype decides whether that is what the user's code means. `SPELLINGS` say which
-expressions mean the same; they apply first, from the innermost outwards.
+Patterns are Python expressions over operations of `algebra`; a name stands for any tensor, the same at each
+place. Casts are not written: the kernels compute in float32, and a comparison in every dtype decides whether
+that is what the user's code means. `SPELLINGS` say which expressions mean the same; they apply first, from
+the innermost outwards.
 """
 
 from __future__ import annotations
@@ -13,16 +14,20 @@ from dataclasses import dataclass
 Shape = tuple[int, ...]
 Trial = Mapping[str, Shape]
 
-PARAMETERS = frozenset({"weight", "bias"})  # names in patterns that stand for what depends on parameters alone, [H]
+PARAMETERS = frozenset(
+    {"weight", "bias"}
+)  # names in patterns that stand for what depends on parameters alone, [H]
 NUMBERS = frozenset({"eps"})  # names that stand for numbers
 H = -1  # a dim of a trial that the site's parameters decide
 
 
 @dataclass(frozen=True)
 class Rule:
-    """`pattern` may be computed as `replacement`, whose functions are those of `secc.runtime.fusion.operators`.
+    """`pattern` may be computed as `replacement`, whose functions are those of
+    `secc.runtime.fusion.operators`.
 
-    `sign` is the operation without which nobody expects the rule to match; `trials` are sizes of its tensors for the comparison.
+    `sign` is the operation without which nobody expects the rule to match; `trials` are sizes of its tensors
+    for the comparison.
     """
 
     name: str
@@ -37,12 +42,20 @@ _GATED: tuple[Trial, ...] = tuple({"gate": shape, "up": shape} for shape in ((3,
 
 
 def _rotary(width: int) -> tuple[Trial, ...]:
-    """Heads before positions, after them, and packed positions without a batch; tables for each sample and for all."""
-    shapes = (((2, 4, 5, 8), (2, 1, 5)), ((2, 5, 4, 8), (2, 5, 1)), ((5, 4, 8), (5, 1)), ((3, 2, 1, 8), (1, 1, 1)))
+    """Heads before positions, after them, and packed positions without a batch; tables for each sample and
+    for all."""
+    shapes = (
+        ((2, 4, 5, 8), (2, 1, 5)),
+        ((2, 5, 4, 8), (2, 5, 1)),
+        ((5, 4, 8), (5, 1)),
+        ((3, 2, 1, 8), (1, 1, 1)),
+    )
     return tuple({"x": x, "cos": (*table, width), "sin": (*table, width)} for x, table in shapes)
 
 
-_PARTS: tuple[Trial, ...] = tuple({"a": (*t["x"][:-1], 4), "b": (*t["x"][:-1], 4), "cos": t["cos"], "sin": t["sin"]} for t in _rotary(4))
+_PARTS: tuple[Trial, ...] = tuple(
+    {"a": (*t["x"][:-1], 4), "b": (*t["x"][:-1], 4), "cos": t["cos"], "sin": t["sin"]} for t in _rotary(4)
+)
 
 SPELLINGS = (
     ("x * x", "square(x)"),

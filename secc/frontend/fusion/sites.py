@@ -1,4 +1,5 @@
-"""The places in a module where a kernel may stand: methods of its class, and functions that these call by a global name.
+"""The places in a module where a kernel may stand: methods of its class, and functions that these call by a
+global name.
 
 Only code that multiplies, or calls torch's own norms, is worth a trace.
 """
@@ -17,21 +18,40 @@ import torch
 from torch import nn
 
 from secc.frontend.fusion.trace import has_hooks
-from secc.runtime.recorder.places import is_internal
+from secc.runtime.model.source_lines import is_internal
 
 _NORMS = frozenset({"layer_norm", "rms_norm"})
-_SIGNS = _NORMS | {"silu", "gelu", "sigmoid", "tanh", "rsqrt", "sqrt", "pow", "norm", "cat", "concat", "concatenate", "stack"}
+_SIGNS = _NORMS | {
+    "silu",
+    "gelu",
+    "sigmoid",
+    "tanh",
+    "rsqrt",
+    "sqrt",
+    "pow",
+    "norm",
+    "cat",
+    "concat",
+    "concatenate",
+    "stack",
+}
 _ACTIVATION = re.compile(r"act|gate|silu|gelu")
 
 
 def methods(cls: type) -> Iterator[str]:
-    """`forward` first, then the other methods of a class that may compute what a kernel can, the class's own first."""
+    """`forward` first, then the other methods of a class that may compute what a kernel can, the class's own
+    first."""
     if getattr(cls.forward, "__name__", "") == "_forward_unimplemented":
         return
     yield "forward"
     for base in _bases(cls):
         for name, value in vars(base).items():
-            if isinstance(value, FunctionType) and name != "forward" and not name.startswith("__") and promising(value):
+            if (
+                isinstance(value, FunctionType)
+                and name != "forward"
+                and not name.startswith("__")
+                and promising(value)
+            ):
                 yield name
 
 
@@ -55,16 +75,30 @@ def _bases(cls: type) -> list[type]:
 def _called(function: FunctionType) -> Iterator[tuple[str, FunctionType]]:
     for name in function.__code__.co_names:
         value = function.__globals__.get(name)
-        if isinstance(value, FunctionType) and not is_internal(value.__code__.co_filename) and promising(value):
+        if (
+            isinstance(value, FunctionType)
+            and not is_internal(value.__code__.co_filename)
+            and promising(value)
+        ):
             yield name, value
 
 
 @cache
 def promising(function: FunctionType) -> bool:
-    """Whether a function may compute what a kernel can: it, or a function that it calls, multiplies and names an operation of a rule."""
+    """Whether a function may compute what a kernel can: it, or a function that it calls, multiplies and names
+    an operation of a rule."""
     inner = (function.__globals__.get(n) for n in function.__code__.co_names)
-    codes = [function.__code__, *(f.__code__ for f in inner if isinstance(f, FunctionType) and not is_internal(f.__code__.co_filename))]
-    return any(map(_multiplies, codes)) and any(n in _SIGNS or _ACTIVATION.search(n) for code in codes for n in code.co_names)
+    codes = [
+        function.__code__,
+        *(
+            f.__code__
+            for f in inner
+            if isinstance(f, FunctionType) and not is_internal(f.__code__.co_filename)
+        ),
+    ]
+    return any(map(_multiplies, codes)) and any(
+        n in _SIGNS or _ACTIVATION.search(n) for code in codes for n in code.co_names
+    )
 
 
 def _multiplies(code: CodeType) -> bool:
@@ -75,7 +109,8 @@ def _multiplies(code: CodeType) -> bool:
 
 
 def signature(module: nn.Module) -> Any:
-    """What decides a module's graphs beside its plain attributes: class, tensors, the modules directly inside. Equal for alike layers."""
+    """What decides a module's graphs beside its plain attributes: class, tensors, the modules directly
+    inside. Equal for alike layers."""
     held = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
     tensors = tuple((n, tuple(t.shape), t.dtype) for n, t in held)
     inside = tuple((n, type(m), _numbers(m), has_hooks(m)) for n, m in module.named_children())
@@ -95,4 +130,6 @@ def _plain(value: Any) -> Any:
 
 
 def _numbers(module: nn.Module) -> Any:
-    return tuple((k, _plain(v)) for k, v in sorted(vars(module).items()) if isinstance(v, bool | int | float | str))
+    return tuple(
+        (k, _plain(v)) for k, v in sorted(vars(module).items()) if isinstance(v, bool | int | float | str)
+    )

@@ -1,7 +1,8 @@
 """Symbolic traces of sites: a method of a module whose submodules stay calls, or a function of tensors.
 
-What a trace cannot follow (a branch on a tensor, a loop over one, a change in place, state that is written) is refused with the reason. A
-parameter's dtype and shape are known while tracing; those of other tensors are not. Activations without parameters are looked into.
+What a trace cannot follow (a branch on a tensor, a loop over one, a change in place, state that is written)
+is refused with the reason. A parameter's dtype and shape are known while tracing; those of other tensors are
+not. Activations without parameters are looked into.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from secc.runtime.recorder.places import is_internal, short_place
+from secc.runtime.model.source_lines import is_internal, short_place
 
 _RANDOM = ("Dropout", "RReLU")
 
@@ -79,7 +80,9 @@ class _Tracer(fx.Tracer):
 
 def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers by every name that they have."""
-    return dict([*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)])
+    return dict(
+        [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    )
 
 
 def _is_activation(module: nn.Module) -> bool:
@@ -91,17 +94,25 @@ def _is_activation(module: nn.Module) -> bool:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether something runs around the module's forward."""
-    return any(getattr(module, n) for n in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"))
+    return any(
+        getattr(module, n)
+        for n in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    )
 
 
 def code_of(function: Any) -> CodeType | None:
     """The code of a plain Python function, None for anything else, also for a decorated one."""
     function = getattr(function, "__func__", function)
-    return function.__code__ if isinstance(function, FunctionType) and not hasattr(function, "__wrapped__") else None
+    return (
+        function.__code__
+        if isinstance(function, FunctionType) and not hasattr(function, "__wrapped__")
+        else None
+    )
 
 
 def trace_method(module: nn.Module, method: str, reads: set[str]) -> fx.Graph:
-    """The graph of a method as it is called with tensors only, other arguments at their defaults. Raises Refused.
+    """The graph of a method as it is called with tensors only, other arguments at their defaults. Raises
+    Refused.
 
     The names of the module's attributes that it looks up go to `reads`.
     """
@@ -120,7 +131,8 @@ def trace_method(module: nn.Module, method: str, reads: set[str]) -> fx.Graph:
 
 
 def _watched(module: nn.Module, reads: set[str]) -> nn.Module:
-    """A copy that shares everything, tells what is read of it, and refuses to say whether it trains: that may change after the trace."""
+    """A copy that shares everything, tells what is read of it, and refuses to say whether it trains: that may
+    change after the trace."""
 
     def training(self: nn.Module) -> bool:
         raise Refused("it reads self.training, which may change")
@@ -131,7 +143,9 @@ def _watched(module: nn.Module, reads: set[str]) -> nn.Module:
         return own.__getattribute__(self, name)
 
     twin, own = copy.copy(module), type(module)
-    twin.__class__ = type(own.__name__, (own,), {"training": property(training), "__getattribute__": looked_up})
+    twin.__class__ = type(
+        own.__name__, (own,), {"training": property(training), "__getattribute__": looked_up}
+    )
     return twin
 
 
@@ -152,7 +166,8 @@ def trace_function(function: FunctionType) -> fx.Graph:
 
 
 def _traced(function: Any, root: nn.Module | FunctionType, tracer: _Tracer) -> fx.Graph:
-    """Trace with flags (None, bool, text) at their defaults, and, where that does not work, with numbers at theirs too."""
+    """Trace with flags (None, bool, text) at their defaults, and, where that does not work, with numbers at
+    theirs too."""
     parameters = list(inspect.signature(function).parameters.values())[isinstance(root, nn.Module) :]
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
     if any(p.kind in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY) for p in parameters):
@@ -172,11 +187,19 @@ def _traced(function: Any, root: nn.Module | FunctionType, tracer: _Tracer) -> f
 
 
 def _drop(graph: fx.Graph, fixed: Mapping[str, Any]) -> None:
-    """Take out the arguments that are left at their defaults, the checks that torch.fx makes of them, and unused variable ones."""
+    """Take out the arguments that are left at their defaults, the checks that torch.fx makes of them, and
+    unused variable ones."""
     for node in reversed(list(graph.nodes)):
-        checks = node.op == "call_function" and getattr(node.target, "__name__", "") in ("_assert_is_none", "_assert")
-        given = node.op == "placeholder" and (re.sub(r"_\d+$", "", str(node.target)) in fixed or str(node.target).startswith("**"))
-        if (checks or given or (checks is False and getattr(node.target, "__name__", "") == "eq")) and not node.users:
+        checks = node.op == "call_function" and getattr(node.target, "__name__", "") in (
+            "_assert_is_none",
+            "_assert",
+        )
+        given = node.op == "placeholder" and (
+            re.sub(r"_\d+$", "", str(node.target)) in fixed or str(node.target).startswith("**")
+        )
+        if (
+            checks or given or (checks is False and getattr(node.target, "__name__", "") == "eq")
+        ) and not node.users:
             graph.erase_node(node)
 
 
@@ -207,4 +230,6 @@ def _first_line(error: Exception | None) -> str:
 
 def place_of(code: CodeType, node: fx.Node | None = None) -> str:
     """file:line of a site, or of a node in it."""
-    return short_place(code, node.meta.get("line", code.co_firstlineno) if node is not None else code.co_firstlineno)
+    return short_place(
+        code, node.meta.get("line", code.co_firstlineno) if node is not None else code.co_firstlineno
+    )

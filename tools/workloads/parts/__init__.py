@@ -1,1 +1,2 @@
-"""What the reference workloads share: the sample mixes, packed batches with attention per sample, configurations, and joined models."""
+"""What the reference workloads share: the sample mixes, packed batches with attention per sample,
+configurations, and joined models."""

@@ -1,4 +1,5 @@
-"""The public configurations: language models by layers, width, heads and vocabulary; encoders; and small ones of the same architecture."""
+"""The public configurations: language models by layers, width, heads and vocabulary; encoders; and small ones
+of the same architecture."""
 
 from __future__ import annotations
 
@@ -12,7 +13,15 @@ SMALL_VOCABULARY = 512
 
 
 def _text(
-    kind: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocabulary: int, head_dim: int, tied: bool = False
+    kind: str,
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    ffn: int,
+    vocabulary: int,
+    head_dim: int,
+    tied: bool = False,
 ) -> Config:
     extra = {"head_dim": head_dim} if kind == "Qwen3" else {}
     return getattr(T, f"{kind}Config")(
@@ -68,12 +77,18 @@ def qwen3_1_7b() -> Config:
     return _text("Qwen3", 28, 2048, 16, 8, 6144, 151_936, 128, tied=True)
 
 
-# -- encoders -------------------------------------------------------------------------------------------------------------------------
+# -- encoders
+# -------------------------------------------------------------------------------------------------------------------------
 
 
 def _qwen_vit(depth: int, hidden: int, heads: int, ffn: int, out: int, full: list[int]) -> nn.Module:
     config = T.models.qwen2_5_vl.configuration_qwen2_5_vl.Qwen2_5_VLVisionConfig(
-        depth=depth, hidden_size=hidden, num_heads=heads, intermediate_size=ffn, out_hidden_size=out, fullatt_block_indexes=full
+        depth=depth,
+        hidden_size=hidden,
+        num_heads=heads,
+        intermediate_size=ffn,
+        out_hidden_size=out,
+        fullatt_block_indexes=full,
     )
     tower = T.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel(config)
     tower.config._attn_implementation = PER_IMAGE  # pyright: ignore[reportPrivateUsage]
@@ -129,7 +144,13 @@ def small_intern_vit() -> T.InternVLVisionConfig:
 
 def small_clip() -> T.CLIPVisionConfig:
     return T.CLIPVisionConfig(
-        num_hidden_layers=2, hidden_size=32, num_attention_heads=2, intermediate_size=64, image_size=336, patch_size=14, projection_dim=32
+        num_hidden_layers=2,
+        hidden_size=32,
+        num_attention_heads=2,
+        intermediate_size=64,
+        image_size=336,
+        patch_size=14,
+        projection_dim=32,
     )
 
 

@@ -22,14 +22,18 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.language_model: Any = language_model
 
-    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, lengths: torch.Tensor
+    ) -> torch.Tensor:
         """[1, tokens] -> logits [1, tokens, vocabulary]."""
         return self.logits(self.language_model.get_input_embeddings()(input_ids), position_ids, lengths)
 
     def logits(self, embeds: torch.Tensor, position_ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Embeddings [1, tokens, hidden] -> logits."""
         places = offsets(lengths)
-        return self.language_model(inputs_embeds=embeds, position_ids=position_ids, cu_seq_lens_q=places, use_cache=False).logits
+        return self.language_model(
+            inputs_embeds=embeds, position_ids=position_ids, cu_seq_lens_q=places, use_cache=False
+        ).logits
 
 
 class Multimodal(LanguageModel):
@@ -52,10 +56,13 @@ class Multimodal(LanguageModel):
         input_features: torch.Tensor | None = None,
         audio_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Features take the places of their placeholders; `pixel_values` is [tokens, 4 patches, values of a patch]."""
+        """Features take the places of their placeholders; `pixel_values` is [tokens, 4 patches, values of a
+        patch]."""
         embeds = self.language_model.get_input_embeddings()(input_ids)
         if pixel_values is not None:
-            seen = self.vision(pixel_values.flatten(0, 1).to(embeds.dtype), grid_thw=image_grid_thw).pooler_output
+            seen = self.vision(
+                pixel_values.flatten(0, 1).to(embeds.dtype), grid_thw=image_grid_thw
+            ).pooler_output
             embeds = embeds.masked_scatter((input_ids == IMAGE)[..., None], seen)
         if input_features is not None:
             heard = self.audio(input_features.to(embeds.dtype)).last_hidden_state
@@ -76,24 +83,34 @@ class Supervised(nn.Module):
 
 
 class Tiled(LanguageModel):
-    """A vision tower for images or tiles of one size, a projector with `merge` x `merge` patches a token, and a language model."""
+    """A vision tower for images or tiles of one size, a projector with `merge` x `merge` patches a token, and
+    a language model."""
 
-    def __init__(self, language_model: nn.Module, vision_tower: nn.Module, projector: nn.Module, merge: int) -> None:
+    def __init__(
+        self, language_model: nn.Module, vision_tower: nn.Module, projector: nn.Module, merge: int
+    ) -> None:
         super().__init__(language_model)
         self.vision_tower, self.projector, self.merge = vision_tower, projector, merge
 
     def forward(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, lengths: torch.Tensor, pixel_values: torch.Tensor | None = None
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        lengths: torch.Tensor,
+        pixel_values: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Features take the places of their placeholders; the tower's class token is left out."""
         embeds = self.language_model.get_input_embeddings()(input_ids)
         if pixel_values is not None:
             patches = self.vision_tower(pixel_values.to(embeds.dtype)).last_hidden_state[:, 1:]
-            embeds = embeds.masked_scatter((input_ids == IMAGE)[..., None], self.projector(self._merged(patches)))
+            embeds = embeds.masked_scatter(
+                (input_ids == IMAGE)[..., None], self.projector(self._merged(patches))
+            )
         return self.logits(embeds, position_ids, lengths)
 
     def _merged(self, patches: torch.Tensor) -> torch.Tensor:
-        """[images, patches, width] -> [images, patches / merge^2, merge^2 * width], squares of patches side by side."""
+        """[images, patches, width] -> [images, patches / merge^2, merge^2 * width], squares of patches side
+        by side."""
         if self.merge == 1:
             return patches
         side = math.isqrt(patches.shape[1]) // self.merge
@@ -112,7 +129,12 @@ class Distillation(nn.Module):
         with torch.no_grad():
             taught = self.teacher(**inputs)
         learned = self.student(**inputs)
-        divergence = F.kl_div(learned[0].float().log_softmax(-1), taught[0].float().log_softmax(-1), log_target=True, reduction="batchmean")
+        divergence = F.kl_div(
+            learned[0].float().log_softmax(-1),
+            taught[0].float().log_softmax(-1),
+            log_target=True,
+            reduction="batchmean",
+        )
         return cross_entropy(learned, labels) + divergence
 
 
@@ -130,7 +152,9 @@ def internvl(vision: Any, text: Config) -> nn.Module:
 
 def llava(vision: Any, text: Config) -> nn.Module:
     """CLIP's tower without the class token, a projector, a language model."""
-    projector = T.models.llava.modeling_llava.LlavaMultiModalProjector(T.LlavaConfig(vision_config=vision, text_config=text.to_dict()))
+    projector = T.models.llava.modeling_llava.LlavaMultiModalProjector(
+        T.LlavaConfig(vision_config=vision, text_config=text.to_dict())
+    )
     return Supervised(Tiled(language_model(text), T.CLIPVisionModel(vision), projector, merge=1))
 
 

@@ -1,7 +1,8 @@
-"""Packed batches: the samples' tokens one after another in one row, and attention that stays inside each sample.
+"""Packed batches: the samples' tokens one after another in one row, and attention that stays inside each
+sample.
 
-`collate` gives `input_ids`, `labels` and `position_ids` of shape [1, tokens] and `lengths` [samples]; `PER_SAMPLE` is the attention that
-configurations name. Nothing is padded, and no sample sees another.
+`collate` gives `input_ids`, `labels` and `position_ids` of shape [1, tokens] and `lengths` [samples];
+`PER_SAMPLE` is the attention that configurations name. Nothing is padded, and no sample sees another.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import transformers as T
 from torch.nn import functional as F
 
 PER_SAMPLE = "per_sample"
-PER_IMAGE = "per_image_flash"  # Hugging Face's vision towers hand offsets of images and windows to attention of this kind of name
+# Hugging Face's vision towers hand offsets of images and windows to attention of this kind of name
+PER_IMAGE = "per_image_flash"
 IGNORED = -100
 ROWS = ("input_ids", "labels")  # one row of tokens; everything else is stacked along its dim 0
 
@@ -54,12 +56,16 @@ def per_sample(
     cu_seq_lens_q: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention as Hugging Face calls it, [1, heads, tokens, dim] -> [1, tokens, heads, dim], inside each sample if offsets are given."""
+    """Attention as Hugging Face calls it, [1, heads, tokens, dim] -> [1, tokens, heads, dim], inside each
+    sample if offsets are given."""
     causal = is_causal if is_causal is not None else bool(getattr(module, "is_causal", False))
     lengths = [query.shape[2]] if cu_seq_lens_q is None else cu_seq_lens_q.diff().tolist()
     parts = zip(*(t.split(lengths, dim=2) for t in (query, key, value)), strict=True)
     grouped = query.shape[1] != key.shape[1]
-    outs = [F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scaling, enable_gqa=grouped) for q, k, v in parts]
+    outs = [
+        F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scaling, enable_gqa=grouped)
+        for q, k, v in parts
+    ]
     return torch.cat(outs, dim=2).transpose(1, 2).contiguous(), None
 
 

@@ -1,0 +1,231 @@
+"""Where a section can be cut into pipeline stages: its calls in a row, and between which of them everything
+that crosses can be had.
+
+A *unit* is a call of a block with the glue behind it, up to the next call. Cases share their units (a block's
+n-th call at a place), which stand in one order that all cases agree with; where two cases call blocks in
+different orders there is no cut between these. A cut after a unit is possible if every value that crosses it
+can be sent, or is glue that later stages can compute again from what can be sent.
+
+Calls stand in the order in which the user makes them, but for those that need no layer of the section: they
+stand before their first user, or at the end. A teacher's head beside a student's layers, called first and
+used last, would send logits through all stages.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from xdsl.ir import Operation, OpResult, SSAValue
+
+from secc.ir.analysis.dataflow import Statistics, is_random, nbytes, with_gradient
+from secc.ir.analysis.random_ops import site
+from secc.ir.analysis.transferable_values import NotCarriable, carry_whole
+from secc.ir.dialect.ops import CallOp, CaseOp, GlueOp, GraphOp, section_of
+from secc.ir.dialect.tensor_type import tensor
+from secc.passes.boundaries.edges import Crossing, label, places
+from secc.passes.boundaries.min_cut import reads_parameters
+
+Key = tuple[
+    str, str, int
+]  # a block, the lines that call it where they tell its calls apart, and which of these calls in a case
+
+
+@dataclass
+class Units:
+    """The units of a section: the calls in order, the unit of each op, and for each possible cut (after which
+    unit) the bytes that cross.
+
+    `impossible` has the reason against each other cut, with the user's file:line.
+    """
+
+    graph: GraphOp
+    section: str
+    calls: list[Key] = field(default_factory=list[Key])
+    of: dict[Operation, int] = field(default_factory=dict[Operation, int])
+    cuts: dict[int, float] = field(default_factory=dict[int, float])
+    impossible: dict[int, tuple[str, str]] = field(default_factory=dict[int, tuple[str, str]])
+
+    def __post_init__(self) -> None:
+        sequences = [self._late(self._called(case)) for case in self.graph.cases]
+        for sequence in sequences:
+            self._merge([key for key, _ in sequence])
+        number = {key: i for i, key in enumerate(self.calls)}
+        for case, sequence in zip(self.graph.cases, sequences, strict=True):
+            self.of |= {op: number[key] for key, op in sequence}
+            self._place(case)
+        self.cuts = dict.fromkeys(range(len(self.calls) - 1), 0.0)
+        for sequence in sequences:
+            self._refuse_disorder([number[key] for key, _ in sequence])
+        for case in self.graph.cases:
+            self._cross(case)
+
+    @property
+    def layers(self) -> list[int]:
+        """The units whose blocks are layers: numbered members of a module that holds several of them; all
+        units where none is."""
+        layers = _layers(self.calls)
+        return [i for i, key in enumerate(self.calls) if key in layers]
+
+    def _ops(self, case: Operation | None) -> list[Operation]:
+        return [op for op in case.ops if section_of(op) == self.section] if isinstance(case, CaseOp) else []
+
+    def _called(self, case: CaseOp) -> list[tuple[Key, Operation]]:
+        seen: Counter[tuple[str, str]] = Counter()
+        found: list[tuple[Key, Operation]] = []
+        for op in self._ops(case):
+            if isinstance(op, CallOp):
+                found.append(((*(called := (op.target.data, site(op))), seen[called]), op))
+                seen[called] += 1
+        return found
+
+    def _late(self, called: list[tuple[Key, Operation]]) -> list[tuple[Key, Operation]]:
+        """The calls of a case with those that need no layer before their first user."""
+        layers = _layers([key for key, _ in called])
+        fixed = {op for key, op in called if key in layers}
+        behind: dict[Operation, set[Operation]] = {}  # the calls that an op needs
+        for op in self._ops(called[0][1].parent_op()) if called else ():
+            sources = {o.owner for o in op.operands if isinstance(o.owner, Operation)}
+            behind[op] = set[Operation]().union(
+                *({s} if isinstance(s, CallOp) else behind[s] for s in sources if s in behind)
+            )
+            if isinstance(op, CallOp) and behind[op] & fixed:
+                fixed.add(op)
+        order = [pair for pair in called if pair[1] in fixed]
+        for pair in reversed([pair for pair in called if pair[1] not in fixed]):
+            first = next((i for i, (_, user) in enumerate(order) if pair[1] in behind[user]), len(order))
+            order.insert(first, pair)
+        return order
+
+    def _merge(self, sequence: Sequence[Key]) -> None:
+        """Add the calls that other cases do not have behind those that come before them."""
+        place = 0
+        for key in sequence:
+            if key in self.calls:
+                place = max(place, self.calls.index(key) + 1)
+            else:
+                self.calls.insert(place, key)
+                place += 1
+
+    def _place(self, case: CaseOp) -> None:
+        """The unit of each op: of its latest producer, or else of its first user; what depends on nothing is
+        at the end."""
+        ops = self._ops(case)
+        for op in ops:
+            behind = [
+                self.of[o.owner] for o in op.operands if isinstance(o.owner, Operation) and o.owner in self.of
+            ]
+            if op not in self.of and behind:
+                self.of[op] = max(behind)
+        for op in reversed(ops):
+            ahead = [self.of[u.operation] for r in op.results for u in r.uses if u.operation in self.of]
+            if op not in self.of:
+                self.of[op] = min(ahead, default=len(self.calls) - 1)
+
+    # -- cuts
+    # ---------------------------------------------------------------------------------------------------------------------
+
+    def _refuse_disorder(self, sequence: Sequence[int]) -> None:
+        latest = -1
+        for unit in sequence:
+            for cut in range(unit, latest):
+                self._forbid(cut, "its blocks are called in different orders by different samples", "")
+            latest = max(latest, unit)
+
+    def _forbid(self, cut: int, reason: str, where: str) -> None:
+        self.cuts.pop(cut, None)
+        self.impossible.setdefault(cut, (reason, where))
+
+    def _cross(self, case: CaseOp) -> None:
+        """What crosses each cut in one case."""
+        statistics, wanted, at = Statistics(self.graph), with_gradient(case), places(case)
+        for value, last in self._long(case):
+            first = self.of[value.owner]
+            again = _repeatable(value.owner)
+            stuck = self._stuck(value)
+            for cut in range(first, last):
+                if stuck:
+                    crossing = Crossing(
+                        case, value, "", "", (*at[value.owner], value.index), frozenset(), False, False
+                    )
+                    self._forbid(cut, f"{label(crossing)} cannot cross: {stuck}", crossing.where)
+                elif cut in self.cuts and not again:
+                    self.cuts[cut] += statistics.mean_in(case, nbytes(value)) * (2 if value in wanted else 1)
+
+    def _long(self, case: CaseOp) -> Iterator[tuple[OpResult, int]]:
+        """The values of a case that are used in later units than their own, with the last of these."""
+        for op in self._ops(case):
+            for result in op.results:
+                last = max((self.of[u.operation] for u in result.uses if u.operation in self.of), default=-1)
+                if last > self.of[op]:
+                    yield result, last
+
+    def _stuck(self, value: SSAValue) -> str:
+        """Why a value can neither be sent nor be computed again, "" if it can."""
+        op = value.owner
+        if not isinstance(op, Operation) or op not in self.of:
+            return ""
+        try:
+            carry_whole(self.graph, tensor(value))
+        except NotCarriable as reason:
+            if not _repeatable(op):
+                return str(reason)
+            return next((why for o in op.operands if (why := self._stuck(o))), "")
+        return ""
+
+
+def _layers(calls: Sequence[Key]) -> set[Key]:
+    """The calls of layers: numbered members of a module that holds several of them; all calls where there are
+    none."""
+    numbered = {key for key in calls if key[0].rpartition(".")[2].isdecimal()}
+    around = Counter(path.rpartition(".")[0] for path in {path for path, *_ in numbered})
+    return {key for key in numbered if around[key[0].rpartition(".")[0]] > 1} or set(calls)
+
+
+def _repeatable(op: Operation) -> bool:
+    """Whether a later stage may compute an op again: glue that draws nothing and reads no parameters that
+    train."""
+    return isinstance(op, GlueOp) and not is_random(op) and not reads_parameters(op)
+
+
+def cut(times: Sequence[int], cuts: dict[int, float], parts: int) -> list[int] | None:
+    """The last units of all parts but the last one: the longest part as short as can be, then the fewest
+    bytes. None if there is no cut.
+
+    `times` has the time of each unit, `cuts` the bytes that cross each possible cut.
+    """
+    ends = [*sorted(cuts), len(times) - 1]
+    sums = [0]
+    for time in times:
+        sums.append(sums[-1] + time)
+    longest = _best(ends, sums, cuts, parts, limit=None)
+    return None if longest is None else (_best(ends, sums, cuts, parts, limit=longest[0][0]) or longest)[1]
+
+
+Partition = tuple[tuple[float, float], list[int]]  # what is to be small, and where it is cut
+
+
+def _best(
+    ends: Sequence[int], sums: Sequence[int], cuts: dict[int, float], parts: int, limit: float | None
+) -> Partition | None:
+    """The best partition by its longest part; by bytes and evenness where `limit` bounds each part."""
+    found: dict[int, Partition] = {-1: ((0, 0), [])}
+    for part in range(parts):
+        after: dict[int, Partition] = {}
+        for end in ends:
+            if (part == parts - 1) != (end == len(sums) - 2):
+                continue
+            for start, (cost, at) in found.items():
+                time = sums[end + 1] - sums[start + 1]
+                if start >= end or (limit is not None and time > limit):
+                    continue
+                if limit is None:
+                    value = (max(cost[0], float(time)), cost[1])
+                else:
+                    value = (cost[0] + cuts.get(end, 0.0), cost[1] + float(time) ** 2)
+                if end not in after or value < after[end][0]:
+                    after[end] = (value, [*at, end])
+        found = after
+    done = found.get(len(sums) - 2)
+    return None if done is None else (done[0], done[1][:-1])

@@ -1,0 +1,1 @@
+"""Helpers of `lower`: section bodies and case predicates."""

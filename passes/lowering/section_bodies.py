@@ -1,0 +1,190 @@
+"""Cuts the ops of a body out of a case: one section's part, a leaf of the loss, the coefficients of its
+terms.
+
+A part is a list of clones. Values from other sections become `sec.receive`, values for them `sec.send`; ops
+in no section are cloned along with whatever needs them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+
+from xdsl.dialects.builtin import ArrayAttr, StringAttr, SymbolRefAttr
+from xdsl.ir import Operation, SSAValue
+
+from secc.errors import UserError
+from secc.ir.analysis.dataflow import producer
+from secc.ir.dialect.ops import (
+    BodyOp,
+    CaseOp,
+    GuardOp,
+    LeafOp,
+    ReceiveOp,
+    SendOp,
+    SizeOp,
+    TermOp,
+    TransferOp,
+    new_block,
+    section_of,
+)
+from secc.ir.dialect.readable_names import DATA
+from secc.ir.dialect.tensor_type import TensorType, tensor
+from secc.ir.text_io.text import print_module
+from secc.ir.text_io.verifier import where
+
+_DATA = re.compile(rf"\b{DATA}\d+\b")
+
+
+def section_part(case: CaseOp, section: str, guards: Sequence[GuardOp]) -> list[Operation]:
+    """The section's ops with its receives, sends and the numerators of its terms, and `guards` with what they
+    read."""
+    members = [op for op in case.ops if section_of(op) == section]
+    needed = _behind(members, lambda op: _comes_over_an_edge(op, section)) | _behind(guards, lambda op: False)
+    copy = _Copy()
+    for op in case.ops:
+        match op:
+            case TransferOp() if op in needed:
+                copy.receive(op.sym.data, op.result)
+            case TransferOp() if op.src.root_reference.data == section:
+                copy.send(op)
+            case TermOp() if op in needed:
+                copy.term(op, copy.values[op.numerator])
+            case _ if op in needed:
+                copy.clone(op)
+            case _:
+                pass
+    return copy.ops
+
+
+def leaf_part(case: CaseOp, name: str) -> list[Operation]:
+    """What a leaf is computed from, and the leaf itself; nothing if the case does not have it."""
+    found = [op for op in case.ops if isinstance(op, LeafOp) and op.sym.data == name]
+    return _slice(case, found)
+
+
+def coefficients_part(case: CaseOp) -> list[Operation]:
+    """Each term with its coefficient alone, computed from the leaves' sums and the sizes of the whole global
+    batch."""
+    terms = [op for op in case.ops if isinstance(op, TermOp)]
+    roots = [producer(op.coefficient) for op in terms if op.coefficient is not None]
+    needed = _behind(roots, lambda op: isinstance(op, LeafOp))
+    copy = _Copy()
+    for op in case.ops:
+        match op:
+            case LeafOp() if op in needed:
+                copy.receive(op.sym.data, op.result)
+            case TermOp():
+                copy.term(op, copy.one() if op.coefficient is None else copy.values[op.coefficient])
+            case _ if op in needed:
+                copy.clone(op)
+            case _:
+                pass
+    return copy.ops
+
+
+def read_part(case: CaseOp, guard: GuardOp) -> list[Operation]:
+    """What the value of a guard is computed from."""
+    return _slice(case, [producer(guard.value)])
+
+
+def guards_before(case: CaseOp, section: str) -> list[GuardOp]:
+    """The guards that can decide what a section does: those that were read before one of its ops was
+    recorded."""
+    ops = case.ops
+    last = max((i for i, op in enumerate(ops) if section_of(op) == section), default=-1)
+    return [op for op in ops[: last + 1] if isinstance(op, GuardOp)]
+
+
+def body(name: str, section: str, when: Iterable[str], ops: Sequence[Operation]) -> BodyOp:
+    """A body of these ops."""
+    properties = {
+        "sym": StringAttr(name),
+        "section": SymbolRefAttr(section),
+        "when": ArrayAttr([StringAttr(k) for k in when]),
+    }
+    return BodyOp.create(properties=properties, regions=[new_block(ops)])
+
+
+def canonical(ops: Sequence[Operation]) -> str:
+    """A text that parts have in common if they compute the same: without names of values and without places.
+
+    The sizes that inputs' values decide are numbered case by case, so they are counted anew here.
+    """
+    for op in ops:
+        op.properties.pop("where", None)
+        for result in op.results:
+            result.name_hint = None
+    numbers: dict[str, str] = {}
+    return _DATA.sub(
+        lambda m: numbers.setdefault(m.group(), f"{DATA}{len(numbers)}"), print_module(body("", "", (), ops))
+    )
+
+
+def _slice(case: CaseOp, roots: Sequence[Operation]) -> list[Operation]:
+    needed = _behind(roots, lambda op: False)
+    copy = _Copy()
+    for op in case.ops:
+        if op in needed:
+            copy.clone(op)
+    return copy.ops
+
+
+def _behind(roots: Iterable[Operation], last: Callable[[Operation], bool]) -> set[Operation]:
+    """The roots and all ops that they depend on, not looking behind ops that are `last`."""
+    found: set[Operation] = set()
+    stack = list(roots)
+    while stack:
+        op = stack.pop()
+        if op not in found:
+            found.add(op)
+            operands = [op.numerator] if isinstance(op, TermOp) else op.operands
+            stack += [] if last(op) else [producer(o) for o in operands]
+    return found
+
+
+def _comes_over_an_edge(op: Operation, section: str) -> bool:
+    """Whether an op is a transfer into the section. Raises UserError for another section's op: no transfer
+    stands in between."""
+    if isinstance(op, TransferOp):
+        return op.dst.root_reference.data == section
+    if section_of(op) not in {None, section}:
+        raise UserError(
+            f"section {section!r} uses a value of section {section_of(op)!r} that no transfer carries",
+            where(op),
+            "run insert-transfers before lower",
+        )
+    return False
+
+
+class _Copy:
+    """Clones in the order of the case, and which of the new values stands for which of the case."""
+
+    def __init__(self) -> None:
+        self.ops: list[Operation] = []
+        self.values: dict[SSAValue, SSAValue] = {}
+
+    def clone(self, op: Operation) -> None:
+        copy = op.clone(value_mapper=self.values)
+        copy.properties.pop("section", None)
+        self.ops.append(copy)
+
+    def receive(self, name: str, value: SSAValue) -> None:
+        copy = ReceiveOp.of(name, tensor(value))
+        copy.result.name_hint = value.name_hint
+        self.values[value] = copy.result
+        self.ops.append(copy)
+
+    def send(self, transfer: TransferOp) -> None:
+        self.ops.append(
+            SendOp.create(operands=[self.values[transfer.value]], properties={"edge": transfer.sym})
+        )
+
+    def term(self, term: TermOp, value: SSAValue) -> None:
+        properties = {k: v for k, v in term.properties.items() if k != "section"}
+        self.ops.append(TermOp.create(operands=[value], properties=properties))
+
+    def one(self) -> SSAValue:
+        op = SizeOp.create(result_types=[TensorType.of([], "f64")], properties={"value": StringAttr("1")})
+        self.ops.append(op)
+        return op.result

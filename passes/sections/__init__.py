@@ -1,0 +1,1 @@
+"""Helpers of `coarsen` and `sink-boundaries`: groups of blocks, merging, and assignment of ops to groups."""

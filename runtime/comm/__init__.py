@@ -1,0 +1,1 @@
+"""Point-to-point messages of edges between ranks, on gloo and NCCL. Imports `validation` and `plan`."""

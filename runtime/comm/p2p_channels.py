@@ -1,0 +1,251 @@
+"""Messages between ranks: a process group for each directed edge, sends that never block, receives posted
+ahead.
+
+Facts of gloo decide the shape. A blocking send waits for its receive at any size and completion cannot be
+polled, so a send has its own buffer, kept until it is known to be received: when the gradient comes back that
+answers it, when as many later sends have been posted as `secc.runtime.validation.send_window` finds safe to
+wait after, or at the step's end. Two receives posted one at a time cost milliseconds each, so receives are
+posted a window ahead, in program order. A receive that is too small aborts the process and equal shapes in
+the wrong order corrupt silently, so messages are tagged with their pair, and `debug` sends a header before
+each one that the receiver checks before it takes the values. On NCCL tags are ignored and messages between
+two ranks follow their order in the program, which the check before the step has proved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from secc.runtime.comm.edge_messages import EdgeLayout, Pair
+from secc.runtime.plan.replica_routes import bounds, replicas, routes
+from secc.runtime.plan.schema import Plan
+from secc.runtime.plan.step_program import Instruction, Schedule, returns_gradient
+from secc.runtime.validation.send_window import SENDS, limit_of
+
+WINDOW = 16  # receives that are posted ahead of the program
+
+
+@dataclass(frozen=True)
+class Message:
+    """The rows of one edge that a producer's and a consumer's micro-batch share ("fwd"), or their gradient
+    ("bwd"): the part of them that passes between this rank and `peer`."""
+
+    edge: str
+    direction: str
+    pair: Pair
+    peer: int
+    part: int = 0
+    parts: int = 1
+
+    def bounds(self, layout: EdgeLayout) -> tuple[int, int]:
+        """Where the part starts and ends in the flat message."""
+        return bounds(layout.numel(self.pair), self.part, self.parts)
+
+    def numel(self, layout: EdgeLayout) -> int:
+        """The entries sent: a gradient is followed by one that says whether there is a gradient at all."""
+        start, stop = self.bounds(layout)
+        return stop - start + (self.direction == "bwd")
+
+
+def message_of(i: Instruction) -> Message:
+    """The message of a SEND or RECV."""
+    return Message(i.edge, i.direction, (i.src_micro, i.dst_micro), i.peer, i.part, i.parts)
+
+
+@dataclass
+class _Receive:
+    buffer: torch.Tensor
+    work: dist.Work | None = None
+
+
+@dataclass
+class _Step:
+    """What is under way in one step."""
+
+    layouts: Mapping[str, EdgeLayout]
+    receives: list[Message]  # in program order
+    posted: int = 0
+    passed: int = 0
+    arriving: dict[Message, _Receive] = field(default_factory=dict)
+    sent: dict[Message, list[tuple[dist.Work, torch.Tensor]]] = field(
+        default_factory=dict
+    )  # not known to be received, oldest first
+    limit: int = SENDS
+
+
+class Transport:
+    """The point-to-point messages of one rank. Made on all ranks in the same order, because making groups is
+    collective."""
+
+    def __init__(self, plan: Plan, rank: int, device: torch.device, debug: bool = False) -> None:
+        self.rank, self.device, self.debug = rank, device, debug
+        self._edges = {e.name: i for i, e in enumerate(plan.edges)}
+        self._sections = plan.sections
+        self._groups = self._made_groups(plan)
+        self._step = _Step({}, [])
+
+    def _made_groups(self, plan: Plan) -> dict[tuple[str, str, bool], Any]:
+        return {key: dist.new_group(ranks) for key, ranks in channels(plan).items()}
+
+    def start(self, layouts: Mapping[str, EdgeLayout], schedule: Schedule) -> None:
+        """Start a step of this rank's program."""
+        self.begin(layouts, schedule.programs[self.rank], limit_of(schedule, sections=self._sections))
+
+    def come_to(self, index: int) -> None:
+        """The program has come to an instruction."""
+
+    def begin(
+        self, layouts: Mapping[str, EdgeLayout], program: Iterable[Instruction], limit: int = SENDS
+    ) -> None:
+        """The first receives of the program are posted. At most `limit` sends will be left unreceived."""
+        self._step = _Step(layouts, [message_of(i) for i in program if i.kind == "RECV"], limit=limit)
+        self._post_ahead()
+
+    def send(self, message: Message, values: torch.Tensor) -> None:
+        """Start to send `values`, which must be a flat buffer of its own."""
+        if values.numel() == 0:
+            return
+        peer, group, tag = message.peer, self._channel(message, self.rank, message.peer), self._tag(message)
+        sent = self._step.sent
+        while sent and (len(sent) >= self._step.limit or _completed(next(iter(sent.values())))):
+            self._received(next(iter(sent)))
+        parts: list[tuple[dist.Work, torch.Tensor]] = []
+        if self.debug:
+            header = self._header(message, values.numel(), values.dtype)
+            parts.append((started(dist.isend(header, peer, group, tag=tag)), header))
+        sent_as = wire(values)
+        parts.append((started(dist.isend(sent_as, peer, group, tag=tag + 1)), sent_as))
+        sent[message] = parts
+
+    def _received(self, message: Message) -> None:
+        """Wait until a message has been received, and forget its buffer."""
+        for work, _ in self._step.sent.pop(message, ()):
+            work.wait()
+
+    def receive(self, message: Message) -> None:
+        """The program has come to this RECV: post the receives that follow it. With headers, take and check
+        this one."""
+        if self.debug:
+            self._step.arriving[message] = self._checked(message)
+            return
+        self._step.passed += 1
+        self._post_ahead()
+
+    def take(self, message: Message) -> torch.Tensor:
+        """The values of a message, waited for. Each message is taken once."""
+        receive = self._step.arriving.pop(message)
+        if receive.work is not None:
+            receive.work.wait()
+        if message.direction == "bwd":
+            self._received(replace(message, direction="fwd"))
+        return receive.buffer
+
+    def finish(self) -> None:
+        """End a step: wait until all that was sent has been received."""
+        for message in list(self._step.sent):
+            self._received(message)
+
+    def _post_ahead(self) -> None:
+        step = self._step
+        while not self.debug and step.posted < min(step.passed + WINDOW, len(step.receives)):
+            message = step.receives[step.posted]
+            step.arriving[message] = self._post(message)
+            step.posted += 1
+
+    def _post(self, message: Message) -> _Receive:
+        layout = self._step.layouts[message.edge]
+        buffer = torch.empty(message.numel(layout), dtype=layout.dtype, device=self.device)
+        if buffer.numel() == 0:
+            return _Receive(buffer)
+        group = self._channel(message, message.peer, self.rank)
+        return _Receive(
+            buffer, started(dist.irecv(wire(buffer), message.peer, group, tag=self._tag(message) + 1))
+        )
+
+    def _checked(self, message: Message) -> _Receive:
+        """The header first; only if it is the expected one, the values."""
+        layout, peer = self._step.layouts[message.edge], message.peer
+        numel = message.numel(layout)
+        if numel > 0:
+            expected = self._header(message, numel, layout.dtype)
+            found = torch.empty_like(expected)
+            started(
+                dist.irecv(found, peer, self._channel(message, peer, self.rank), tag=self._tag(message))
+            ).wait()
+            compare(message, found, expected)
+        receive = self._post(message)
+        if receive.work is not None:
+            receive.work.wait()
+        return _Receive(receive.buffer)
+
+    def _header(self, message: Message, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        samples = self._step.layouts[message.edge].pairs[message.pair]
+        words = (
+            2 * self._edges[message.edge] + (message.direction == "bwd"),
+            _hash((samples, message.part)),
+            numel,
+            _hash(dtype),
+        )
+        return torch.tensor(words, dtype=torch.int64, device=self.device)
+
+    def _tag(self, message: Message) -> int:
+        """An even number; the header has it, the values the next one."""
+        return 2 * self._step.layouts[message.edge].tag(message.pair)
+
+    def _channel(self, message: Message, src: int, dst: int) -> dist.ProcessGroup:
+        group = self._groups[message.edge, message.direction, src < dst]
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
+
+def channels(plan: Plan) -> dict[tuple[str, str, bool], list[int]]:
+    """The process groups that edges need: (edge, direction, whether it leads to higher ranks) -> ranks.
+
+    Two ranks that send to each other on one communicator could wait for each other, so each way has its own.
+    """
+    groups: dict[tuple[str, str, bool], list[int]] = {}
+    sections = {s.name: s for s in plan.sections}
+    for edge in plan.edges:
+        ends = list(itertools.product(replicas(sections[edge.src]), replicas(sections[edge.dst])))
+        for direction in ("fwd", "bwd") if returns_gradient(edge, sections) else ("fwd",):
+            parts = [p for a, b in ends for p in (routes(a, b) if direction == "fwd" else routes(b, a))]
+            for upward in (True, False):
+                ranks = sorted(
+                    {r for p in parts if (p.sender < p.receiver) == upward for r in (p.sender, p.receiver)}
+                )
+                if ranks:
+                    groups[edge.name, direction, upward] = ranks
+    return groups
+
+
+def compare(message: Message, found: torch.Tensor, expected: torch.Tensor) -> None:
+    names = ("edge and direction", "samples and part", "number of entries", "dtype")
+    wrong = [n for n, a, b in zip(names, found.tolist(), expected.tolist(), strict=True) if a != b]
+    if wrong:
+        raise RuntimeError(f"the header of {message} from rank {message.peer} differs in {', '.join(wrong)}")
+
+
+def wire(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory in a dtype that every backend sends."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+
+
+def _completed(parts: Iterable[tuple[dist.Work, torch.Tensor]]) -> bool:
+    """Whether a backend that can tell says that a send is over; gloo never does."""
+    return all(work.is_completed() for work, _ in parts)
+
+
+def started(work: dist.Work | None) -> dist.Work:
+    if work is None:
+        raise RuntimeError("this rank is not a member of the process group of the message")
+    return work
+
+
+def _hash(value: object) -> int:
+    return int.from_bytes(hashlib.blake2b(str(value).encode(), digest_size=7).digest(), "little")

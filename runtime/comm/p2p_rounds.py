@@ -1,0 +1,200 @@
+"""`--comm rounds`: all messages of a step in numbered exchanges that every rank enters in one order, each a
+`batch_isend_irecv`.
+
+The conservative choice. Messages between sections usually have a process group for each directed edge and go
+as they come (`secc.runtime.comm.p2p_channels`); here one group carries them all. The programs are run
+beforehand in beats: in a beat every rank passes at most one forward or backward, and what is sent in it is
+one exchange, which senders and receivers enter behind that. A beat needs only what exchanges of earlier beats
+have brought, and what a backend does with an exchange needs only that its ranks come to it. So by induction
+over the exchanges nobody waits for ever, even where one stream carries all messages of a rank in order. The
+price: a rank that computes for long enters late, and who sends to it in the same exchange is not done sooner.
+All ranks find the same exchanges, without a word.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from secc.runtime.comm.edge_messages import EdgeLayout
+from secc.runtime.comm.p2p_channels import Message, Transport, compare, message_of, wire
+from secc.runtime.plan.schema import Plan, Section
+from secc.runtime.plan.step_program import COMPUTE, Instruction, Schedule, rounds
+
+Key = tuple[object, ...]  # a message, the same on both of its ranks
+Numbered = tuple[int, Message]  # a message and its number within the step
+
+
+@dataclass
+class Exchange:
+    """What a rank sends and receives in one exchange."""
+
+    sends: list[Numbered] = field(default_factory=list)
+    receives: list[Numbered] = field(default_factory=list)
+
+
+Entries = dict[int, list[Exchange]]  # before which instruction of a rank's program it enters which exchanges
+
+
+def exchanges(schedule: Schedule, sections: Iterable[Section]) -> list[Entries]:
+    """Each rank's exchanges. The schedule must have passed its check."""
+    return _Beats(schedule, sections).run()
+
+
+class _Beats:
+    """The programs, run beat by beat. `at`: each rank's next instruction."""
+
+    def __init__(self, schedule: Schedule, sections: Iterable[Section]) -> None:
+        self.programs, self.at = schedule.programs, [0] * len(schedule.programs)
+        self.in_step = rounds(sections, schedule.micro_batches)
+        self.together = Counter(self.job(i) for p in self.programs for i in p if i.kind in COMPUTE)
+        self.waiting: defaultdict[Key, set[int]] = defaultdict(set)  # ranks that have come to a job
+        self.arrived = set[Key]()
+        self.found: list[Entries] = [{} for _ in self.programs]
+        self.count = 0
+
+    def run(self) -> list[Entries]:
+        while any(at < len(p) - 1 for at, p in zip(self.at, self.programs, strict=True)):
+            before = list(self.at)
+            sent = [message for rank in range(len(self.programs)) for message in self.to_job(rank)]
+            for ranks in [r for job, r in self.waiting.items() if len(r) == self.together[job]]:
+                for rank in sorted(ranks):
+                    self.at[rank] += 1
+                    sent += self.sends(rank)
+            self.waiting = defaultdict(
+                set, {job: r for job, r in self.waiting.items() if len(r) < self.together[job]}
+            )
+            self.exchange(sent)
+            if before == self.at and not sent:
+                raise RuntimeError("the programs wait for each other: they have not been checked")
+        return self.found
+
+    def to_job(self, rank: int) -> list[tuple[int, Instruction]]:
+        """Go on to the next job or to a message that has not arrived; what is sent on the way."""
+        program, sent = self.programs[rank], list[tuple[int, Instruction]]()
+        while self.at[rank] < len(program) - 1:  # up to STEP
+            i = program[self.at[rank]]
+            if i.kind in COMPUTE:
+                self.waiting[self.job(i)].add(rank)
+                break
+            if i.kind == "RECV" and _key(i, rank) not in self.arrived:
+                break
+            sent += [(rank, i)] if i.kind == "SEND" else []
+            self.at[rank] += 1
+        return sent
+
+    def sends(self, rank: int) -> list[tuple[int, Instruction]]:
+        """Go on to what is not a SEND."""
+        program, start = self.programs[rank], self.at[rank]
+        while self.at[rank] < len(program) and program[self.at[rank]].kind == "SEND":
+            self.at[rank] += 1
+        return [(rank, i) for i in program[start : self.at[rank]]]
+
+    def exchange(self, sent: list[tuple[int, Instruction]]) -> None:
+        """The messages of a beat travel; their ranks enter where they are now."""
+        entered: dict[int, Exchange] = {}
+        for rank, i in sent:
+            message = message_of(i)
+            entered.setdefault(rank, Exchange()).sends.append((self.count, message))
+            entered.setdefault(i.peer, Exchange()).receives.append((self.count, replace(message, peer=rank)))
+            self.arrived.add(_key(i, rank))
+            self.count += 1
+        for rank, exchange in entered.items():
+            self.found[rank].setdefault(self.at[rank], []).append(exchange)
+
+    def job(self, i: Instruction) -> Key:
+        """What several ranks do together: the micro-batch's job, or that of its round."""
+        first = self.in_step.get((i.section, i.micro))
+        return (i.kind, i.section, first[0].index if first is not None else i.micro)
+
+
+def _key(i: Instruction, rank: int) -> Key:
+    """What a SEND and its RECV have in common."""
+    ends = (rank, i.peer) if i.kind == "SEND" else (i.peer, rank)
+    return i.edge, i.direction, i.src_micro, i.dst_micro, *ends
+
+
+class Exchanges(Transport):
+    """The point-to-point messages of one rank, in exchanges. Made on all ranks at the same place."""
+
+    def _made_groups(self, plan: Plan) -> dict[tuple[str, str, bool], Any]:
+        self._group: Any = dist.new_group(list(range(plan.world_size)))
+        if self.device.type == "cuda":
+            dist.all_reduce(
+                torch.zeros(1, device=self.device), group=self._group
+            )  # a batch must not be the first thing a group does
+        return {}
+
+    def start(self, layouts: Mapping[str, EdgeLayout], schedule: Schedule) -> None:
+        self.begin(layouts, ())
+        self._entries = exchanges(schedule, self._sections)[self.rank]
+        self._outgoing: dict[Message, torch.Tensor] = {}
+        self._works: list[tuple[dist.Work, list[torch.Tensor]]] = []  # and the buffers that they read
+        self._arriving: dict[Message, tuple[list[dist.Work], list[torch.Tensor]]] = {}
+
+    def come_to(self, index: int) -> None:
+        for exchange in self._entries.get(index, ()):
+            self._enter(exchange)
+
+    def send(self, message: Message, values: torch.Tensor) -> None:
+        """Keep `values`, a flat buffer of its own, until the exchange."""
+        self._outgoing[message] = values
+
+    def receive(self, message: Message) -> None:
+        """The program has come to this RECV, whose exchange has been entered."""
+
+    def take(self, message: Message) -> torch.Tensor:
+        """The values of a message, waited for. Each message is taken once."""
+        works, (values, *headers) = self._arriving.pop(message)
+        for work in works:
+            work.wait()
+        for found in headers:
+            compare(message, found, self._header(message, values.numel(), values.dtype))
+        return values
+
+    def finish(self) -> None:
+        """End a step: wait until all that was sent has been received."""
+        for work, _ in self._works:
+            work.wait()
+        self._works.clear()
+
+    def _enter(self, exchange: Exchange) -> None:
+        outgoing, incoming = list[dist.P2POp](), list[dist.P2POp]()
+        for n, m in exchange.sends:
+            outgoing += self._ops(dist.isend, n, m, self._with_header(m, self._outgoing.pop(m), fill=True))
+        places: list[tuple[Message, list[torch.Tensor], slice]] = []
+        for n, m in exchange.receives:
+            layout = self._step.layouts[m.edge]
+            tensors = self._with_header(
+                m, torch.empty(m.numel(layout), dtype=layout.dtype, device=self.device), fill=False
+            )
+            before = len(outgoing) + len(incoming)
+            incoming += self._ops(dist.irecv, n, m, tensors)
+            places.append((m, tensors, slice(before, len(outgoing) + len(incoming))))
+        ops = outgoing + incoming
+        works = dist.batch_isend_irecv(ops) if ops else []
+        each = (
+            works if len(works) == len(ops) else works[:1] * len(ops)
+        )  # a backend may make one of them; gloo's are waited for once
+        self._works += [(work, [op.tensor]) for work, op in zip(each, outgoing, strict=False)]
+        for m, tensors, place in places:
+            self._arriving[m] = each[place], tensors
+
+    def _with_header(self, message: Message, values: torch.Tensor, fill: bool) -> list[torch.Tensor]:
+        """The values and, with `debug`, the header that travels before them, or room for it."""
+        if not self.debug or not values.numel():
+            return [values]
+        header = self._header(message, values.numel(), values.dtype)
+        return [values, header if fill else torch.empty_like(header)]
+
+    def _ops(self, op: Any, number: int, message: Message, tensors: list[torch.Tensor]) -> list[dist.P2POp]:
+        """Header first; the values' operation is the last. None for a message without entries."""
+        tagged = [(tensor, 2 * number + k) for k, tensor in enumerate(tensors) if tensors[0].numel()]
+        return [
+            dist.P2POp(op, wire(tensor), message.peer, self._group, tag) for tensor, tag in reversed(tagged)
+        ]

@@ -1,0 +1,50 @@
+"""Which samples a global batch holds: an endless or ended sequence of epochs, cut into batches.
+
+Global batch k holds the samples kN .. (k+1)N-1 of the sequence, so a batch may begin in one epoch and end in
+the next. Every epoch runs through the dataset once, in its own order or in a permutation drawn from (seed,
+epoch). A sequence of a given number of epochs ends with them, and its last batch holds what is left.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from secc.runtime.model.item_seeds import item_seed
+
+
+class Epochs:
+    """The sequence over a dataset of `length` samples in batches of `global_batch`; `epochs` is None for an
+    endless one."""
+
+    def __init__(
+        self, length: int, global_batch: int, seed: int = 0, shuffle: bool = False, epochs: int | None = None
+    ) -> None:
+        self.length, self.global_batch, self.epochs = length, global_batch, epochs
+        self.seed, self.shuffle = seed, shuffle
+        self._permutation: tuple[int, list[int]] = (-1, [])
+
+    @property
+    def steps(self) -> int | None:
+        """The number of batches, None where they do not end."""
+        return None if self.epochs is None else -(-self.epochs * self.length // self.global_batch)
+
+    def count(self, step: int) -> int:
+        """The samples of a step's batch: fewer than `global_batch` in the last one, 0 after it."""
+        if self.epochs is None:
+            return self.global_batch
+        return max(0, min(self.global_batch, self.epochs * self.length - step * self.global_batch))
+
+    def sample(self, step: int, position: int) -> tuple[int, int]:
+        """(epoch, dataset index) of the sample at `position` of the step's batch."""
+        epoch, index = divmod(step * self.global_batch + position, self.length)
+        return epoch, self._order(epoch)[index] if self.shuffle else index
+
+    def indices(self, step: int) -> list[int]:
+        """The dataset indices of a step's batch."""
+        return [self.sample(step, position)[1] for position in range(self.count(step))]
+
+    def _order(self, epoch: int) -> list[int]:
+        if self._permutation[0] != epoch:
+            generator = torch.Generator().manual_seed(item_seed(self.seed, epoch, -1))
+            self._permutation = epoch, torch.randperm(self.length, generator=generator).tolist()
+        return self._permutation[1]

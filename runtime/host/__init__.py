@@ -1,0 +1,1 @@
+"""Processes and the garbage collector of this machine. Imports only `errors`."""

@@ -1,0 +1,105 @@
+"""Several processes that do the same work side by side for a rank's loader: loading samples, recording glue.
+
+They are forked together with the loader, which gives them work and takes what is done in any order. Each
+holds few requests at a time, so that neither end of a pipe waits in a send while the other does.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import traceback
+from collections import deque
+from collections.abc import Callable, Hashable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from secc.runtime.errors import UserError
+from secc.runtime.host.child_processes import serve
+
+REMEDY = "the host may be out of memory; with --workers 0 samples load in the training process, which shows what happens"
+
+
+class Pool:
+    """`count` forked processes that compute `work(*arguments)`. Make it before threads, process groups and
+    GPU contexts.
+
+    Each has up to `held` requests: two where requests are small, so that one waits while one is in work, else
+    one.
+    """
+
+    def __init__(self, work: Callable[..., Any], count: int, name: str, held: int) -> None:
+        context = multiprocessing.get_context("fork")
+        self._held, self._busy, self._processes = held, dict[Connection, int](), dict[Connection, Any]()
+        for _ in range(count):
+            pipe, far_end = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(work, far_end, os.getpid()), name=name, daemon=True
+            )
+            process.start()
+            far_end.close()
+            self._busy[pipe], self._processes[pipe] = 0, process
+        self._waiting: deque[tuple[Hashable, tuple[Any, ...]]] = deque()
+
+    @property
+    def connections(self) -> list[Connection]:
+        """What becomes readable when `take` has something."""
+        return list(self._busy)
+
+    def give(self, token: Hashable, *arguments: Any) -> None:
+        """Compute `work(*arguments)`, after what was given before; `token` names the result."""
+        self._waiting.append((token, arguments))
+        self._send_ahead()
+
+    def take(self, timeout: float | None = None) -> list[tuple[Any, Any]]:
+        """Tokens and results that are there, after waiting for one (at most so many seconds). A result may be
+        an exception."""
+        found: list[tuple[Any, Any]] = []
+        for pipe in wait(self.connections, timeout):
+            assert isinstance(pipe, Connection)
+            try:
+                found.append(pickle.loads(pipe.recv_bytes()))
+            except (EOFError, OSError):
+                raise UserError(
+                    f"a {self._processes[pipe].name} process of this rank has ended", remedy=REMEDY
+                ) from None
+            self._busy[pipe] -= 1
+        self._send_ahead()
+        return found
+
+    def close(self) -> None:
+        """End the processes."""
+        for pipe, process in self._processes.items():
+            pipe.close()
+            process.terminate()
+            process.join()
+
+    def _send_ahead(self) -> None:
+        while self._waiting:
+            pipe = min(self._busy, key=lambda p: self._busy[p])
+            if self._busy[pipe] >= self._held:
+                return
+            self._busy[pipe] += 1
+            pipe.send_bytes(pickle.dumps(self._waiting.popleft()))
+
+
+def attempt(work: Callable[..., Any], *arguments: Any) -> Any:
+    """The result, or the exception to raise in the rank: a UserError as it is, a defect with its
+    traceback."""
+    try:
+        return work(*arguments)
+    except UserError as error:
+        return error
+    except Exception:
+        return RuntimeError(f"loading samples failed\n{traceback.format_exc()}")
+
+
+def _serve(work: Callable[..., Any], pipe: Connection, parent: int) -> None:
+    serve(parent)
+    try:
+        while True:
+            token, arguments = pickle.loads(pipe.recv_bytes())
+            pipe.send_bytes(pickle.dumps((token, attempt(work, *arguments))))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return  # the loader is gone

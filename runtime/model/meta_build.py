@@ -1,0 +1,136 @@
+"""The user's model without its weights: `model()` run so that no large tensor is ever allocated.
+
+A 72B model compiles on a laptop. Large tensors are made on the meta device, small ones for real, because
+small ones hold what glue may read (position tables, frequencies, masks). `from_pretrained` builds from the
+configuration alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from secc.runtime.errors import UserError
+from secc.runtime.model.user_file import UserModel
+
+_LOCATING = ("cache_dir", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
+
+SMALL = 1 << 16  # entries: what is larger has no values
+
+_NO_VALUES = ("aten::empty", "aten::rand", "aten::normal")
+
+aten = torch.ops.aten
+
+
+def meta_model(user: UserModel, small: bool = False, tables: bool = False) -> nn.Module:
+    """`model()` (or `small_model()`) with parameters on the meta device, small ones real, and the ties of the
+    real one.
+
+    With `tables` only what is empty or random has no values: tables that are computed (positions, masks) are
+    real at any size.
+
+    Raises UserError as `model()` does, and where there is no `small_model()`.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(_no_weights(user))
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(_Small(tables))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings(
+            "ignore", message=".*copying from a non-meta parameter"
+        )  # weights that model() loads are not wanted
+        model = user.small_model() if small else user.model()
+    if model is None:
+        raise UserError(
+            "the model file has no small_model()",
+            str(user.path),
+            "define small_model(), the same architecture but small",
+        )
+    return model
+
+
+class _Small(TorchDispatchMode):
+    """Makes large tensors on the meta device. An op on a large tensor takes its small arguments to the meta
+    device too."""
+
+    def __init__(self, tables: bool) -> None:
+        super().__init__()
+        self.tables = tables
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        leaves = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        if any(t.is_meta for t in leaves):
+            return self._on_meta(func, args, kwargs)
+        if not leaves and self._makes_large(func, args, kwargs):
+            kwargs["device"] = torch.device("meta")
+        return func(*args, **kwargs)
+
+    def _makes_large(self, func: Any, args: Any, kwargs: Any) -> bool:
+        makes = "device" in (a.name for a in func._schema.arguments) and (
+            not self.tables or func._schema.name.startswith(_NO_VALUES)
+        )
+        return makes and _entries(func, args, kwargs) > SMALL
+
+    def _on_meta(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A copy out of a large tensor into a small one changes nothing: there are no values to copy."""
+        if func is aten.copy_.default and not args[0].is_meta:
+            return args[0]
+        args, kwargs = pytree.tree_map(
+            lambda a: a.to("meta") if isinstance(a, torch.Tensor) and not a.is_meta else a, (args, kwargs)
+        )
+        if kwargs.get("device") is not None:
+            kwargs["device"] = torch.device("meta")
+        return func(*args, **kwargs)
+
+
+def _entries(func: Any, args: Any, kwargs: Any) -> int:
+    """How many entries a factory op is to make."""
+    name = func._schema.name
+    if name in ("aten::arange", "aten::linspace", "aten::logspace"):
+        return 0 if name == "aten::arange" else int(args[2] if len(args) > 2 else kwargs.get("steps", 0))
+    if name in ("aten::eye",):
+        return int(args[0]) * int(args[1] if len(args) > 1 else args[0])
+    place = next((i for i, a in enumerate(func._schema.arguments) if a.name == "size"), len(args))
+    size = args[place] if place < len(args) else kwargs.get("size", ())
+    total = 1
+    for n in size if isinstance(size, (list, tuple)) else (size,):
+        total *= int(n)
+    return total
+
+
+@contextmanager
+def _no_weights(user: UserModel) -> Generator[None]:
+    """Hugging Face's models are built from their configuration: no checkpoint is read, and no initialisation
+    computed."""
+    with ExitStack() as stack:
+        if "transformers" in sys.modules or "transformers" in user.path.read_text():
+            base = importlib.import_module("transformers.modeling_utils").PreTrainedModel
+            stack.enter_context(mock.patch.object(base, "from_pretrained", classmethod(_from_config)))
+            stack.enter_context(
+                mock.patch.object(base, "initialize_weights", lambda self, *args, **kwargs: None)
+            )
+        yield
+
+
+def _from_config(cls: Any, name: Any, *args: Any, config: Any = None, **kwargs: Any) -> nn.Module:
+    """What `from_pretrained` gives, without weights: the configuration (given, or read from `name`), its
+    dtype, evaluation mode."""
+    if config is None:
+        config = cls.config_class.from_pretrained(name, **{k: kwargs[k] for k in _LOCATING if k in kwargs})
+    wanted = {
+        k: kwargs[k]
+        for k in ("attn_implementation", "dtype", "torch_dtype")
+        if k in kwargs and kwargs[k] != "auto"
+    }
+    return cls._from_config(config, **wanted).eval()

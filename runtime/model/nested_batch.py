@@ -1,0 +1,259 @@
+"""Batches whose values are dicts or lists of tensors, in the flat form in which everything but forward knows
+them.
+
+`{"text": {"ids": …, "mask": …}}` has the keys `text.ids` and `text.mask`. A list of tensors of which every
+batch has as many has numbers in place of names (`levels.0`). A list that grows with the samples (a picture of
+each) is two tensors: `pictures.*` has what its tensors hold, one behind the other along dim 0, in which the
+leading dims that differ are one, `pictures.*sizes` these dims of each, and the shape of `pictures.*most`,
+without entries, the largest of them, which forward may pad to. Where no dim differs, the tensors lie side by
+side in `pictures.*` alone. A list of dicts that grows is a list for each of their keys: `targets.*.boxes`.
+`flat` and `nested` undo each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from secc.runtime.errors import UserError
+from secc.runtime.model.dataclass_args import built
+from secc.runtime.plan.schema import CLASS, EACH, MOST, SIZES
+
+SEPARATOR = "."
+
+Lists = Mapping[
+    str, int
+]  # the lists that grow with the samples, and the number of leading dims in which their tensors differ
+NO_LISTS: Lists = {}
+
+
+def flat(batch: Mapping[str, Any], where: str = "", lists: Lists = NO_LISTS) -> dict[str, Any]:
+    """A batch without nesting. Values that are None are left out, as missing ones are, and `lists` that are
+    empty.
+
+    `where` is collate's place. Raises UserError for a key that could not be told from those of nested values,
+    and for a list with tensors that differ in other dims.
+    """
+    found: dict[str, Any] = {}
+    for key, value in batch.items():
+        found |= _leaves(_checked(key, False, where), value, where, lists)
+    return found
+
+
+def nested(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch as forward takes it."""
+    found: dict[str, Any] = {}
+    for key, value in batch.items():
+        *path, last = key.split(SEPARATOR)
+        inner = found
+        for step in path:
+            inner = inner.setdefault(step, {})
+        inner[last] = value
+    return {key: _lists(value) for key, value in found.items()}
+
+
+def argument(key: str) -> str:
+    """The argument of forward that a key of a flat batch belongs to."""
+    return key.partition(SEPARATOR)[0]
+
+
+def listed(value: Any) -> Any:
+    """Arguments of a block with lists in the place of `{"*": …, "*sizes": …}`, and objects in that of
+    `{"*class": …}`."""
+    match value:
+        case {"*class": str() as name}:
+            return built(name, {key: listed(child) for key, child in value.items() if key != CLASS})
+        case {"*": dict() as columns}:
+            return _records(listed(columns))
+        case {"*": each}:
+            return _parts(each, value.get(SIZES))
+        case dict():
+            return {key: listed(child) for key, child in value.items()}
+        case list() | tuple() if not hasattr(value, "_fields"):
+            return type(value)(listed(child) for child in value)
+        case _:
+            return value
+
+
+def lists_of(batch: Mapping[str, Any]) -> dict[str, Sequence[torch.Tensor]]:
+    """The lists of tensors in a batch as collate returns it, by their flat keys."""
+    found: dict[str, Sequence[torch.Tensor]] = {}
+    for key, value in batch.items():
+        if isinstance(value, Mapping):
+            found |= {f"{key}{SEPARATOR}{inner}": tensors for inner, tensors in lists_of(value).items()}
+        elif type(value) in (list, tuple) and value and all(isinstance(v, torch.Tensor) for v in value):
+            found[key] = value
+        elif (columns := columns_of(value)) is not None:
+            found |= {
+                f"{key}{SEPARATOR}{EACH}{SEPARATOR}{inner}": tensors for inner, tensors in columns.items()
+            }
+    return found
+
+
+def holds_lists(batch: Mapping[str, Any]) -> bool:
+    """Whether a batch as collate returns it has lists that might grow; one without tensors may be of samples
+    that have none."""
+    inner = (value for value in batch.values() if isinstance(value, Mapping))
+    return (
+        bool(lists_of(batch))
+        or any(type(v) in (list, tuple) and not v for v in batch.values())
+        or any(map(holds_lists, inner))
+    )
+
+
+def lists_in(dims: Mapping[str, Sequence[str]]) -> dict[str, int]:
+    """The lists that grow, read off the dims of a flat batch's keys."""
+    each = [key.removesuffix(f"{SEPARATOR}{EACH}") for key in dims if key.endswith(f"{SEPARATOR}{EACH}")]
+    return {key: int(dims.get(f"{key}{SEPARATOR}{SIZES}", ("", "0"))[1]) for key in each}
+
+
+def growing(
+    groups: Sequence[tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]], where: str
+) -> dict[str, int]:
+    """The lists that grow with the samples. `groups` are batches of several samples, each with those of its
+    samples alone.
+
+    Raises UserError for such a list with tensors of which some have more dims than others.
+    """
+    met: dict[str, list[torch.Tensor]] = {}
+    lengths: dict[str, list[tuple[int, list[int]]]] = {}
+    for whole, singles in groups:
+        alone = [lists_of(s) for s in singles]
+        for key, tensors in lists_of(whole).items():
+            met.setdefault(key, []).extend(tensors)
+            lengths.setdefault(key, []).append((len(tensors), [len(one[key]) for one in alone if key in one]))
+    grown = [
+        key
+        for key, seen in lengths.items()
+        if all(n == sum(parts) for n, parts in seen) and any(len(parts) > 1 for _, parts in seen)
+    ]
+    return {key: _leading(key, met[key], where) for key in grown}
+
+
+def _leading(key: str, tensors: Sequence[torch.Tensor], where: str) -> int:
+    """How many leading dims there are up to the last that differs."""
+    if len({t.ndim for t in tensors}) > 1:
+        raise UserError(
+            f"the tensors in the list {key!r} have different numbers of dims",
+            where,
+            "let all of them have as many",
+        )
+    return max((d + 1 for d in range(tensors[0].ndim) if len({t.shape[d] for t in tensors}) > 1), default=0)
+
+
+def _leaves(key: str, value: Any, where: str, lists: Lists) -> dict[str, Any]:
+    if value is None or (key in lists and not value):
+        return {}
+    if key in lists and isinstance(value, (list, tuple)):
+        return _joined(key, value, lists[key], where)
+    if not any(True for _ in _tensors(value)) or isinstance(value, torch.Tensor):
+        return {} if value == [] and _is_list_of_dicts(key, lists) else {key: value}
+    if _is_list_of_dicts(key, lists) and (columns := columns_of(value)) is not None:
+        each = f"{key}{SEPARATOR}{EACH}{SEPARATOR}"
+        return {
+            k: v
+            for inner, tensors in columns.items()
+            for k, v in _leaves(each + inner, tensors, where, lists).items()
+        }
+    named = isinstance(value, Mapping)
+    steps = value.items() if named else ((str(i), v) for i, v in enumerate(value))
+    found: dict[str, Any] = {}
+    for step, child in steps:
+        found |= _leaves(
+            f"{key}{SEPARATOR}{_checked(step, True, where) if named else step}", child, where, lists
+        )
+    return found
+
+
+def _is_list_of_dicts(key: str, lists: Lists) -> bool:
+    return any(name.startswith(f"{key}{SEPARATOR}{EACH}{SEPARATOR}") for name in lists)
+
+
+def columns_of(value: Any) -> dict[str, list[torch.Tensor]] | None:
+    """The tensors of a list of dicts that have the same keys, by key; None for anything else."""
+    if (
+        type(value) not in (list, tuple)
+        or not value
+        or not all(isinstance(v, Mapping) and v.keys() == value[0].keys() for v in value)
+    ):
+        return None
+    columns = {key: [v[key] for v in value] for key in value[0]}
+    return (
+        columns if all(isinstance(t, torch.Tensor) for tensors in columns.values() for t in tensors) else None
+    )
+
+
+def _records(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """The list of dicts that has these columns."""
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def _joined(key: str, tensors: Sequence[torch.Tensor], leading: int, where: str) -> dict[str, Any]:
+    """A list as its tensors' entries and sizes."""
+    first = tensors[0]
+    if any(t.ndim != first.ndim or t.shape[leading:] != first.shape[leading:] for t in tensors):
+        shapes = ", ".join(str(list(s)) for s in dict.fromkeys(t.shape for t in tensors))
+        message = f"the list {key!r} has tensors of the shapes {shapes}, which differ in dims that were the same in all samples drawn"
+        raise UserError(
+            message,
+            where,
+            "let dataset() show such samples earlier, or compile again with more --stats-samples",
+        )
+    name = f"{key}{SEPARATOR}{EACH}"
+    if not leading:
+        return {name: torch.stack(list(tensors))}
+    sizes = torch.tensor([t.shape[:leading] for t in tensors])
+    most = torch.empty(0, *(sizes.amax(0).tolist()))
+    entries = torch.cat([t.flatten(0, leading - 1) for t in tensors])
+    return {name: entries, f"{key}{SEPARATOR}{SIZES}": sizes, f"{key}{SEPARATOR}{MOST}": most}
+
+
+def _parts(each: torch.Tensor, sizes: torch.Tensor | None) -> list[torch.Tensor]:
+    """The list of which these are the entries and sizes."""
+    if sizes is None:
+        return list(each.unbind())
+    shapes: list[list[int]] = sizes.tolist()
+    parts = each.split([math.prod(shape) for shape in shapes])
+    return [
+        part if len(shape) == 1 else part.unflatten(0, shape)
+        for part, shape in zip(parts, shapes, strict=True)
+    ]
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in dicts, lists and tuples; named tuples and other objects are leaves."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for child in value.values():
+            yield from _tensors(child)
+    elif type(value) in (list, tuple):
+        for child in value:
+            yield from _tensors(child)
+
+
+def _checked(key: Any, inside: bool, where: str) -> str:
+    if (
+        not isinstance(key, str)
+        or SEPARATOR in key
+        or (inside and (key.isdecimal() or key in (EACH, SIZES, MOST)))
+    ):
+        raise UserError(
+            f"a batch has the key {key!r}", where, f"let the keys of a batch be names without {SEPARATOR!r}"
+        )
+    return key
+
+
+def _lists(value: Any) -> Any:
+    """Dicts whose keys are numbers as lists, and those of the entries of lists."""
+    if not isinstance(value, dict):
+        return value
+    if isinstance(value.get(EACH), dict):
+        return _records(_lists(value[EACH]))
+    if EACH in value:
+        return _parts(value[EACH], value.get(SIZES))
+    made = {key: _lists(child) for key, child in value.items()}
+    return list(made.values()) if all(key.isdecimal() for key in made) else made

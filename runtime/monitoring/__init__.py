@@ -1,0 +1,1 @@
+"""What a run writes: metrics, traces, times and its closing summary. Imports `plan`."""

@@ -1,0 +1,158 @@
+"""Named tensors and objects in a directory, by torch.distributed.checkpoint: every rank writes its own, any
+rank reads what it needs.
+
+A rank may have only some of a tensor's entries: a `Slice`, which is stored as the boxes that it covers of the
+whole tensor. So what is stored tells nothing of who wrote it, and any other slices can be read from it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from secc.runtime.errors import UserError
+from secc.runtime.tensor_parallel.shards import Box, Cut
+
+
+class Slice:
+    """Entries of a tensor of `shape`, row-major from `start` on, as 1-D `values`.
+    torch.distributed.checkpoint stores and loads it.
+
+    With `cut`, that tensor is itself a rank's part of a whole one.
+    """
+
+    def __init__(self, values: torch.Tensor, shape: torch.Size, start: int, cut: Cut | None = None) -> None:
+        self.values, self.shape, self.start, self.cut = values, shape, start, cut
+
+    def size(self) -> torch.Size:
+        """The shape of the whole tensor."""
+        return self.shape if self.cut is None else self.cut.shape
+
+    def shard(self, index: MetadataIndex) -> torch.Tensor:
+        """The memory of one of the slice's boxes, in the box's shape."""
+        return next(memory for (offsets, _), memory in self._boxes() if torch.Size(offsets) == index.offset)
+
+    def _boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
+        """The boxes of the whole tensor that the slice covers, each with its memory."""
+        position = 0
+        for box in boxes(self.shape, self.start, self.start + self.values.numel()):
+            count = torch.Size(box[1]).numel()
+            memory = self.values[position : position + count].view(box[1])
+            position += count
+            if self.cut is None:
+                yield box, memory
+            else:
+                for outer, start, length in self.cut.boxes(box):
+                    yield outer, memory.narrow(self.cut.dim, start, length)
+
+    def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self.values)
+        return [
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.size()),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            for (offsets, sizes), _ in self._boxes()
+        ]
+
+
+def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """Entries `start` to `stop`, row-major, of a tensor of `shape` as boxes: (offsets, sizes), in the order
+    of their entries."""
+    if start >= stop:
+        return
+    if len(shape) <= 1:
+        yield ((start,), (stop - start,)) if shape else ((), ())
+        return
+    inner = torch.Size(shape[1:]).numel()
+    first, last = -(-start // inner), stop // inner  # whole rows
+    if first > last:  # inside one row
+        yield from _in_row(shape, last, start - last * inner, stop - last * inner)
+        return
+    yield from _in_row(shape, first - 1, start - (first - 1) * inner, inner)
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    yield from _in_row(shape, last, 0, stop - last * inner)
+
+
+def _in_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator[Box]:
+    for offsets, sizes in boxes(shape[1:], start, stop):
+        yield (row, *offsets), (1, *sizes)
+
+
+class _SavePlanner(DefaultSavePlanner):
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        found = self.state_dict[index.fqn]
+        return found.shard(index) if isinstance(found, Slice) else super().lookup_object(index)
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Take the entries as they are; torch's own walks through them and drops what is no tensor."""
+        self.original_state_dict = self.state_dict = state_dict
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        found = self.state_dict[index.fqn]
+        return found.shard(index) if isinstance(found, Slice) else super().lookup_tensor(index)
+
+
+def write(directory: Path, state: dict[str, Any]) -> None:
+    """Write this rank's entries. Collective; no two ranks may have the same key."""
+    planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    save(state, storage_writer=FileSystemWriter(directory), planner=planner)
+
+
+def entries(directory: Path) -> dict[str, torch.Tensor | None]:
+    """What is stored: a meta tensor for each tensor, None for any other object. Raises UserError if that
+    cannot be read."""
+    try:
+        found = FileSystemReader(directory).read_metadata().state_dict_metadata
+    except OSError as error:
+        remedy = "give a directory that a run with --save has written"
+        raise UserError(f"not a checkpoint: {error.strerror}", str(directory), remedy) from None
+    return {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+        if isinstance(entry, TensorStorageMetadata)
+        else None
+        for key, entry in found.items()
+    }
+
+
+def read(directory: Path, target: dict[str, Any], alone: bool = False) -> None:
+    """Read the keys of `target`, tensors into their memory. Collective unless `alone`."""
+    planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        load(
+            target,
+            storage_reader=FileSystemReader(directory),
+            planner=planner,
+            no_dist=alone or not dist.is_initialized(),
+        )

@@ -1,0 +1,328 @@
+"""Step programs: what each rank does for one global batch, as plain data and as a text that prints and
+parses.
+
+A `Schedule` is the whole plan of one step: the micro-batches of every section and one list of instructions
+for each rank. The order (`runtime/schedule/scheduler.py`) makes it, the check
+(`runtime/validation/full_check.py`) proves it, the engine and the simulator execute it; none of them knows
+more about the others than these types. The text form is one instruction a line:
+
+    RECV image_features fwd 3>1 from 0
+    F language_model 1
+    B language_model 1
+    SEND image_features bwd 1>3 to 0
+    REDUCE language_model
+    STEP
+
+`A>B` are micro-batch indices in the direction in which the data flows; ` replica R` and ` stage S` follow
+where they are not 0, and ` part I of N` where a message is one of several parts
+(`secc.runtime.plan.replica_routes`). All ranks of a replica execute its F and B in step; where parameters are
+sharded over replicas, so do all of these (`rounds`). A stage of a pipeline is a section with a name of its
+own (`language_model_1`); `stage` says which one it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from secc.runtime.plan.schema import Edge, Section
+
+COMPUTE = ("F", "B", "W")
+TRANSFER = ("SEND", "RECV")
+
+
+class Instruction(NamedTuple):
+    """One entry of a rank's program.
+
+    F, B, W: forward, backward, weight gradients of micro-batch `micro` (index into
+    `Schedule.micro_batches[section]`). SEND, RECV: the tensor of `edge` ("fwd") or its gradient ("bwd"), to
+    or from rank `peer`; `src_micro` and `dst_micro` are the micro-batches of the edge's producer and
+    consumer, the same in both directions. A RECV may stand earlier than the instruction that consumes it,
+    because receives follow the order of the sends on their channel. REDUCE: sum `section`'s gradients over
+    its replicas. STEP: the optimizer step that ends the global batch.
+    """
+
+    kind: str
+    section: str = ""
+    replica: int = 0
+    stage: int = 0
+    micro: int = -1
+    edge: str = ""
+    direction: str = ""
+    peer: int = -1
+    src_micro: int = -1
+    dst_micro: int = -1
+    part: int = 0
+    parts: int = 1
+
+    def __str__(self) -> str:
+        return print_instruction(self)
+
+
+Program = tuple[Instruction, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleMeta:
+    """What all ranks know of one sample: its dataset index, the optional keys it has, and its symbols when
+    collated alone."""
+
+    id: int
+    pattern: frozenset[str]
+    sizes: Mapping[str, int]
+
+
+class MicroBatch(NamedTuple):
+    """The samples that pass through one replica of a section together: ascending positions within the global
+    batch.
+
+    Without samples it only takes part in what the replicas do together (`rounds`).
+    """
+
+    index: int
+    section: str
+    replica: int
+    samples: tuple[int, ...]
+
+
+Micros = Mapping[str, frozenset[int]]  # by section
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One global batch: micro-batches of each section, and one program for each rank.
+
+    Sections that run ahead (`secc.runtime.schedule.cross_step_prefetch`) may compute the micro-batches
+    `early` a step sooner. In a step among others those in `computed` are, so they have no F here; and from
+    position `own` on the samples are those of the next global batch.
+    """
+
+    micro_batches: dict[str, tuple[MicroBatch, ...]]
+    programs: Sequence[Program]
+    early: Micros = field(default_factory=dict[str, frozenset[int]])
+    computed: Micros = field(default_factory=dict[str, frozenset[int]])
+    own: int | None = None
+
+    def is_computed(self, section: str, micro: int) -> bool:
+        """Whether the step before has computed a micro-batch's forward."""
+        return micro in self.computed.get(section, ())
+
+    def is_later(self, micro: MicroBatch) -> bool:
+        """Whether a micro-batch is of the next global batch."""
+        return self.own is not None and micro.samples[:1] >= (self.own,)
+
+
+def active(when: Sequence[str], pattern: frozenset[str]) -> bool:
+    """Whether a section with predicate `when` processes a sample that has the optional keys `pattern`."""
+    return not when or not pattern.isdisjoint(when)
+
+
+def owes_backward(section: Section) -> bool:
+    """Whether every micro-batch of the section is followed by a backward."""
+    return section.mode != "forward"
+
+
+def gathers(section: Section) -> bool:
+    """Whether the replicas of a section keep parts of its parameters (`zero3`), which they gather together,
+    micro-batch by micro-batch."""
+    return section.sharding == "zero3" and section.mesh.dp > 1
+
+
+def rounds(
+    sections: Iterable[Section], micro_batches: Mapping[str, Sequence[MicroBatch]]
+) -> dict[tuple[str, int], tuple[MicroBatch, ...]]:
+    """For each micro-batch of a section that gathers, those that all replicas run in step with it, one on
+    each, by (section, index).
+
+    They are the replicas' first ones, second ones and so on. A replica that has fewer samples takes part with
+    empty micro-batches.
+    """
+    found: dict[tuple[str, int], tuple[MicroBatch, ...]] = {}
+    for name in (s.name for s in sections if gathers(s)):
+        of_replica: dict[int, list[MicroBatch]] = {}
+        for m in micro_batches[name]:
+            of_replica.setdefault(m.replica, []).append(m)
+        for together in zip(*(some for _, some in sorted(of_replica.items())), strict=False):
+            found |= {(name, m.index): together for m in together}
+    return found
+
+
+def computations(section: Section) -> tuple[str, ...]:
+    """The kinds of instructions that each micro-batch of a section has, in their order."""
+    if not owes_backward(section):
+        return ("F",)
+    return ("F", "B", "W") if section.weight_permille else ("F", "B")
+
+
+def weight_part(section: Section, backward_ns: int) -> int:
+    """The part of a backward's time that W takes."""
+    return backward_ns * section.weight_permille // 1000 if owes_backward(section) else 0
+
+
+def weight_parts(section: Section, backward: Sequence[int]) -> list[int]:
+    """`weight_part` of each of these times."""
+    if not section.weight_permille or not owes_backward(section):
+        return [0] * len(backward)
+    permille = section.weight_permille
+    return [ns * permille // 1000 for ns in backward]
+
+
+def returns_gradient(edge: Edge, sections: Mapping[str, Section]) -> bool:
+    """Whether the consumer's backward sends a gradient back over the edge, on which the producer's backward
+    waits."""
+    return edge.grad and owes_backward(sections[edge.src]) and owes_backward(sections[edge.dst])
+
+
+def replica_ranks(section: Section) -> tuple[int, ...]:
+    """The first rank of each replica, which stands for all of it in the order of a step: they run the same
+    program (`routes.replicas`).
+
+    Raises ValueError for a mesh with stages, which are sections of their own.
+    """
+    mesh = section.mesh
+    if mesh.pp != 1 or len(mesh.ranks) != mesh.dp * mesh.tp:
+        raise ValueError(
+            f"section {section.name} has replicas of several stages; a step program drives replicas of one"
+        )
+    return mesh.ranks[:: mesh.tp]
+
+
+def pairs(edge: Edge, schedule: Schedule) -> dict[tuple[int, int], tuple[int, ...]]:
+    """The messages of an edge: (producer's micro-batch, consumer's micro-batch) -> the samples they share,
+    ascending."""
+    owner = {s: m.index for m in schedule.micro_batches[edge.src] for s in m.samples}
+    shared: dict[tuple[int, int], list[int]] = {}
+    done = schedule.computed.get(edge.dst, frozenset())
+    for consumer in schedule.micro_batches[edge.dst]:
+        for s in consumer.samples if consumer.index not in done else ():
+            if s in owner:
+                shared.setdefault((owner[s], consumer.index), []).append(s)
+    return {pair: tuple(samples) for pair, samples in shared.items()}
+
+
+def print_instruction(i: Instruction) -> str:
+    """The text of an instruction; `parse_instruction` reads it back."""
+    words = [i.kind]
+    if i.kind in COMPUTE:
+        words += [i.section, str(i.micro)]
+    elif i.kind in TRANSFER:
+        flow = (i.src_micro, i.dst_micro) if i.direction == "fwd" else (i.dst_micro, i.src_micro)
+        words += [
+            i.edge,
+            i.direction,
+            f"{flow[0]}>{flow[1]}",
+            "to" if i.kind == "SEND" else "from",
+            str(i.peer),
+        ]
+        words += ["part", str(i.part), "of", str(i.parts)] if i.parts > 1 else []
+    elif i.kind == "REDUCE":
+        words.append(i.section)
+    words += [w for name, n in (("replica", i.replica), ("stage", i.stage)) if n for w in (name, str(n))]
+    return " ".join(words)
+
+
+def parse_instruction(text: str) -> Instruction:
+    """The instruction that prints as `text`. Raises ValueError where it is none."""
+    match text.split():
+        case [("F" | "B" | "W") as kind, section, micro, *rest]:
+            replica, stage, *_ = _suffix(rest, text)
+            return Instruction(kind, section, replica, stage, int(micro))
+        case [
+            ("SEND" | "RECV") as kind,
+            edge,
+            ("fwd" | "bwd") as direction,
+            flow,
+            ("to" | "from") as word,
+            peer,
+            *rest,
+        ]:
+            if word != ("to" if kind == "SEND" else "from"):
+                raise ValueError(f"a {kind} cannot be `{word}` a rank: {text!r}")
+            first, second = (int(n) for n in flow.split(">"))
+            src, dst = (first, second) if direction == "fwd" else (second, first)
+            replica, stage, part, parts = _suffix(rest, text)
+            return Instruction(
+                kind, "", replica, stage, -1, edge, direction, int(peer), src, dst, part, parts
+            )
+        case ["REDUCE", section, *rest]:
+            return Instruction("REDUCE", section, *_suffix(rest, text)[:2])
+        case ["STEP"]:
+            return Instruction("STEP")
+    raise ValueError(f"not an instruction: {text!r}")
+
+
+def _suffix(words: list[str], text: str) -> tuple[int, int, int, int]:
+    """Replica, stage, part and number of parts from the words that follow them."""
+    found = dict(zip(words[::2], words[1::2], strict=False))
+    if (
+        len(words) % 2
+        or len(found) * 2 != len(words)
+        or not found.keys() <= {"replica", "stage", "part", "of"}
+    ):
+        raise ValueError(f"not an instruction: {text!r}")
+    replica, stage, part, parts = (
+        int(found.get(word, default))
+        for word, default in (("replica", 0), ("stage", 0), ("part", 0), ("of", 1))
+    )
+    return replica, stage, part, parts
+
+
+def print_schedule(schedule: Schedule) -> str:
+    """The text of a schedule: a line for each micro-batch, then each rank's program; `parse_schedule` reads
+    it back."""
+    lines: list[str] = [] if schedule.own is None else [f"own {schedule.own}"]
+    for section, micros in schedule.micro_batches.items():
+        lines.append(f"section {section}")
+        lines += [f"  {_print_micro(m, schedule)}" for m in micros]
+    for rank, program in enumerate(schedule.programs):
+        lines.append(f"rank {rank}")
+        lines += [f"  {print_instruction(i)}" for i in program]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _print_micro(m: MicroBatch, schedule: Schedule) -> str:
+    marks = [
+        w
+        for w, micros in (("early", schedule.early), ("computed", schedule.computed))
+        if m.index in micros.get(m.section, ())
+    ]
+    return " ".join(
+        ["micro", str(m.index), "replica", str(m.replica), *marks, "samples", *map(str, m.samples)]
+    )
+
+
+def parse_schedule(text: str) -> Schedule:
+    """The schedule that prints as `text`. Raises ValueError, naming the line, where it is none."""
+    micros: dict[str, list[MicroBatch]] = {}
+    programs: list[list[Instruction]] = []
+    marked: dict[str, dict[str, set[int]]] = {"early": {}, "computed": {}}
+    section, own = "", None
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            match line.split():
+                case ["section", section]:
+                    micros[section] = []
+                case ["own", count]:
+                    own = int(count)
+                case ["micro", index, "replica", replica, *rest]:
+                    at = rest.index("samples")
+                    for mark in rest[:at]:
+                        marked[mark].setdefault(section, set()).add(int(index))
+                    micros[section].append(
+                        MicroBatch(int(index), section, int(replica), tuple(map(int, rest[at + 1 :])))
+                    )
+                case ["rank", rank] if int(rank) == len(programs):
+                    programs.append([])
+                case _:
+                    programs[-1].append(parse_instruction(line))
+        except (ValueError, KeyError, IndexError) as error:
+            raise ValueError(f"line {number} is not part of a schedule: {line!r} ({error})") from None
+    early, computed = ({name: frozenset(found) for name, found in some.items()} for some in marked.values())
+    return Schedule(
+        {name: tuple(ms) for name, ms in micros.items()},
+        tuple(tuple(p) for p in programs),
+        early,
+        computed,
+        own,
+    )

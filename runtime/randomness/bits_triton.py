@@ -1,0 +1,43 @@
+"""Random bits on a GPU in one pass: each entry is the finaliser of splitmix64 applied to a sum of counters.
+
+`secc.runtime.randomness.bits` has what the counters are, and the same in plain PyTorch, which takes eleven
+passes.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from secc.runtime.kernels.backend import INTERPRETED, ceil_div, jit, on_device, tl, triton
+
+BLOCK = 1024
+
+
+@jit
+def _mix(rows, last, out, width, total, BLOCK: tl.constexpr):
+    entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = entry < total
+    z = tl.load(rows + entry // width, mask=inside, other=0) + tl.load(
+        last + entry % width, mask=inside, other=0
+    )
+    z = z.to(tl.uint64, bitcast=True)
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    z = z ^ (z >> 31)
+    tl.store(out + entry, z.to(tl.int64, bitcast=True), mask=inside)
+
+
+def has_kernel(x: torch.Tensor) -> bool:
+    """Whether the kernel computes for tensors like `x`."""
+    return triton is not None and (x.is_cuda or INTERPRETED)
+
+
+def random_bits(rows: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    """Random int64 [R, L], keyed by the counters `rows[i] + last[j]` (int64, [R] and [L], neither empty).
+
+    Needs Triton and a GPU, or Triton's interpreter: see `has_kernel`.
+    """
+    out = rows.new_empty(len(rows), len(last))
+    with on_device(rows):
+        _mix[(ceil_div(out.numel(), BLOCK),)](rows, last, out, len(last), out.numel(), BLOCK=BLOCK)
+    return out

@@ -1,0 +1,198 @@
+"""Starting and ending the processes of a run: the ranks' entry under torchrun, and the launcher that `secc
+run` calls.
+
+A rank ends with 0; with 2 after a UserError, which one rank alone reports; with `LOST` when another rank has
+gone, quietly, because that rank is the cause; with 1 and a traceback otherwise. The launcher is torchrun's
+own agent in this process, and turns how the ranks ended into one message.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from secc.runtime.errors import UserError
+from secc.runtime.host.child_processes import die_with_parent
+from secc.runtime.plan import schema
+from secc.runtime.training.emulation import emulate
+from secc.runtime.training.options import Options, parse
+
+LOST = 75  # exit code of a rank whose peer has gone
+_GRACE_S = 10  # from the first failure until the ranks are killed
+_DEFAULTS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GLOO_SOCKET_IFNAME": "lo"}
+_STORE_TIMEOUT = timedelta(seconds=5)
+
+
+def main(train: Callable[[Options], None]) -> int:
+    """What a rank's file runs under torchrun: `train` with the options of the command line. Returns 0, or
+    ends the process."""
+    die_with_parent()
+    try:
+        options = parse(sys.argv[1:])
+        if options.emulate is not None:
+            emulate(Path(sys.argv[0]).resolve().parent.parent, options)
+        else:
+            train(options)
+        return 0
+    except UserError as error:
+        _report(error)
+        code = 2
+    except SystemExit:
+        raise
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+    except BaseException as error:
+        code = LOST if lost_peer(error) else 1
+        if code == 1:
+            sys.stderr.write(f"rank {os.environ.get('RANK', '0')}:\n{traceback.format_exc()}")
+        else:
+            time.sleep(1.0)  # so that the launcher sees the cause first
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # not in order: that would wait for ranks and loaders that may never answer
+
+
+def lost_peer(error: BaseException) -> bool:
+    """Whether an exception only says that a connection to another rank broke."""
+    if isinstance(error, dist.DistError):
+        return True
+    text = str(error)
+    broken = any(sign in text for sign in ("gloo", "closed by peer", "reset by peer"))
+    return isinstance(error, RuntimeError) and broken and "Timed out" not in text
+
+
+def _report(error: UserError) -> None:
+    """Print the message, unless another rank does. The first to say so in the store of torchrun's agent
+    prints."""
+    store = _store()
+    first = os.environ.get("RANK", "0") == "0" if store is None else store.add("secc/error", 1) == 1
+    if first:
+        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.flush()
+    if store is not None and first:
+        store.set("secc/error/printed", "1")
+    elif store is not None:
+        with suppress(RuntimeError):  # who was to print it has ended; its launcher says so
+            store.wait(["secc/error/printed"], _STORE_TIMEOUT)
+
+
+def _store() -> Any:
+    """The store of torchrun's agent, which outlives the ranks; None under another launcher."""
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if host is None or port is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    try:
+        return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+            host, int(port), is_master=False, timeout=_STORE_TIMEOUT, wait_for_workers=False
+        )
+    except RuntimeError:
+        return None
+
+
+def run_plan(directory: str | Path, arguments: Sequence[str] = ()) -> int:
+    """Train the plan in `directory` with all its ranks on this machine, by torchrun's agent; `arguments` are
+    those of run.py.
+
+    Returns 0; 2 after a UserError on the ranks, which has been printed; 1 if a rank died, after a message
+    that names it; 128 + n if signal n ended the run. No process is left. Raises UserError for a plan or
+    options that cannot be read.
+    """
+    directory = Path(directory).resolve()
+    parse(arguments)
+    world_size = schema.load(directory).world_size
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=world_size,
+        run_id=uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        shutdown_timeout=_GRACE_S,
+        logs_specs=DefaultLogsSpecs(),
+    )
+    with _quiet(), environment(), _signals_restored():
+        try:
+            elastic_launch(config, sys.executable)(str(directory / "run.py"), *arguments)
+        except ChildFailedError as error:
+            return _ended(error.failures)
+        except SignalException as error:
+            return 128 + int(error.sigval)
+    return 0
+
+
+def _ended(failures: dict[int, ProcessFailure]) -> int:
+    """The exit code for how ranks ended, after a message about the rank that was the cause, unless a rank has
+    printed one.
+
+    The agent ends with SIGTERM the ranks that were left.
+    """
+    if any(f.exitcode == 2 for f in failures.values()):
+        return 2
+    causes = {
+        rank: f for rank, f in failures.items() if f.exitcode not in (LOST, -signal.SIGTERM)
+    } or failures
+    for rank, failure in sorted(causes.items()):
+        code = failure.exitcode
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        sys.stderr.write(f"error: rank {rank} (process {failure.pid}) {how}; all ranks were stopped\n")
+    return 1
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torchrun's agent logs what the launcher says itself."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+@contextmanager
+def environment() -> Iterator[None]:
+    """The ranks' environment: one thread each and the loopback device unless the user says otherwise, and
+    this very secc importable."""
+    before = {name: os.environ.get(name) for name in (*_DEFAULTS, "PYTHONPATH")}
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [before["PYTHONPATH"], str(Path(__file__).parents[3])])
+    )
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _signals_restored() -> Iterator[None]:
+    """The agent leaves its signal handlers behind."""
+    handled = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    before = {s: signal.getsignal(s) for s in handled}
+    try:
+        yield
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)

@@ -1,0 +1,164 @@
+"""The options of a run: those of `run.py` in a plan, which `secc run` passes on."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from secc.runtime.errors import UserError
+from secc.runtime.model.init_weights import Init
+from secc.runtime.schedule.scheduler import ORDERS
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asks of a run; None stands for what is not given.
+
+    Without `steps` and `epochs` a run has 100 steps, without `seed` the checkpoint's or 0, with an empty
+    `init` weights from the seed.
+    """
+
+    steps: int | None = None
+    epochs: int | None = None
+    log_dir: Path | None = None
+    seed: int | None = None
+    init: Init = ()
+    clip: float | None = None
+    save: Path | None = None
+    save_every: int | None = None
+    resume: Path | None = None
+    trace: Path | None = None
+    comm: str = "channels"
+    debug_comm: bool = False
+    shuffle: bool = False
+    skip_bad_samples: bool = False
+    workers: int = 1
+    recorders: int | None = None
+    order: str = "wavefront"
+    emulate: Path | None = None
+    run_ahead: float | None = None
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message, remedy="see `secc run --help`")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of run.py; it raises UserError instead of printing its usage."""
+    p = _Parser(
+        prog="run.py",
+        description="Train the plan's model; start it with torchrun, or by `secc run PLAN/`.",
+        allow_abbrev=False,
+    )
+    p.add_argument("--steps", type=_at_least(1), help="the number of the last step (default 100)")
+    p.add_argument(
+        "--epochs",
+        type=_at_least(1),
+        metavar="E",
+        help="end after E epochs; the last step has the samples that are left",
+    )
+    p.add_argument(
+        "--log-dir", type=Path, metavar="D", help="where metrics.jsonl is appended to (default: PLAN/logs)"
+    )
+    p.add_argument(
+        "--seed",
+        type=_at_least(0),
+        metavar="S",
+        help="seed of weights, data and random ops (default 0, or the checkpoint's)",
+    )
+    text = "weights: as model() makes them, or safetensors files of the model in DIR, or of the component at PATH (may be repeated)"
+    p.add_argument("--init", action="append", default=[], metavar="seed|DIR|PATH=DIR", help=text)
+    p.add_argument("--clip", type=_positive, metavar="X", help="clip the gradients' global norm to X")
+    p.add_argument(
+        "--save", type=Path, metavar="DIR", help="write checkpoints there, the last step's included"
+    )
+    p.add_argument("--save-every", type=_at_least(1), metavar="K", help="write one after every K steps")
+    p.add_argument(
+        "--resume", type=Path, metavar="DIR", help="go on from a checkpoint, or from the latest one in DIR"
+    )
+    p.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace of all ranks")
+    text = "how messages between sections go: as they come, or in rounds that all ranks enter in one order (default channels)"
+    p.add_argument("--comm", choices=("channels", "rounds"), default="channels", help=text)
+    p.add_argument(
+        "--debug-comm",
+        action="store_true",
+        help="send and check a header with every message between sections",
+    )
+    p.add_argument("--shuffle", action="store_true", help="shuffle the dataset in every epoch")
+    p.add_argument(
+        "--skip-bad-samples",
+        action="store_true",
+        help="leave samples that do not load out of their step, and name them",
+    )
+    p.add_argument(
+        "--workers",
+        type=_at_least(0),
+        default=1,
+        metavar="N",
+        help="loader processes of a rank (default 1; 0: itself)",
+    )
+    text = "processes of a rank that record glue which values decide (default: by the cores that a rank has; 0: its loader process does)"
+    p.add_argument("--recorders", type=_at_least(0), metavar="N", help=text)
+    p.add_argument(
+        "--order",
+        choices=ORDERS,
+        default="wavefront",
+        help="the order of a global batch's samples (default wavefront)",
+    )
+    text = "memory on a rank for results that frozen sections compute ahead for the next step (default: the plan's; 0: none)"
+    p.add_argument("--run-ahead", type=_not_negative, metavar="GIB", help=text)
+    p.add_argument(
+        "--emulate",
+        type=Path,
+        metavar="FILE",
+        help="wait in place of training, by the times in FILE, which `secc run` makes",
+    )
+    return p
+
+
+def parse(arguments: Sequence[str]) -> Options:
+    """The options in run.py's arguments. Raises UserError for what is not one."""
+    values = vars(parser().parse_args(list(arguments)))
+    init = values.pop("init")
+    options = Options(**values, init=() if init == ["seed"] else tuple(map(_source, init)))
+    if options.steps is not None and options.epochs is not None:
+        raise UserError("--steps and --epochs both say where the run ends", remedy="give one of them")
+    if options.save_every is not None and options.save is None:
+        raise UserError("--save-every needs --save DIR", remedy="say where the checkpoints go")
+    return options
+
+
+def _source(text: str) -> tuple[str, Path]:
+    """DIR, or PATH=DIR where what stands before the first = could be a module path and is no directory."""
+    path, equals, directory = text.partition("=")
+    named = (
+        bool(equals)
+        and all(part.isidentifier() or part.isdecimal() for part in path.split("."))
+        and not Path(text).exists()
+    )
+    return (path, Path(directory)) if named else ("", Path(text))
+
+
+def _at_least(low: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if int(text) < low:
+            raise argparse.ArgumentTypeError(f"must be at least {low}")
+        return int(text)
+
+    return number
+
+
+def _not_negative(text: str) -> float:
+    if not float(text) >= 0:
+        raise argparse.ArgumentTypeError("must not be negative")
+    return float(text)
+
+
+def _positive(text: str) -> float:
+    if not float(text) > 0:
+        raise argparse.ArgumentTypeError("must be greater than 0")
+    return float(text)

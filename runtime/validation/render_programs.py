@@ -1,0 +1,53 @@
+"""The programs of several ranks side by side, with the cells that matter marked: how errors about schedules
+are drawn.
+
+    rank 0                        rank 1
+    > 0  RECV f bwd 0>0 from 1    > 0  RECV f fwd 0>0 from 0
+      1  F vision 0                 1  F language_model 0
+
+A column for each rank; marked cells have an arrow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import zip_longest
+
+from secc.runtime.plan.step_program import Schedule
+
+Cell = tuple[int, int]  # (rank, index into its program)
+COLUMNS = 6  # ranks shown
+AROUND = 3  # instructions shown before and after a marked one
+
+
+def grid(schedule: Schedule, marked: Iterable[Cell]) -> str:
+    """The marked cells and what stands around them, a column for each rank; ranks without a mark only where
+    there is room for all."""
+    cells = set(marked)
+    ranks = range(len(schedule.programs))
+    if len(ranks) > COLUMNS and cells:
+        ranks = sorted({rank for rank, _ in cells})
+    columns = [_column(schedule, rank, {i for r, i in cells if r == rank}) for rank in ranks[:COLUMNS]]
+    widths = [max(map(len, column)) for column in columns]
+    rows = zip_longest(*columns, fillvalue="")
+    text = "\n".join(
+        "    ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+    hidden = len(schedule.programs) - len(columns)
+    return text + (f"\n({hidden} more ranks)" if hidden else "")
+
+
+def _column(schedule: Schedule, rank: int, marked: set[int]) -> list[str]:
+    """Title and lines of one rank; without a mark, its first instructions."""
+    program = schedule.programs[rank]
+    shown = sorted(
+        {i for m in marked or {AROUND} for i in range(m - AROUND, m + AROUND + 1) if 0 <= i < len(program)}
+    )
+    digits = len(str(len(program)))
+    lines, previous = [f"rank {rank}"], -1
+    for i in shown:
+        if i != previous + 1:
+            lines.append("  ...")
+        lines.append(f"{'>' if i in marked else ' '} {i:{digits}}  {program[i]}")
+        previous = i
+    return lines if previous == len(program) - 1 else [*lines, "  ..."]

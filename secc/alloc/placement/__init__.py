@@ -1,0 +1,1 @@
+"""Puts ranks onto nodes. Imports `secc.cost.model` and `secc.cluster`."""

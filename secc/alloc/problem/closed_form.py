@@ -1,0 +1,106 @@
+"""The value of one assignment, computed step by step: what the solver's model says, without a solver.
+
+The prediction of a plan comes from here, and so does the brute force that the solver is tested against.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from secc.alloc.problem.types import Assignment, Candidate, Problem
+
+
+@dataclass(frozen=True)
+class Value:
+    """Step time, ranks used, and bytes on a rank of each group."""
+
+    time_ns: int
+    ranks: int
+    memory: dict[str, int]
+
+
+def evaluate(problem: Problem, assignment: Assignment) -> Value:
+    """The value of an assignment. Raises ValueError for one that breaks a rule."""
+    chosen = {s: candidates[assignment.choice[s]] for s, candidates in problem.sections.items()}
+    _check(problem, assignment, chosen)
+    group = assignment.group
+    work, memory, ranks = (
+        dict.fromkeys(group.values(), 0),
+        dict.fromkeys(group.values(), 0),
+        dict.fromkeys(group.values(), 0),
+    )
+    for s, c in chosen.items():
+        work[group[s]] += c.time_ns
+        memory[group[s]] += _memory(problem, assignment, s, c)
+        ranks[group[s]] = c.ranks
+    used = sum(ranks.values())
+    if used > problem.per_node and used % problem.per_node:
+        raise ValueError(f"{used} ranks are not whole nodes of {problem.per_node}")
+    if used > problem.ranks or max(memory.values()) > problem.capacity:
+        raise ValueError("the assignment needs more ranks or memory than there is")
+    _check_pools(problem, {g: chosen[g] for g in group.values()}, memory)
+    time_ns = _time(problem, assignment, work)
+    if problem.deadline is not None and time_ns > problem.deadline:
+        raise ValueError("a step takes longer than the deadline")
+    return Value(time_ns, used, memory)
+
+
+def _check_pools(problem: Problem, groups: dict[str, Candidate], memory: dict[str, int]) -> None:
+    """Each kind of device has ranks and memory enough, and is used by whole nodes where there are several."""
+    taken = [sum(problem.on(c, k) for c in groups.values()) for k in range(len(problem.pools))]
+    for k, pool in enumerate(problem.pools):
+        if taken[k] > pool.ranks or any(
+            problem.on(c, k) and memory[g] > pool.capacity for g, c in groups.items()
+        ):
+            raise ValueError("the assignment needs more ranks or memory of a kind than there is")
+    if any(n % problem.per_node for n in taken) and (
+        sum(taken) > problem.per_node or sum(n > 0 for n in taken) > 1
+    ):
+        raise ValueError(f"ranks of a kind are not whole nodes of {problem.per_node}")
+
+
+def _memory(problem: Problem, assignment: Assignment, section: str, chosen: Candidate) -> int:
+    apart = [e for e in problem.edges if assignment.group[e.src] != assignment.group[e.dst]]
+    own = assignment.choice[section]
+    messages = sum(e.sent[own] for e in apart if e.src == section) + sum(
+        e.returned[own] for e in apart if e.dst == section
+    )
+    return messages + (chosen.memory_ahead if any(e.src == section for e in apart) else chosen.memory)
+
+
+def _time(problem: Problem, assignment: Assignment, work: dict[str, int]) -> int:
+    group, choice = assignment.group, assignment.choice
+    delay = dict.fromkeys(problem.sections, 0)
+    total = max(work.values())
+    for s in problem.sections:
+        for e in (e for e in problem.edges if e.dst == s):
+            passed = delay[e.src]
+            if group[e.src] != group[s]:
+                passed += e.latency[choice[e.src]] - e.free[choice[s]] + e.messages[choice[s]]
+                hidden = e.round[choice[s]] - e.slack[choice[e.src]]
+                total = max(total, work[group[e.src]] + delay[e.src] + hidden)
+                if (rounds := problem.sections[e.src][choice[e.src]].rounds) > 1:
+                    total = max(
+                        total,
+                        delay[e.src] + rounds * (e.latency[choice[e.src]] + e.returned_after[choice[s]]),
+                    )
+            delay[s] = max(delay[s], passed)
+        total = max(total, work[group[s]] + delay[s])
+    return total
+
+
+def _check(problem: Problem, assignment: Assignment, chosen: dict[str, Candidate]) -> None:
+    group = assignment.group
+    for s, c in chosen.items():
+        if (c.ranks, c.kind) != (chosen[group[s]].ranks, chosen[group[s]].kind):
+            raise ValueError(f"{s} shares the devices of {group[s]} but has another number or kind of ranks")
+    if any(group[a] != group[b] for a, b in problem.together):
+        raise ValueError("sections that must share devices do not")
+    groups = len(set(group.values()))
+    if problem.strategy == "apart" and groups != len(group):
+        raise ValueError("sections share devices, but the strategy is apart")
+    everywhere = problem.deadline is not None or next(iter(chosen.values())).ranks == problem.ranks
+    if problem.strategy in {"colocate", "uniform"} and not (groups == 1 and everywhere):
+        raise ValueError("not all sections are on all ranks")
+    if problem.strategy == "uniform" and len({c.micro_batch for c in chosen.values()}) != 1:
+        raise ValueError("micro-batches differ, but the strategy is uniform")

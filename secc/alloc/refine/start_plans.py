@@ -1,0 +1,106 @@
+"""The solver's plans of other kinds than its best one, where they may come near: what closed forms misjudge
+differs from kind to kind.
+
+- Every section apart, and all on the same devices; each also without replicas of several ranks, because what
+  stages wait for on devices
+  that sections share is more than closed forms say.
+- All on all devices with equally many replicas: samples stay where they are, and no replica waits for another
+  one's.
+- The pipeline on most ranks in twice and in four times as many stages: one sample that is far longer than
+  others holds up that one of many
+  replicas that has it for longer than one of few.
+- Without sections that return what they hold in rounds, also where all are apart, because a place in flight
+  is also kept while
+  consumers wait for others.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+
+from secc.alloc.problem.closed_form import evaluate
+from secc.alloc.problem.types import Assignment, Candidate, Problem
+from secc.alloc.solver import subproblem
+from secc.alloc.solver.cpsat_model import solve
+from secc.process_map import beside
+
+FAR = 2  # times the best plan's step by closed forms: what takes longer by them is no start
+
+
+def starts(problem: Problem, best: Assignment, margin: float) -> list[Assignment]:
+    """The plans; `best` is the problem's best one. As in the solver, replicas of several ranks have to be
+    faster by a margin."""
+    most = FAR * evaluate(replace(problem, capacity=1 << 62, pools=()), best).time_ns
+    kinds = _Kinds(margin, most)
+    if not any(problem.sections[s][i].rounds > 1 for s, i in best.choice.items()):
+        return [*kinds.by_strategy(problem, best)]
+    with beside(lambda: kinds.solved(without(problem, lambda c: c.rounds > 1))) as roomy:
+        found = [*kinds.by_strategy(problem, best), roomy()]
+    return [a for a in found if a is not None]
+
+
+def without(problem: Problem, test: Callable[[Candidate], bool], among: Collection[str] = ()) -> Problem:
+    """The problem in which no candidate fits of which the test holds, of these sections or of all."""
+    full, sections = 2 * problem.capacity, dict(problem.sections)
+    for s in among or problem.sections:
+        sections[s] = tuple(replace(c, memory=full, memory_ahead=full) if test(c) else c for c in sections[s])
+    return replace(problem, sections=sections)
+
+
+class _Kinds:
+    """Plans that take at most `most` ns by closed forms."""
+
+    def __init__(self, margin: float, most: int) -> None:
+        self._margin, self._most = margin, most
+
+    def solved(self, problem: Problem) -> Assignment | None:
+        found = solve(problem, margin=self._margin, most=self._most)
+        return None if found is None else found.assignment
+
+    def by_strategy(self, problem: Problem, best: Assignment) -> Iterator[Assignment]:
+        if problem.strategy != "auto" or len(problem.sections) < 2:
+            return
+        groups = len(set(best.group.values()))
+        for strategy, count in ("apart", len(best.group)), ("colocate", 1):
+            free = replace(problem, strategy=strategy)
+            found = best if groups == count else self.solved(free)
+            if found is not None:
+                yield found
+            if (
+                found is not None
+                and groups != count
+                and any(free.sections[s][i].rounds > 1 for s, i in found.choice.items())
+            ):
+                roomy = self.solved(without(free, lambda c: c.rounds > 1))
+                yield from () if roomy is None else (roomy,)
+            if found is not None and any(free.sections[s][i].width for s, i in found.choice.items()):
+                narrow = self.solved(without(free, lambda c: c.width > 0))
+                yield from () if narrow is None else (narrow,)
+        yield from self._level(replace(problem, strategy="colocate"))
+        yield from self._staged(problem, best)
+
+    def _staged(self, problem: Problem, best: Assignment) -> Iterator[Assignment]:
+        """The plans in which the pipeline on most ranks is cut into more stages, and other sections run as in
+        the best one."""
+        chosen = {s: problem.sections[s][i] for s, i in best.choice.items()}
+        section = max((s for s, c in chosen.items() if c.pp > 1), key=lambda s: chosen[s].ranks, default="")
+        for s in chosen.keys() - {section}:
+            problem = without(problem, lambda o, c=chosen[s]: o != c, (s,))
+        for stages in (2 * chosen[section].pp, 4 * chosen[section].pp) if section else ():
+            found = self.solved(without(problem, lambda o, n=stages: o.pp != n, (section,)))
+            yield from () if found is None else (found,)
+
+    def _level(self, together: Problem) -> Iterator[Assignment]:
+        """The best plan with equally many replicas of all sections on all devices."""
+        counts = (
+            Counter({c.dp for c in cs if c.ranks == together.ranks}) for cs in together.sections.values()
+        )
+        common = sum(counts, Counter[int]())
+        found: list[Assignment] = []
+        for n in sorted(n for n, sections in common.items() if sections == len(together.sections)):
+            part = subproblem.kept(together, lambda c, n=n: c.dp == n and c.ranks == together.ranks)
+            level = None if part is None else self.solved(part.problem)
+            found += [] if part is None or level is None else [part.whole(level)]
+        yield from sorted(found, key=lambda a: evaluate(together, a).time_ns)[:1]

@@ -1,0 +1,4 @@
+"""The CP-SAT model and its warm start.
+
+Imports `alloc.problem` only; nothing else of the compiler imports ortools, except `alloc.exact`.
+"""

@@ -1,0 +1,463 @@
+"""The allocation as an integer program, and its solution by CP-SAT.
+
+Sets
+    S        sections, ordered so that every edge goes forward
+    C[s]     candidates of section s: ranks r, work w, memory m (m' if it runs ahead of consumers elsewhere)
+    G = S    device groups; a group bears the name of its first section
+    E        edges (u, s): u feeds s
+
+Variables
+    x[s,c]   0/1: section s runs as candidate c
+    y[s,g]   0/1: section s is in group g (g not after s)
+    a[u,s]   0/1: u and s are in different groups, for each edge
+    R[g]     ranks of group g,  W[g] its work in a step
+    D[s]     how long section s waits at the start and the end of a step for sections elsewhere
+    T        time of a step
+    K        bytes on the fullest rank
+
+Constraints, each family by the function that adds it
+    sum_c x[s,c] = 1,  sum_g y[s,g] = 1,  y[s,g] <= y[g,g]                       `_choose` y[s,g] => R[g] =
+    r[s],  not y[g,g] => R[g] = 0,  sum_g R[g] <= N, whole nodes  `_ranks` the same for the ranks of each kind
+    of device, and each kind's memory        `_pools` W[g] = sum of w[s] over s in g,  sum of w[s] r[s] over S
+    <= N T               `_work` sum of m[s] over s in g <= K, with m'[s] for m[s] where a[s,t] for some t,
+    and messages where a    `_memory` a[u,s] = 1 iff no group holds both
+    `_apart` D[s] >= D[u] + a[u,s] (latency[u] - free[s] + messages[s]),  D[s] >= 0         `_delays` T >=
+    W[g] + D[s] for s in g,  T >= W[g] + D[u] + round[s] - slack[u] for u in g, a[u,s]   `_step_time` T >=
+    D[u] + k (latency[u] + 3/2 round[s]) if a[u,s] and u runs as a c of k > 1 rounds      `_rounds` strategy
+    and `together`                                                      `_strategy`
+
+where r, w, m, latency, ... of a section stand for their sums over c weighted with x[s,c].
+
+Objective: the least T under K <= capacity, among equals the fewest ranks, then the plainest candidates. With
+a deadline: the fewest ranks under T <= deadline, among equals the least T. Or the least K (`least_memory`),
+the least T on any ranks (`least_time`). For a large problem an assignment is guessed first
+(`secc.alloc.solver.greedy_start`); its step rules most candidates out (`secc.alloc.solver.group_bounds`).
+Fixed seed, one worker and a deterministic time limit make the answer the same on every machine; the bound
+that CP-SAT proves gives the gap. Then, under T <= (1 + margin) T*, and on no more ranks than a deadline
+needs, the fewest doublings of a replica's ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ortools.sat.python import cp_model
+
+from secc.alloc.problem.closed_form import evaluate
+from secc.alloc.problem.types import Assignment, Candidate, Edge, Problem, Solution
+from secc.alloc.solver import subproblem as parts
+from secc.alloc.solver.greedy_start import guess
+
+DETERMINISTIC_LIMIT = 20.0  # CP-SAT's unit, about a second on a fast machine
+RESOLUTION = 10**8  # times above it are solved in coarser units, so that sums stay far from CP-SAT's 64 bits
+SEED = 7
+MANY = 1000  # candidates of all sections, from which on a search starts from a solution among few of them
+PLAINEST = 1 << 12  # more than `extras` summed over sections
+
+
+def solve(
+    problem: Problem,
+    limit: float = DETERMINISTIC_LIMIT,
+    margin: float = 0.0,
+    most: int | None = None,
+    start: Assignment | None = None,
+) -> Solution | None:
+    """The fastest assignment, or None if there is none. Raises RuntimeError if none was found or refuted
+    within the limit.
+
+    None, too, where none takes at most `most` ns. `start` is an assignment of this problem that is known to
+    be good; without one, a large problem's is guessed.
+
+    With a `margin`, replicas of several ranks are taken only where that is faster by more: the assignment
+    with the fewest doublings among those that are slower than the fastest by at most this share.
+    """
+    coarse = _coarsened(problem)
+    longest = _horizon(coarse) if coarse.deadline is None else coarse.deadline
+    most = longest if most is None else min(longest, -(-most // _unit(problem)))
+    if start is None and coarse.deadline is None and sum(map(len, coarse.sections.values())) >= MANY:
+        start = guess(coarse, most)
+    if start is not None and coarse.deadline is None:
+        most = min(most, evaluate(coarse, start).time_ns)
+    if (part := parts.within(coarse, most)) is None:
+        return None
+    model = Model(part.problem, most)
+    if start is not None:
+        model.hint(part.places_of(start), start.group)
+    model.cp.minimize(model.objective())
+    solver, status = _run(model, limit)
+    if status == cp_model.INFEASIBLE:
+        return None
+    assignment, first = part.whole(model.assignment(solver)), model.first(solver)
+    bound = first if status == cp_model.OPTIMAL else int(solver.best_objective_bound) // model.weight
+    if margin and any(problem.sections[s][i].width for s, i in assignment.choice.items()):
+        assignment, first = _plainer(coarse, assignment, solver.value(model.time), first, margin, limit)
+    value, gap = evaluate(problem, assignment), max(0.0, (first - bound) / max(first, 1))
+    return Solution(assignment, value.time_ns, solver.status_name(status), round(gap, 6), value.ranks)
+
+
+def _plainer(
+    problem: Problem, best: Assignment, time: int, first: int, margin: float, limit: float
+) -> tuple[Assignment, int]:
+    """The assignment with the fewest doublings that takes at most a margin more than the best, and its first
+    part of the objective."""
+    most, spread = (
+        int(time * (1 + margin)),
+        int(time * margin),
+    )  # of times, where the objective's second part counts less than a doubling
+    part = parts.within(problem, most)
+    assert part is not None, "the best assignment is among these"
+    model = Model(part.problem, most)
+    model.hint(part.places_of(best), best.group)
+    model.cp.add(model.total("width") <= sum(problem.sections[s][i].width for s, i in best.choice.items()))
+    if problem.deadline is not None:
+        model.cp.add(model.used == first)
+        spread = most
+    model.cp.minimize(
+        model.objective() + model.total("width") * (PLAINEST * (problem.ranks + 1) * (spread + 2))
+    )
+    solver, _ = _run(model, limit)
+    return part.whole(model.assignment(solver)), model.first(solver)
+
+
+def least_memory(problem: Problem, limit: float = DETERMINISTIC_LIMIT) -> int | None:
+    """The bytes a rank needs at least, whatever the time, or None if no assignment meets the other
+    constraints."""
+    total = _total_memory(problem)
+    pools = tuple(replace(pool, capacity=total) for pool in problem.pools)
+    asked = _coarsened(replace(problem, capacity=total, pools=pools))
+    model = Model(asked, _horizon(asked) if asked.deadline is None else asked.deadline)
+    model.cp.minimize(model.capacity)
+    solver, status = _run(model, limit)
+    return None if status == cp_model.INFEASIBLE else solver.value(model.capacity) << 20
+
+
+def least_time(problem: Problem, limit: float = DETERMINISTIC_LIMIT) -> int | None:
+    """The shortest step on any of the ranks, in ns, or None if nothing fits them."""
+    free = replace(problem, deadline=_horizon(problem))
+    coarse = _coarsened(free)
+    model = Model(coarse, _horizon(coarse))
+    model.cp.minimize(model.time)
+    solver, status = _run(model, limit)
+    return None if status == cp_model.INFEASIBLE else evaluate(free, model.assignment(solver)).time_ns
+
+
+def _run(model: Model, limit: float) -> tuple[cp_model.CpSolver, Any]:
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = SEED
+    solver.parameters.max_deterministic_time = limit
+    solver.parameters.cp_model_probing_level = (
+        0  # fixing each of thousands of candidates in turn takes longer than the search
+    )
+    solver.parameters.linearization_level = 2
+    solver.parameters.presolve_inclusion_work_limit = (
+        0  # of OR-Tools 9.15: cuts off optima that are solutions, and calls the rest optimal
+    )
+    status = solver.solve(model.cp)
+    if status not in {cp_model.OPTIMAL, cp_model.FEASIBLE, cp_model.INFEASIBLE}:
+        raise RuntimeError(f"the allocation was not solved within its limit: {solver.status_name(status)}")
+    return solver, status
+
+
+def _unit(problem: Problem) -> int:
+    """Ns in a unit of what is solved."""
+    return max(1, -(-max(c.time_ns for cs in problem.sections.values() for c in cs) // RESOLUTION))
+
+
+def _coarsened(problem: Problem) -> Problem:
+    """The problem in units in which the largest work is at most `RESOLUTION`, times rounded up, and bytes
+    rounded up to whole MiB."""
+    unit = _unit(problem)
+
+    def up(ns: int) -> int:
+        return -(-ns // unit)
+
+    def ups(e: Edge, *names: str) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(map(up, getattr(e, name))) for name in names}
+
+    def of(c: Candidate) -> Candidate:
+        return replace(
+            c, time_ns=up(c.time_ns), memory=_mib(c.memory) << 20, memory_ahead=_mib(c.memory_ahead) << 20
+        )
+
+    sections = {s: tuple(map(of, cs)) for s, cs in problem.sections.items()}
+    edges = tuple(
+        replace(
+            e,
+            sent=_whole(e.sent),
+            returned=_whole(e.returned),
+            **ups(e, "latency", "slack", "free", "messages", "round"),
+        )
+        for e in problem.edges
+    )
+    deadline = None if problem.deadline is None else problem.deadline // unit
+    return replace(problem, sections=sections, edges=edges, deadline=deadline)
+
+
+class Model:
+    """The constraints of a problem, in which a step takes at most `most`; `time` is its step time, `capacity`
+    the MiB on the fullest rank. Objectives are the callers'."""
+
+    def __init__(self, problem: Problem, most: int | None = None) -> None:
+        self.problem, self.cp = problem, cp_model.CpModel()
+        self.names = list(problem.sections)
+        self.horizon = _horizon(problem)
+        self.x = {
+            s: [self.cp.new_bool_var(f"x[{s},{c}]") for c in range(len(cs))]
+            for s, cs in problem.sections.items()
+        }
+        self.y = {
+            (s, g): self.cp.new_bool_var(f"y[{s},{g}]")
+            for i, s in enumerate(self.names)
+            for g in self.names[: i + 1]
+        }
+        self.a = {(e.src, e.dst): self.cp.new_bool_var(f"a[{e.src},{e.dst}]") for e in problem.edges}
+        self.ranks = {g: self.cp.new_int_var(0, problem.ranks, f"R[{g}]") for g in self.names}
+        self.work = {g: self.cp.new_int_var(0, self.horizon, f"W[{g}]") for g in self.names}
+        self.delay = {s: self.cp.new_int_var(0, self.horizon, f"D[{s}]") for s in self.names}
+        self.time = self.cp.new_int_var(
+            0, min(n for n in (self.horizon, most, problem.deadline) if n is not None), "T"
+        )
+        self.used = sum(self.ranks.values())
+        self.capacity = self.cp.new_int_var(0, problem.capacity >> 20, "K")
+        for family in (
+            self._choose,
+            self._ranks,
+            self._work,
+            self._apart,
+            self._memory,
+            self._pools,
+            self._delays,
+            self._step_time,
+            self._rounds,
+            self._strategy,
+        ):
+            family()
+
+    def hint(self, choice: Mapping[str, int], group: Mapping[str, str]) -> None:
+        """Let the search begin with an assignment."""
+        for s, chosen in choice.items():
+            for i, x in enumerate(self.x[s]):
+                self.cp.add_hint(x, i == chosen)
+        for (s, g), y in self.y.items():
+            self.cp.add_hint(y, group[s] == g)
+
+    def assignment(self, solver: cp_model.CpSolver) -> Assignment:
+        """The assignment that a solver found."""
+        choice = {s: next(i for i, v in enumerate(xs) if solver.boolean_value(v)) for s, xs in self.x.items()}
+        group = {s: g for (s, g), v in self.y.items() if solver.boolean_value(v)}
+        return Assignment(choice, group)
+
+    @property
+    def weight(self) -> int:
+        """What the objective's first part is multiplied with."""
+        return (self.problem.ranks + 1 if self.problem.deadline is None else self.horizon + 1) * PLAINEST
+
+    def first(self, solver: cp_model.CpSolver) -> int:
+        """The objective's first part in a solution: the time, or with a deadline the ranks."""
+        return solver.value(self.time if self.problem.deadline is None else self.used)
+
+    def objective(self) -> Any:
+        """Time, then ranks (with a deadline the other way round), then how much in the choice could be left
+        out."""
+        first, second = (self.time, self.used) if self.problem.deadline is None else (self.used, self.time)
+        return first * self.weight + second * PLAINEST + self.total("extras")
+
+    def total(self, name: str) -> Any:
+        """The sum of a number of candidates over all sections."""
+        return sum(self._field(s, name) for s in self.names)
+
+    def _of(self, section: str, values: Sequence[int]) -> Any:
+        """The value of the chosen candidate."""
+        return cp_model.LinearExpr.weighted_sum(self.x[section], values)
+
+    def _field(self, section: str, name: str) -> Any:
+        return self._of(section, [getattr(c, name) for c in self.problem.sections[section]])
+
+    def _choose(self) -> None:
+        for i, s in enumerate(self.names):
+            self.cp.add_exactly_one(self.x[s])
+            self.cp.add_exactly_one(self.y[s, g] for g in self.names[: i + 1])
+            for g in self.names[:i]:
+                self.cp.add_implication(self.y[s, g], self.y[g, g])
+
+    def _ranks(self) -> None:
+        for (s, g), member in self.y.items():
+            self.cp.add(self.ranks[g] == self._field(s, "ranks")).only_enforce_if(member)
+        for g in self.names:
+            self.cp.add(self.ranks[g] == 0).only_enforce_if(self.y[g, g].negated())
+        used, per_node = self.used, self.problem.per_node
+        self.cp.add(used <= self.problem.ranks)
+        several = self.several = self.cp.new_bool_var("several nodes")
+        nodes = self.cp.new_int_var(0, self.problem.ranks // per_node, "nodes")
+        self.cp.add(used <= per_node).only_enforce_if(several.negated())
+        self.cp.add(used == per_node * nodes).only_enforce_if(several)
+
+    def _work(self) -> None:
+        self._sum_over_groups("time_ns", self.work)
+        self.cp.add(self.total("work") <= self.problem.ranks * self.time)
+
+    def _memory(self) -> None:
+        """Bytes as MiB, rounded up for each candidate."""
+        parts: dict[str, list[Any]] = {g: [] for g in self.names}
+        for s in self.names:
+            need, most = self._need(s)
+            for g in self.names[: self.names.index(s) + 1]:
+                part = self.cp.new_int_var(0, most, f"m[{s},{g}]")
+                self.cp.add(part >= need).only_enforce_if(self.y[s, g])
+                parts[g].append(part)
+        self.held = {g: sum(parts[g]) for g in self.names}
+        for held in self.held.values():
+            self.cp.add(held <= self.capacity)
+
+    def _pools(self) -> None:
+        used: list[cp_model.IntVar] = []
+        for k, pool in enumerate(self.problem.pools):
+            on = {g: self.cp.new_int_var(0, pool.ranks, f"R[{g},{k}]") for g in self.names}
+            for (s, g), member in self.y.items():
+                taken = [self.problem.on(c, k) for c in self.problem.sections[s]]
+                self.cp.add(on[g] == self._of(s, taken)).only_enforce_if(member)
+            for g in self.names:
+                self.cp.add(on[g] == 0).only_enforce_if(self.y[g, g].negated())
+                some = self.cp.new_bool_var(f"some of {k} in {g}")
+                self.cp.add(on[g] <= pool.ranks * some)
+                self.cp.add(self.held[g] <= pool.capacity >> 20).only_enforce_if(some)
+            total, any_of = sum(on.values()), self.cp.new_bool_var(f"any of {k}")
+            nodes = self.cp.new_int_var(0, pool.ranks // self.problem.per_node, f"nodes of {k}")
+            self.cp.add(total <= pool.ranks * any_of)
+            self.cp.add(total == self.problem.per_node * nodes).only_enforce_if(self.several)
+            used.append(any_of)
+        if used:
+            self.cp.add(sum(used) <= 1).only_enforce_if(self.several.negated())
+
+    def _need(self, section: str) -> tuple[Any, int]:
+        """MiB of a section on a rank, and the most it can be: its own, more where it runs ahead, and messages
+        to other ranks."""
+        candidates = self.problem.sections[section]
+        most = max(_mib(max(c.memory, c.memory_ahead)) for c in candidates)
+        own = self.cp.new_int_var(0, most, f"m[{section}]")
+        self.cp.add(own >= self._of(section, [_mib(c.memory) for c in candidates]))
+        total = own
+        for e in self.problem.edges:
+            if section not in (e.src, e.dst):
+                continue
+            apart = self.a[e.src, e.dst]
+            held = [_mib(b) for b in (e.sent if section == e.src else e.returned)]
+            messages = self.cp.new_int_var(0, max(held), f"messages[{section},{e.src},{e.dst}]")
+            self.cp.add(messages >= self._of(section, held)).only_enforce_if(apart)
+            if section == e.src:
+                self.cp.add(
+                    own >= self._of(section, [_mib(c.memory_ahead) for c in candidates])
+                ).only_enforce_if(apart)
+            total, most = total + messages, most + max(held)
+        return total, most
+
+    def _sum_over_groups(self, name: str, totals: dict[str, cp_model.IntVar]) -> None:
+        parts: dict[str, list[Any]] = {g: [] for g in self.names}
+        for (s, g), member in self.y.items():
+            part = self.cp.new_int_var(
+                0, max(getattr(c, name) for c in self.problem.sections[s]), f"{name}[{s},{g}]"
+            )
+            self.cp.add(part == self._field(s, name)).only_enforce_if(member)
+            self.cp.add(part == 0).only_enforce_if(member.negated())
+            parts[g].append(part)
+        for g, total in totals.items():
+            self.cp.add(total == sum(parts[g]))
+
+    def _apart(self) -> None:
+        for (u, s), apart in self.a.items():
+            both: list[cp_model.IntVar] = []
+            for g in self.names[: min(self.names.index(u), self.names.index(s)) + 1]:
+                b = self.cp.new_bool_var(f"both[{u},{s},{g}]")
+                self.cp.add_min_equality(b, [self.y[u, g], self.y[s, g]])
+                both.append(b)
+            self.cp.add(sum(both) + apart == 1)
+
+    def _delays(self) -> None:
+        for e in self.problem.edges:
+            apart = self.a[e.src, e.dst]
+            self.cp.add(self.delay[e.dst] >= self.delay[e.src]).only_enforce_if(apart.negated())
+            wait = self._of(e.src, e.latency) + self._of(
+                e.dst, [m - f for m, f in zip(e.messages, e.free, strict=True)]
+            )
+            self.cp.add(self.delay[e.dst] >= self.delay[e.src] + wait).only_enforce_if(apart)
+
+    def _step_time(self) -> None:
+        for (s, g), member in self.y.items():
+            self.cp.add(self.time >= self.work[g] + self.delay[s]).only_enforce_if(member)
+        for e in self.problem.edges:
+            exposed = self._of(e.dst, e.round) - self._of(e.src, e.slack)
+            for g in self.names[: self.names.index(e.src) + 1]:
+                condition = [self.a[e.src, e.dst], self.y[e.src, g]]
+                self.cp.add(self.time >= self.work[g] + self.delay[e.src] + exposed).only_enforce_if(
+                    condition
+                )
+
+    def _rounds(self) -> None:
+        """For each number of rounds that a source's candidates need. Other candidates, and shared devices,
+        take it away again."""
+        for e in self.problem.edges:
+            sources, back = self.problem.sections[e.src], e.returned_after
+            for count in sorted({c.rounds for c in sources} - {1}):
+                most = count * (max(e.latency) + max(back))
+                trips = [
+                    count * n if c.rounds == count else -most for n, c in zip(e.latency, sources, strict=True)
+                ]
+                away = most * (1 - self.a[e.src, e.dst])
+                trip = self._of(e.src, trips) + self._of(e.dst, [count * n for n in back])
+                self.cp.add(self.time >= self.delay[e.src] + trip - away)
+
+    def _strategy(self) -> None:
+        first = self.names[0]
+        for a, b in self.problem.together:
+            for g in self.names:
+                self.cp.add(self._member(a, g) == self._member(b, g))
+        if self.problem.strategy == "apart":
+            for s in self.names:
+                self.cp.add(self.y[s, s] == 1)
+        if self.problem.strategy in {"colocate", "uniform"}:
+            for s in self.names:
+                self.cp.add(self.y[s, first] == 1)
+            if self.problem.deadline is None:
+                self.cp.add(self.ranks[first] == self.problem.ranks)
+                for s in self.names:
+                    others = [
+                        x
+                        for x, c in zip(self.x[s], self.problem.sections[s], strict=True)
+                        if c.ranks != self.problem.ranks
+                    ]
+                    self.cp.add(sum(others) == 0)
+        if self.problem.strategy == "uniform":
+            for s in self.names[1:]:
+                self.cp.add(self._field(s, "micro_batch") == self._field(first, "micro_batch"))
+
+    def _member(self, section: str, group: str) -> Any:
+        return self.y.get((section, group), 0)
+
+
+def _horizon(problem: Problem) -> int:
+    """More than any step time: all work and all waits one after the other."""
+    work = sum(max(c.time_ns for c in cs) for cs in problem.sections.values())
+    rounds = {s: max(c.rounds for c in cs) for s, cs in problem.sections.items()}
+    trips = (
+        (1 + rounds[e.src]) * (max(e.latency) + max(e.returned_after)) + max(e.messages)
+        for e in problem.edges
+    )
+    return 2 * work + sum(trips) + 1
+
+
+def _total_memory(problem: Problem) -> int:
+    """More bytes than any assignment needs."""
+    held = sum(max(e.sent) + max(e.returned) for e in problem.edges)
+    own = sum(max(max(c.memory, c.memory_ahead) for c in cs) for cs in problem.sections.values())
+    return held + own + (len(problem.sections) + 2 * len(problem.edges) + 1 << 20)
+
+
+def _whole(sizes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(_mib(size) << 20 for size in sizes)
+
+
+def _mib(size: int) -> int:
+    return -(-size >> 20)

@@ -1,0 +1,98 @@
+"""How much of a micro-batch's time each of its samples accounts for, whatever else is in the micro-batch.
+
+A bound over all ways to form micro-batches needs numbers `w(x)` such that every micro-batch M of at most m
+samples takes at least the sum of `w(x)` over M. The time is a text over the micro-batch's symbols. Its
+polynomial parts are read as sums of monomials:
+
+- A monomial with a rows symbol and a coefficient that is not negative is *additive*: rows add up, widths take
+  their maximum, so it is at
+  least the sum of its values for the samples alone. Whole division rounds down, which keeps that true. Where
+  a coefficient is negative, widths count from 1, so that `B*S - B`, which is `B*(S - 1)`, has none.
+- Anything else (constants, such as the time to issue operations, and monomials of widths) does not fall when
+  samples join, so it is at
+  least its value for each of m samples alone, and therefore at least the m-th part of their sum.
+- Of a maximum any branch is a lower bound; the caller takes the one that says most.
+
+So `w(x) = additive(x) + rest(x) / m`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import sympy
+
+from secc.ir.dialect import size_expr
+from secc.runtime.plan.schema import Symbol
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Two texts over symbols whose sum is at most the time: the additive part, and a rest that never falls
+    when samples join."""
+
+    additive: str
+    rest: str
+
+
+@cache
+def parts(text: str, symbols: tuple[Symbol, ...]) -> tuple[Parts, ...]:
+    """The parts of a time, one entry for each branch of its maxima. Raises ValueError for what is no size
+    expression."""
+    try:
+        tree = ast.parse(text, mode="eval").body
+    except SyntaxError:
+        raise ValueError(f"not a size expression: {text!r}") from None
+    return tuple(Parts(_sum(a), _sum(r)) for a, r in _branches(tree, symbols))
+
+
+Branch = tuple[list[str], list[str]]  # additive terms, other terms
+
+
+def _branches(node: ast.expr, symbols: tuple[Symbol, ...]) -> list[Branch]:
+    match node:
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return [(a + c, b + d) for a, b in _branches(left, symbols) for c, d in _branches(right, symbols)]
+        case ast.BinOp(left=left, op=ast.FloorDiv(), right=ast.Constant(value=int(by))) if by > 0:
+            return [([f"({_sum(a)})//{by}"], [f"({_sum(b)})//{by}"]) for a, b in _branches(left, symbols)]
+        case ast.Call(func=ast.Name(id="max"), args=args):
+            return [branch for arg in args for branch in _branches(arg, symbols)]
+        case (
+            ast.BinOp(left=ast.Constant(value=int(by)), op=ast.Mult(), right=time)
+            | ast.BinOp(left=time, op=ast.Mult(), right=ast.Constant(value=int(by)))
+        ) if by >= 0 and not _polynomial(time):
+            return [([f"{by}*({_sum(a)})"], [f"{by}*({_sum(b)})"]) for a, b in _branches(time, symbols)]
+        case ast.BinOp(left=time, op=ast.Sub(), right=ast.Constant(value=int(less))) if not _polynomial(time):
+            return [(a, [*b, f"-{less}"]) for a, b in _branches(time, symbols)]
+    return [_monomials(node, symbols)] if _polynomial(node) else [([], [ast.unparse(node)])]
+
+
+def _polynomial(node: ast.expr) -> bool:
+    allowed = (ast.BinOp, ast.UnaryOp, ast.USub, ast.Add, ast.Sub, ast.Mult, ast.Constant, ast.Name, ast.Load)
+    return all(isinstance(n, allowed) for n in ast.walk(node))
+
+
+def _monomials(node: ast.expr, symbols: tuple[Symbol, ...]) -> Branch:
+    """A polynomial's monomials; as a whole it counts as rest where a coefficient is negative, because nothing
+    is known of its parts."""
+    whole = size_expr.parse(ast.unparse(node))
+    widths = [size_expr.symbol(s.name) for s in symbols if s.kind == "width"]
+    rows = {size_expr.symbol(s.name) for s in symbols if s.kind == "rows"}
+    for shift in (0, 1):
+        terms = sympy.Add.make_args(sympy.expand(_substituted(whole, {w: w + shift for w in widths})))
+        if all(term.as_coeff_Mul()[0] >= 0 for term in terms):
+            additive: sympy.Expr = sum((t for t in terms if t.free_symbols & rows), sympy.Integer(0))
+            additive = _substituted(additive, {w: w - shift for w in widths})
+            return [size_expr.text(sympy.expand(additive))], [size_expr.text(sympy.expand(whole - additive))]
+    return [], [ast.unparse(node)]
+
+
+def _substituted(value: sympy.Expr, by: dict[sympy.Symbol, sympy.Expr]) -> sympy.Expr:
+    return value.subs(list(by.items()), simultaneous=True)
+
+
+def _sum(terms: Sequence[str]) -> str:
+    return " + ".join(t for t in terms if t != "0") or "0"

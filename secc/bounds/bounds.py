@@ -1,0 +1,242 @@
+"""Certified lower bounds on the time of a step: no order of the samples, and no way to deal them to replicas,
+can be faster.
+
+The *schedule bound* holds for the plan's allocation: which ranks each section has, and at most how many
+samples a micro-batch holds. The *plan bound* holds for every allocation of the same devices: all work, at the
+least each sample can add, spread evenly. Both assume only what costs promise: a micro-batch takes at least as
+long as each of its samples alone, and at least the sum of their weights (`secc/bounds/additive.py`). A `Unit`
+is a sample's forward and backward in one section; its head and tail are the times that must pass before its
+start and after its end (`secc/bounds/work.py`).
+
+A *pool* is a set of q0 ranks on which some sections' work must be done: the ranks of one section, of sections
+that share ranks, or all. Take any set S of jobs of these sections: whole units, or their forwards or
+backwards alone, of weight w, head h and tail t. Let T be the time of the step.
+
+*Sets.* Some number q <= q0 of ranks have jobs of S. On each of these nothing of S starts before the head of
+its first job of S, and the step ends no sooner than the tail of its last job after that job's end; in between
+lies all its work of S. So T >= h + work + t there. (A micro-batch starts when all its samples may and its
+work is at least its samples' weights, so this holds for micro-batches of several samples, too.) Summed over
+the q ranks, whose first jobs are different jobs, as are their last ones:
+    q T >= sum of w over S + the q smallest heads + the q smallest tails.
+The bound is the least over q, because idle ranks are allowed. Heads and tails of units are those of the
+forward's start and of the backward's end, which lie on the same rank. The sets tried are prefixes: the
+largest weights, heads, tails, heads and tails together.
+
+*Packing.* Of the k q0 + 1 largest jobs some rank has at least k + 1, which take at least as long as the k + 1
+smallest of them. So T >= min h + that + min t, the minima over these jobs.
+
+*Chain.* T >= h + duration + t of every job: the longest way through one sample's own work.
+
+*Even.* A replica of several ranks holds them all for as long as its work takes. The ranks' times together are
+no more than T each, so T is at least all that work over the number of ranks: the plan bound, which pools do
+not imply where replicas of different widths share ranks. So it is taken for such ranks alone, too.
+
+Heads, tails and chains include messages between ranks at their fastest, and tails the reduction of the
+section's gradients, which follows its last backward. After the last reduction every rank waits for all others
+(the global norm), and then takes its optimizer step: the longest of these adds to any bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from secc.bounds.pipeline_bounds import has_slots, holds, long_samples, round_trips
+from secc.bounds.work import Unit, Work
+from secc.runtime.plan.schema import Plan
+from secc.runtime.plan.step_program import SampleMeta, owes_backward
+
+ALL_PREFIXES = 64  # up to so many jobs every prefix is tried, beyond that prefixes that grow by a quarter
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A lower bound on a step in ns, and what it rests on, for people: the argument and the pool's
+    sections."""
+
+    ns: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    weight: int
+    head: int
+    tail: int
+
+
+def schedule_bound(plan: Plan, samples: Sequence[SampleMeta]) -> Bound:
+    """The largest of the bounds above for one global batch.
+
+    Where sections run ahead it is that of a step among steps with the same batch (`secc/bounds/steady.py`).
+    """
+    return work_bound(Work(plan, samples))
+
+
+def work_bound(work: Work) -> Bound:
+    """`schedule_bound` of work that is at hand."""
+    even = Bound(work_plan_bound(work), "all work, spread evenly over all ranks")
+    return max([own_bound(work), *ahead_work(work), even], key=lambda b: b.ns)
+
+
+def own_bound(work: Work) -> Bound:
+    """The bound on a step of the sections that do not run ahead."""
+    found = until_optimizer(work)
+    closing = max((work.traffic.optimizer_ns(r) for r in range(work.plan.world_size)), default=0)
+    return Bound(found.ns + closing + work.traffic.overheads.step_ns(len(work.samples)), found.reason)
+
+
+def ahead_work(work: Work) -> list[Bound]:
+    """For each set of ranks on which sections run ahead, the work of one global batch on each of them."""
+    ranks = {name: frozenset(work.ranks[name]) for name in work.ahead}
+    return [
+        Bound(
+            -(-sum(u.forward_weight for n in names for u in work.units[n]) // len(pool)),
+            f"the work of {', '.join(names)}, ahead or not",
+        )
+        for pool in sorted(set(ranks.values()), key=sorted)
+        if (names := sorted(n for n, where in ranks.items() if where <= pool))
+    ]
+
+
+def until_optimizer(work: Work) -> Bound:
+    """The bound on the time until all gradients are summed."""
+    best = max(_all_bounds(work), key=lambda b: b.ns)
+    for name, stages in work.plan.pipelines.items():
+        if len(stages) > 1 and stages[0].micro_batch == 1 and owes_backward(stages[0]):
+            found = long_samples(work, stages, best.ns)
+            best = Bound(found, f"the longest samples on the ranks of {name}") if found > best.ns else best
+    return best
+
+
+def plan_bound(plan: Plan, samples: Sequence[SampleMeta]) -> int:
+    """The time in ns that the global batch's work takes if all ranks share it evenly and nothing ever
+    waits."""
+    return work_plan_bound(Work(plan, samples))
+
+
+def work_plan_bound(work: Work) -> int:
+    """`plan_bound` of work that is at hand."""
+    total = sum(
+        sum(work.least(s.name)) * s.mesh.tp for s in work.sections
+    )  # all ranks of a replica take the time
+    return -(-total // max(1, work.plan.world_size))
+
+
+def _all_bounds(work: Work) -> Iterator[Bound]:
+    yield Bound(max(_chains(work), default=0), "the longest way of one sample")
+    for ranks, sections in _pools(work, work.ranks):
+        where = ", ".join(sections)
+        units = [u for name in sections for u in work.units[name]]
+        for what, jobs in _families(units):
+            yield Bound(_sets(jobs, ranks), f"{what} on the ranks of {where}")
+            yield Bound(_packing(jobs, ranks), f"the largest {what} on the ranks of {where}")
+    tps = {s.name: s.mesh.tp for s in work.sections}
+    for ranks, sections in _pools(work, {s.name: s.mesh.ranks for s in work.sections}):
+        if len({tps[name] for name in sections}) > 1:
+            total = sum(
+                job.weight * tps[name] for name in sections for job in next(_families(work.units[name]))[1]
+            )
+            yield Bound(
+                -(-total // ranks),
+                f"all work on the ranks of {', '.join(sections)}, which wide replicas hold together",
+            )
+    trips = round_trips(work)
+    for section in work.sections:
+        if has_slots(work, section):
+            units, slots = work.units[section.name], section.in_flight * section.mesh.dp
+            jobs = [
+                _Job(hold, u.forward_head, _end(u))
+                for u, hold in zip(units, holds(work, section, trips), strict=True)
+            ]
+            yield Bound(max(_sets(jobs, slots), _packing(jobs, slots)), f"what {section.name} has room for")
+
+
+def _end(u: Unit) -> int:
+    """The tail of a unit's last job."""
+    late = u.backward_tail if u.last_tail is None else u.last_tail
+    return u.forward_tail if late is None else late
+
+
+def _chains(work: Work) -> Iterator[int]:
+    for name, units in work.units.items():
+        for u in units if name not in work.ahead else ():
+            yield u.forward_head + u.forward + u.forward_tail
+
+
+def _pools(work: Work, where: Mapping[str, Sequence[int]]) -> list[tuple[int, list[str]]]:
+    """Numbers of ranks, and the sections whose work is done there and nowhere else; `where` has the ranks of
+    sections."""
+    sets = {frozenset(ranks) for name, ranks in where.items() if name not in work.ahead}
+    components = set(sets)
+    while overlapping := next(((a, b) for a in components for b in components if a != b and a & b), None):
+        components = components - set(overlapping) | {overlapping[0] | overlapping[1]}
+    names = [s.name for s in work.sections if s.name not in work.ahead]
+    pools = sets | components | {frozenset().union(*sets)}
+    inside = {pool: [n for n in names if pool.issuperset(where[n])] for pool in pools}
+    return sorted((len(pool), names) for pool, names in inside.items())
+
+
+def _families(units: Sequence[Unit]) -> Iterator[tuple[str, list[_Job]]]:
+    """Whole units, forwards alone and backwards alone; where backwards are split, also all but either end of
+    a unit."""
+    late = [
+        (u, h, t) for u in units if (h := u.backward_head) is not None and (t := u.backward_tail) is not None
+    ]
+    totals = [u.forward_weight + u.backward_weight + u.last_weight for u in units]
+    yield "all work", [_Job(w, u.forward_head, _end(u)) for w, u in zip(totals, units, strict=True)]
+    if late:
+        yield "forwards", [_Job(u.forward_weight, u.forward_head, u.forward_tail) for u in units]
+        yield "backwards", [_Job(u.backward_weight, h, t) for u, h, t in late]
+    if any(u.last for u in units):
+        yield (
+            "forwards and input gradients",
+            [_Job(u.forward_weight + u.backward_weight, u.forward_head, t) for u, _, t in late],
+        )
+        yield (
+            "backwards and weights",
+            [_Job(u.backward_weight + u.last_weight, h, _end(u)) for u, h, _ in late],
+        )
+
+
+def _sets(jobs: Sequence[_Job], ranks: int) -> int:
+    orders = (
+        sorted(jobs, key=lambda j: -j.weight),
+        sorted(jobs, key=lambda j: -j.head),
+        sorted(jobs, key=lambda j: -j.tail),
+        sorted(jobs, key=lambda j: -j.head - j.tail),
+    )
+    return max((_set(order[:k], ranks) for order in orders for k in _prefixes(len(jobs))), default=0)
+
+
+def _set(jobs: Sequence[_Job], ranks: int) -> int:
+    """The least over q of (work + q smallest heads + q smallest tails) / q, rounded up."""
+    total = sum(j.weight for j in jobs)
+    heads = accumulate(sorted(j.head for j in jobs))
+    tails = accumulate(sorted(j.tail for j in jobs))
+    sums = zip(range(1, min(ranks, len(jobs)) + 1), heads, tails, strict=False)
+    return min(-(-(total + h + t) // q) for q, h, t in sums)
+
+
+def _prefixes(n: int) -> Iterable[int]:
+    if n <= ALL_PREFIXES:
+        return range(1, n + 1)
+    sizes, k = {n}, 1
+    while k < n:
+        sizes.add(k)
+        k += max(1, k // 4)
+    return sizes
+
+
+def _packing(jobs: Sequence[_Job], ranks: int) -> int:
+    order = sorted(jobs, key=lambda j: -j.weight)
+    weights = list(accumulate(j.weight for j in order))
+    heads = list(accumulate((j.head for j in order), min))
+    tails = list(accumulate((j.tail for j in order), min))
+    best = 0
+    for k in range(1, (len(order) - 1) // ranks + 1):
+        last = k * ranks
+        smallest = weights[last] - (weights[last - k - 1] if last > k else 0)
+        best = max(best, heads[last] + smallest + tails[last])
+    return best

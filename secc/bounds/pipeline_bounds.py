@@ -1,0 +1,173 @@
+"""Certified bounds that hold for pipelines only: room in flight, and what one long sample does to its
+replica.
+
+All stages of a pipeline have the same samples on the same replica; x, y are samples, one to a micro-batch. F,
+B, W are the times of their forward, backward and, where that is split, its second part at a stage; on the
+last stage a sample has the work `w = F + B + W`. T is the time of the step. Nothing here assumes that stages
+take samples in one order.
+
+*Slots.* A stage with room for C micro-batches holds one from the start of its F to the end of its B or W,
+which takes at least the *hold*: the way down to the last section that returns a gradient, the way back, and
+W. So C slots on each of the D replicas are C D machines on which the holds must be done, and sets and packing
+of `secc/bounds/bounds.py` hold for them. Room is a wish where a consumer needs several micro-batches at once,
+so this holds where none does.
+
+*Long samples.* Let x be on a replica, and A the samples whose F on the last stage comes before that of x.
+Each y in A keeps x back for at least `h(y)`, its shortest F at any stage: if y is before x at the first stage
+too, while y runs there; else there is a stage where y comes after x and a next one where y comes before x,
+and while y runs on this one, x has left the former and not started here. These times are disjoint, since
+those at one stage are, and those of different stages lie between different F of x. With V the time of the F
+of x before the last stage,
+    F of x on the last stage starts at  t >= V + sum of h over A.                                          (1)
+What the last stage does before t is work of A alone, so up to t it is idle for at least V - sum of (w - h)
+over A. Let L be the time that x still takes from t on. Then sum of h over A <= T - V - L by (1), so with r
+the largest (w - h)/h of any sample the last stage of x's replica is idle for
+    phi(x) = V - r (T - V - L).
+The same holds backwards in time: let U be the time of the B of x on other stages, b(y) the shortest B of y at
+any stage, and Z the samples whose B on the last stage comes after that of x. From the end of that B to the
+end of the step it takes at least U + sum of b over Z. From t to the end of that B the stage has the F and B
+of x and of all samples in neither set. So x is kept back by S = T - V - U - F - B at most, of which a sample
+in A, in Z, in both or in neither takes at least h, b, h + b or F + B. Outside of that time the stage does at
+most w, w, w or W of such a sample's work, and the W of x. So with R the largest of (w - h)/h, (w - b)/b and
+W/(F + B) of any sample it is idle for
+    phi'(x) = V + U - W - R S.
+In a step of time T the last stage of a replica does at most T - phi, the larger one of the worst of its
+samples. Sort samples by phi. Some replica has the first; as soon as the first few are more work than the
+worst k replicas can do, another one has one of these, which costs it at least the phi of the last of them.
+The bound is the least T in which D replicas, charged like this, can do all work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from secc.bounds.work import Unit, Work
+from secc.runtime.plan.schema import Section
+from secc.runtime.plan.step_program import owes_backward
+
+Line = tuple[int, int]  # a and b of (a - b T) / divisor
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """A sample's work on a pipeline's last stage, and the lines over T of which the largest is its phi."""
+
+    work: int
+    lines: tuple[Line, ...]
+
+    def phi(self, time: int, divisor: int) -> int:
+        """For how long a replica's last stage is idle, rounded down."""
+        return max(0, *((a - b * time) // divisor for a, b in self.lines))
+
+
+# -- slots
+# ------------------------------------------------------------------------------------------------------------------------
+
+
+def holds(work: Work, section: Section, trips: Mapping[tuple[str, int], int]) -> list[int]:
+    """For each unit, the least time that it takes room at a stage for, in ns; of a micro-batch of several at
+    least their sum."""
+    return [
+        (trips[u.section, u.sample] + u.backward + u.last) // section.micro_batch
+        for u in work.units[section.name]
+    ]
+
+
+def round_trips(work: Work) -> dict[tuple[str, int], int]:
+    """From the start of each forward to the earliest start of its backward, in ns, by section and sample."""
+    units = {(u.section, u.sample): u for units in work.units.values() for u in units}
+    trips: dict[tuple[str, int], int] = {}
+    for s in reversed(work.sections):
+        back = [a for a in work.arcs if a.src == s.name and a.gradient]
+        for u in work.units[s.name]:
+            ways = (
+                a.wait[p] * 2 + trips[a.dst, p] + units[a.dst, p].backward
+                for a in back
+                for p in (u.sample,)
+                if p in a.wait
+            )
+            trips[s.name, u.sample] = u.forward + max(ways, default=0)
+    return trips
+
+
+def has_slots(work: Work, section: Section) -> bool:
+    """Whether a stage never holds more than it has room for: no consumer outside of the pipeline makes it."""
+    if not section.pipeline or not section.in_flight or not owes_backward(section):
+        return False
+    stages = {s.name for s in work.sections if s.whole == section.whole}
+    return not any(a.src in stages and a.dst not in stages for a in work.arcs)
+
+
+# -- long samples
+# -----------------------------------------------------------------------------------------------------------------
+
+
+def long_samples(work: Work, stages: Sequence[Section], least: int) -> int:
+    """The bound by long samples in ns, or `least` where it says no more than that. Stages take one sample at
+    a time."""
+    units = [{u.sample: u for u in work.units[s.name]} for s in stages]
+    ways, divisor = _ways([[by[p] for by in units] for p in sorted(units[0])])
+    if not ways or _fits(ways, divisor, stages[-1].mesh.dp, least):
+        return least
+    low, high = least, 2 * least
+    while not _fits(ways, divisor, stages[-1].mesh.dp, high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _fits(ways, divisor, stages[-1].mesh.dp, middle) else (middle, high)
+    return high
+
+
+def _ways(samples: Sequence[Sequence[Unit]]) -> tuple[list[_Way], int]:
+    """The ways of samples, each given by its units from the first stage to the last, and the divisor of their
+    lines."""
+    keeps = [_keeps(units) for units in samples]
+    if not samples or any(h == 0 or b == 0 for h, b in keeps):
+        return [], 1
+    rates, both = [], []
+    for units, (h, b) in zip(samples, keeps, strict=True):
+        last, w = units[-1], _work(units[-1])
+        rates.append(Fraction(w - h, h))
+        both += [Fraction(w - b, b), Fraction(last.last, last.forward + last.backward)]
+    r, both_ways = max(rates), max(rates + both)
+    divisor = r.denominator * both_ways.denominator
+    return [_Way(_work(units[-1]), tuple(_lines(units, r, both_ways, divisor))) for units in samples], divisor
+
+
+def _keeps(units: Sequence[Unit]) -> tuple[int, int]:
+    """h and b of a sample."""
+    return min(u.forward for u in units), min(u.backward for u in units)
+
+
+def _work(u: Unit) -> int:
+    return u.forward + u.backward + u.last
+
+
+def _lines(units: Sequence[Unit], r: Fraction, both: Fraction, divisor: int) -> Iterator[Line]:
+    """phi and phi' of a sample."""
+    *before, last = units
+    way_in, way_out = sum(u.forward for u in before), sum(u.backward for u in before)
+    rest = last.forward + last.forward_tail
+    yield _line(way_in, r, way_in + rest, divisor)
+    yield _line(way_in + way_out - last.last, both, way_in + way_out + last.forward + last.backward, divisor)
+
+
+def _line(idle: int, rate: Fraction, own: int, divisor: int) -> Line:
+    """idle - rate * (T - own)."""
+    slope = int(rate * divisor)
+    return idle * divisor + slope * own, slope
+
+
+def _fits(ways: Iterable[_Way], divisor: int, replicas: int, time: int) -> bool:
+    """Whether so many last stages can do all work in this time."""
+    ordered = sorted(((w.phi(time, divisor), w.work) for w in ways), reverse=True)
+    charged = capacity = work = 0
+    for phi, own in ordered:
+        work += own
+        while work > capacity:
+            if charged == replicas:
+                return False
+            capacity, charged = capacity + max(0, time - phi), charged + 1
+    return True

@@ -1,0 +1,39 @@
+"""Clusters from presets: nodes of one kind of device, and several such parts joined."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from secc.cluster.presets import DEVICES, LINKS
+from secc.cluster.types import Cluster, Group, Link, mixed
+from secc.errors import UserError
+
+FORMS = "use `local`, `local:N`, NODESxDEVICESxKIND such as 4x8xH100 (several with `+`), or the path of a .yaml file"
+
+
+def joined(name: str, parts: Sequence[Cluster], between: Link) -> Cluster:
+    """The cluster of several parts. Raises UserError where their nodes differ in more than the kind of
+    device."""
+    if len(parts) == 1:
+        return dataclasses.replace(parts[0], name=name, between=between)
+    if len({p.per_node for p in parts}) > 1:
+        counts = " and ".join(str(p.per_node) for p in parts)
+        raise UserError(
+            f"the cluster {name!r} has nodes of {counts} devices",
+            remedy="all nodes need equally many devices; use part of the larger",
+        )
+    if len({p.device.backend for p in parts}) > 1:
+        raise UserError(f"the cluster {name!r} mixes CPUs and GPUs", remedy="describe the GPUs alone")
+    return mixed(name, [Group(p.nodes, p.device, p.inside) for p in parts], parts[0].per_node, between)
+
+
+def preset(name: str, nodes: int, per_node: int, kind: str) -> Cluster:
+    if nodes < 1 or per_node < 1:
+        raise UserError(f"the cluster {name!r} has no devices", remedy=FORMS)
+    if kind.lower() not in DEVICES:
+        known = ", ".join(d.kind for d in DEVICES.values())
+        remedy = f"known kinds are {known}; describe others in a .yaml file"
+        raise UserError(f"the cluster {name!r} names an unknown device kind {kind!r}", remedy=remedy)
+    inside, between = LINKS[kind.lower()]
+    return Cluster(name, nodes, per_node, DEVICES[kind.lower()], inside, between)

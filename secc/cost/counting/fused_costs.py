@@ -1,0 +1,56 @@
+"""Costs of calls in two forms: as the user wrote the modules, and with what `fuse-blocks` may rewrite in
+them.
+
+`secc.cost.counting.annotate_calls` notes the second under the keys below; a call takes it if all that was
+rewritten in its block is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from xdsl.dialects.builtin import StringAttr
+
+from secc.ir.dialect.ops import CallOp, GraphOp
+
+PREFIX = "fused_"
+
+
+def choose(graph: GraphOp, kept: Collection[str], dropped: Collection[str]) -> None:
+    """Let calls cost what their modules do, which are rewritten if their paths are `kept`. A call with some
+    of both keeps its own cost, which is the higher one."""
+    for case in graph.cases:
+        for op in case.ops:
+            if isinstance(op, CallOp):
+                block = op.target.data
+                rewritten = any(inside(p, block) for p in kept) and not any(inside(p, block) for p in dropped)
+                _take(op, rewritten)
+
+
+def inside(path: str, block: str) -> bool:
+    """Whether a module is a block or in it."""
+    return path == block or path.startswith(f"{block}.")
+
+
+def broken(graph: GraphOp) -> set[str]:
+    """The blocks that run on the meta device as the user wrote them, and not as rewritten."""
+    calls = [op for case in graph.cases for op in case.ops if isinstance(op, CallOp)]
+    return {
+        c.target.data
+        for c in calls
+        if _label(c, PREFIX) == "default" and _label(c, "") not in ("", "default")
+    }
+
+
+def _label(call: CallOp, prefix: str) -> str:
+    found = call.attributes.get(f"{prefix}cost")
+    return found.data if isinstance(found, StringAttr) else ""
+
+
+def _take(call: CallOp, rewritten: bool) -> None:
+    for key in [k for k in call.attributes if k.startswith(PREFIX)]:
+        value = call.attributes.pop(key)
+        if rewritten:
+            call.attributes.pop("forward_ns", None)  # the user's own modules were timed
+            call.attributes.pop("backward_ns", None)
+            call.attributes[key.removeprefix(PREFIX)] = value

@@ -1,0 +1,112 @@
+"""What the dataset asks of the sections: patterns of samples with their shares and mean sizes, and the
+tensors that cross sections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+from xdsl.dialects.builtin import FloatAttr, IntegerAttr
+from xdsl.ir import Operation, SSAValue
+
+from secc.cost.model.cost_expressions import largest
+from secc.cost.model.default_estimate import entries
+from secc.ir.dialect import size_expr
+from secc.ir.dialect.ops import GraphOp, PatternOp, SectionOp, section_of, strings
+from secc.ir.dialect.tensor_type import tensor
+
+Sizes = Mapping[str, float]  # means, so not whole
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Samples with the optional keys `when`: their share of the dataset and the mean sizes of one of them."""
+
+    when: frozenset[str]
+    share: Fraction
+    sizes: Sizes
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """All tensors that section `src` hands to section `dst`: bytes of a micro-batch as text, and whether
+    gradients flow back."""
+
+    src: str
+    dst: str
+    size: str
+    grad: bool
+
+
+def patterns(graph: GraphOp) -> list[Pattern]:
+    """The dataset's patterns, shares adding up to 1; without statistics each captured pattern counts alike,
+    with sizes of 1."""
+    found = [
+        Pattern(frozenset(strings(op.when)), Fraction(op.share.data), _sizes(graph, op))
+        for op in graph.patterns
+    ]
+    if not found:
+        whens = sorted({strings(case.when) for case in graph.cases})
+        found = [Pattern(frozenset(w), Fraction(1, len(whens)), _ones(graph, frozenset(w))) for w in whens]
+    total = sum(p.share for p in found)
+    return [Pattern(p.when, p.share / total, p.sizes) for p in found if p.share > 0]
+
+
+def _sizes(graph: GraphOp, op: PatternOp) -> dict[str, float]:
+    return {name: _mean(op, name) for name in graph.symbols}
+
+
+def _mean(op: PatternOp, name: str) -> float:
+    found = op.attributes.get(name)
+    return float(found.value.data) if isinstance(found, FloatAttr | IntegerAttr) else 0.0
+
+
+def _ones(graph: GraphOp, when: frozenset[str]) -> dict[str, int]:
+    optional = set(strings(graph.optional))
+    return {name: int(op.key.data not in optional - when) for name, op in graph.symbols.items()}
+
+
+def micro_batch(graph: GraphOp, sizes: Sizes, samples: int) -> dict[str, int]:
+    """The sizes of `samples` alike samples together: rows add up, widths stay; whole numbers, 0 only where a
+    mean is."""
+    means = {
+        name: sizes[name] * (samples if op.kind.data == "rows" else 1) for name, op in graph.symbols.items()
+    }
+    return {name: max(1, round(mean)) if mean else 0 for name, mean in means.items()}
+
+
+def is_active(section: SectionOp, pattern: Pattern) -> bool:
+    """Whether a section processes samples of a pattern."""
+    when = strings(section.when)
+    return not when or not pattern.when.isdisjoint(when)
+
+
+def crossings(graph: GraphOp) -> list[Crossing]:
+    """What crosses sections, for each pair in the order of the text; the largest case counts."""
+    sizes: dict[tuple[str, str], list[str]] = {}
+    grads: dict[tuple[str, str], bool] = {}
+    for case in graph.cases:
+        for pair, values in _crossing(case.ops).items():
+            total = sum((entries(tensor(v)) * tensor(v).itemsize for v in values), size_expr.parse("0"))
+            sizes.setdefault(pair, []).append(size_expr.text(total))
+            grads[pair] = grads.get(pair, False) or any(tensor(v).requires_grad for v in values)
+    return [Crossing(*pair, largest(texts), grads[pair]) for pair, texts in sizes.items()]
+
+
+def _crossing(ops: list[Operation]) -> dict[tuple[str, str], list[SSAValue]]:
+    found: dict[tuple[str, str], list[SSAValue]] = {}
+    for src, dst, value in _uses(ops):
+        values = found.setdefault((src, dst), [])
+        if not any(value is v for v in values):
+            values.append(value)
+    return found
+
+
+def _uses(ops: list[Operation]) -> Iterator[tuple[str, str, SSAValue]]:
+    for op in ops:
+        dst = section_of(op)
+        for operand in op.operands:
+            src = section_of(operand.owner) if isinstance(operand.owner, Operation) else None
+            if src is not None and dst is not None and src != dst:
+                yield src, dst, operand

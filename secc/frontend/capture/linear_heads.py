@@ -1,0 +1,37 @@
+"""Notes which blocks are plain linear layers: `fuse-linear-loss` may put an operator in the place of such a
+block's call.
+
+A subclass, a hook or a parametrisation may do more than a matrix product, so only `nn.Linear` itself counts.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.utils import parametrize
+from xdsl.dialects.builtin import ModuleOp
+
+from secc.ir.dialect.ops import graph_of
+from secc.ir.dialect.tensor_type import TensorType
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def note_linear(module: ModuleOp, model: nn.Module) -> None:
+    """Put the types of `weight` and `bias` on each block that is a plain `nn.Linear`. `model` is the user's,
+    on any device."""
+    for path, block in graph_of(module).blocks.items():
+        layer = model.get_submodule(path)
+        if _plain(layer):
+            for name, parameter in layer.named_parameters():
+                kind = TensorType.of(
+                    list(parameter.shape),
+                    str(parameter.dtype).removeprefix("torch."),
+                    parameter.requires_grad,
+                )
+                block.attributes[name] = kind
+
+
+def _plain(layer: nn.Module) -> bool:
+    own = vars(layer)
+    changed = any(own.get(name) for name in _HOOKS) or "forward" in own or parametrize.is_parametrized(layer)
+    return type(layer) is nn.Linear and not changed

@@ -1,0 +1,41 @@
+"""What the captures of other patterns found of the same place: it decides where a pattern's own captures
+leave several explanations.
+
+If all samples with only a sound have one row of it, the number of rows and that of samples explain the same
+sizes. The next sample may have two rows, and the other patterns tell which of both is meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import sympy
+from torch import fx
+
+from secc.frontend.capture.size_fit import Fitter
+from secc.ir.dialect import argument_template
+from secc.ir.dialect.size_expr import Expr
+
+
+class Known:
+    """Expressions by the place in the user's code and the op that they were found at, in the order in which
+    they were found."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, str], dict[Expr, None]] = {}
+
+    def note(self, node: fx.Node) -> None:
+        """Keep the expressions in what was found of a node."""
+        arguments = (node.meta.get(part) for part in ("args", "kwargs", "shape"))
+        for leaf in (leaf for a in arguments for leaf in argument_template.Arguments([a]).leaves()):
+            if isinstance(leaf, sympy.Expr) and leaf.free_symbols:
+                self._found.setdefault(_place(node), {})[leaf] = None
+
+    def fitting(self, node: fx.Node, values: Sequence[int], fitter: Fitter) -> Expr | None:
+        """An expression known at a node's place that has these values at the observations of `fitter`, in
+        which all its sizes move."""
+        return next((e for e in self._found.get(_place(node), ()) if fitter.column(e) == tuple(values)), None)
+
+
+def _place(node: fx.Node) -> tuple[str, str]:
+    return node.meta.get("where", ""), str(node.target)

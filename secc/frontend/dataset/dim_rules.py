@@ -1,0 +1,223 @@
+"""How the dims of a batch move with its samples: constants, rows that add up, widths that are the longest,
+and what follows these.
+
+The evidence is a list of observations: the shapes of a collated set of samples beside those of each of its
+samples collated alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from secc.errors import UserError
+from secc.runtime.model.default_collate import TEXT
+from secc.runtime.model.nested_batch import SEPARATOR
+from secc.runtime.plan import schema
+
+Shapes = Mapping[str, tuple[int, ...]]
+Vector = tuple[int, ...]
+Dim = tuple[str, int]
+
+REMEDY = "write collate() so that each dim of a key is constant, adds up over the samples, or is the longest of the samples"
+
+
+@dataclass(frozen=True)
+class Observation:
+    """The shapes of `collate(samples)` and of `collate([sample])` for each of the samples."""
+
+    shapes: Shapes
+    singles: tuple[Shapes, ...]
+
+
+@dataclass
+class Extents:
+    """The symbols found, and for each dim of each key its expression and its kind: "constant", "rows" or
+    "width"."""
+
+    symbols: list[schema.Symbol] = field(default_factory=list)
+    expressions: dict[Dim, str] = field(default_factory=dict)
+    kinds: dict[Dim, str] = field(default_factory=dict)
+
+    def dims_of(self, key: str) -> tuple[str, ...]:
+        """The expressions of a key's dims, in order."""
+        return tuple(
+            text for (k, _), text in sorted(self.expressions.items(), key=lambda item: item[0][1]) if k == key
+        )
+
+
+@dataclass
+class _Table:
+    """The value of each symbol, and the extent of each dim that is not constant, in every observation; 0
+    where a key is missing."""
+
+    counts: Vector
+    rows: dict[Dim, Vector]
+    widths: dict[Dim, Vector]
+    others: dict[Dim, Vector]
+    found: dict[str, Vector] = field(default_factory=dict)
+
+
+def explain(observations: Sequence[Observation], integral: Iterable[str], where: str) -> Extents:
+    """Symbols and expressions for all dims. `integral` are the keys of integers, which may be text; `where`
+    is collate's place.
+
+    Raises UserError, naming key and dim, for a dim that follows no rule, and for a key whose number of dims
+    changes.
+    """
+    extents = Extents()
+    table = _sort(observations, extents, where)
+    _name_rows(table, extents)
+    _name_widths(table, extents, set(integral))
+    for dim, vector in table.others.items():
+        _follow(dim, vector, table, extents, where)
+    return extents
+
+
+def _sort(observations: Sequence[Observation], extents: Extents, where: str) -> _Table:
+    table = _Table(tuple(len(o.singles) for o in observations), {}, {}, {})
+    for key, ndim in _ranks(observations, where).items():
+        for dim in range(ndim):
+            vector = tuple(_extent(o.shapes, key, dim) for o in observations)
+            present = {v for v, o in zip(vector, observations, strict=True) if key in o.shapes}
+            parts = [[_extent(s, key, dim) for s in o.singles if key in s] for o in observations]
+            if len(present) == 1:
+                extents.expressions[key, dim], extents.kinds[key, dim] = str(present.pop()), "constant"
+            elif vector == tuple(sum(p) for p in parts):
+                table.rows[key, dim] = vector
+            elif vector == tuple(max(p, default=0) for p in parts):
+                table.widths[key, dim] = vector
+            else:
+                table.others[key, dim] = vector
+    return table
+
+
+def _ranks(observations: Sequence[Observation], where: str) -> dict[str, int]:
+    """The number of dims of each key, in the order of the batches' keys."""
+    ranks: dict[str, int] = {}
+    for o in observations:
+        united = frozenset[str]().union(*o.singles)
+        if united != frozenset(o.shapes):
+            key = min(united ^ frozenset(o.shapes))
+            steps = key.split(SEPARATOR)
+            if (number := next((i for i, step in enumerate(steps) if step.isdecimal()), 0)) > 0:
+                listed = SEPARATOR.join(steps[:number])
+                message = (
+                    f"the list {listed!r} has another number of tensors for several samples than for one"
+                )
+                raise UserError(
+                    message,
+                    where,
+                    "let collate() concatenate or pad the tensors, with their lengths as a tensor beside them",
+                )
+            raise UserError(
+                f"collate() gives {key!r} for a set of samples by another rule than for its samples alone",
+                where,
+                REMEDY,
+            )
+        for key, shape in o.shapes.items():
+            if ranks.setdefault(key, len(shape)) != len(shape):
+                raise UserError(
+                    f"{key!r} has {ranks[key]} dims in one batch and {len(shape)} in another", where, REMEDY
+                )
+    return ranks
+
+
+def _extent(shapes: Shapes, key: str, dim: int) -> int:
+    return shapes[key][dim] if key in shapes else 0
+
+
+def _name_rows(table: _Table, extents: Extents) -> None:
+    """`B` and the other rows, the smallest first, so that larger ones are multiples of them."""
+    equal = [dim for dim, vector in table.rows.items() if vector == table.counts]
+    first = next((dim for dim in equal if dim[0] == TEXT), equal[0] if equal else ("", 0))
+    _add(schema.Symbol("B", "rows", *first), table.counts, table, extents)
+    for dim, vector in sorted(table.rows.items(), key=lambda item: sum(item[1])):
+        text = next((t for name in table.found if (t := _multiple(vector, table.found[name], name))), "")
+        if not text:
+            text = _fresh("n_", dim, table)
+            _add(schema.Symbol(text, "rows", *dim), vector, table, extents)
+        extents.expressions[dim], extents.kinds[dim] = text, "rows"
+
+
+def _name_widths(table: _Table, extents: Extents, integral: set[str]) -> None:
+    """`S` for text, and the other widths; one that moves with another by a constant is written with it."""
+    texts = [dim for dim in table.widths if dim[0] in integral]
+    leading = next((dim for dim in texts if dim[0] == TEXT), texts[0] if texts else None)
+    for dim in sorted(table.widths, key=lambda d: d != leading):
+        vector = table.widths[dim]
+        bases = {s.name: table.found[s.name] for s in extents.symbols if s.kind == "width"}
+        text = next(
+            (
+                t
+                for name, base in bases.items()
+                if _missing(base) == _missing(vector) and (t := _affine(vector, base, name))
+            ),
+            "",
+        )
+        if not text:
+            text = "S" if dim == leading else _fresh("S_", dim, table)
+            _add(schema.Symbol(text, "width", *dim), vector, table, extents)
+        extents.expressions[dim], extents.kinds[dim] = text, "width"
+
+
+def _follow(dim: Dim, vector: Vector, table: _Table, extents: Extents, where: str) -> None:
+    """A dim that is neither additive nor a maximum itself but computed from one that is: `B + 1` offsets,
+    labels padded like the text."""
+    for symbol in sorted(extents.symbols, key=lambda s: s.kind, reverse=True):
+        text = _affine(vector, table.found[symbol.name], symbol.name)
+        if text:
+            extents.expressions[dim], extents.kinds[dim] = (
+                text,
+                symbol.kind if text == symbol.name else "derived",
+            )
+            return
+    key, number = dim
+    seen = ", ".join(str(v) for v in sorted(set(vector) - {0})[:6])
+    raise UserError(
+        f"dim {number} of {key!r} is neither constant nor additive nor a maximum over samples: {seen}, …",
+        where,
+        REMEDY,
+    )
+
+
+def _add(symbol: schema.Symbol, vector: Vector, table: _Table, extents: Extents) -> None:
+    extents.symbols.append(symbol)
+    table.found[symbol.name] = vector
+
+
+def _missing(vector: Vector) -> tuple[bool, ...]:
+    return tuple(v == 0 for v in vector)
+
+
+def _multiple(vector: Vector, base: Vector, name: str) -> str:
+    """`vector` as a multiple of `base`, "" if it is none."""
+    factor = next((v // b for v, b in zip(vector, base, strict=True) if b), 0)
+    if factor < 1 or any(v != factor * b for v, b in zip(vector, base, strict=True)):
+        return ""
+    return name if factor == 1 else f"{factor}*{name}"
+
+
+def _affine(vector: Vector, base: Vector, name: str) -> str:
+    """`vector` as a multiple of `base` plus a constant wherever it is not 0, "" if it is not."""
+    points = sorted({(b, v) for v, b in zip(vector, base, strict=True) if v})
+    if len(points) < 2 or points[0][0] == 0:
+        return ""
+    (b0, v0), (b1, v1) = points[0], points[-1]
+    if b1 == b0 or (v1 - v0) % (b1 - b0):
+        return ""
+    factor = (v1 - v0) // (b1 - b0)
+    offset = v0 - factor * b0
+    if factor < 1 or any(v != factor * b + offset for b, v in points):
+        return ""
+    return _multiple((factor,), (1,), name) + (
+        f" {'+' if offset > 0 else '-'} {abs(offset)}" if offset else ""
+    )
+
+
+def _fresh(prefix: str, dim: Dim, table: _Table) -> str:
+    """A symbol named after a key, with the dim's number where the key has two."""
+    key, number = dim
+    name = prefix + re.sub(r"\W", "_", key.partition(f"{SEPARATOR}{schema.EACH}")[0])
+    return name if name not in table.found else f"{name}_{number}"

@@ -1,0 +1,110 @@
+"""Drawing the samples of a survey: the first of the dataset and random others, and, where `sizes(i)` tells,
+those of rare patterns."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from secc.errors import UserError
+from secc.frontend.dataset.survey import KEPT, MORE_KEPT, Drawn, Sample, Shapes, Survey
+from secc.runtime.model.item_seeds import survey_indices
+from secc.runtime.model.user_file import UserModel
+
+MOST_ASKED = 4096  # samples of which sizes(i) is asked
+RARE = 4  # samples to draw of each pattern that sizes(i) knows
+
+
+def survey(user: UserModel, count: int = 64, seed: int = 0, skip_bad: bool = False) -> Survey:
+    """Draw the first samples of the dataset and as many random others, `count` in all, and collate each
+    alone.
+
+    Where the model file has `sizes(i)`, samples of rare patterns are among them. Raises UserError for what is
+    wrong with dataset(), its items, collate() or the keys of a batch; with `skip_bad`, samples that do not
+    load or cannot be collated alone are left out.
+    """
+    own = user.has("collate")
+    shapes: dict[int, Shapes] = {}
+    samples: dict[int, Sample] = {}
+    met: Counter[frozenset[str]] = Counter()
+    full: dict[frozenset[str], set[frozenset[str]]] = {}
+    kept: set[int] = set()
+    skipped: list[str] = []
+    for i in _indices(user, count, seed):
+        try:
+            sample = user.sample(i, seed)
+            if own:
+                shapes[i] = _shapes(user.collate([sample]))
+        except UserError as error:
+            if not skip_bad:
+                raise
+            skipped.append(
+                f"a sample was left out: {error.message}" + (f" ({error.where})" if error.where else "")
+            )
+            continue
+        keys = frozenset(shapes[i] if own else sample)
+        met[keys] += 1
+        known = full.setdefault(keys, set())
+        if met[keys] <= KEPT or (len(known) <= MORE_KEPT and _full(sample) not in known):
+            kept.add(i)
+            known.add(_full(sample))
+        samples[i] = sample if i in kept else _outline(sample)
+    if not samples:
+        raise UserError(
+            f"none of the {len(skipped)} samples that were drawn loads", user.place("dataset"), skipped[0]
+        )
+    if not own:
+        user.fit_collate(list(samples.values()))
+        shapes = {i: _shapes(user.collate([s])) for i, s in samples.items()}
+    every = frozenset[str]().union(*shapes.values())
+    required = every.intersection(*shapes.values())
+    user.check_keys(every, required)
+    drawn = (
+        Drawn(i, shapes[i], frozenset(shapes[i]) - required, samples[i] if i in kept else None)
+        for i in samples
+    )
+    return Survey(tuple(drawn), required, every - required, skipped=tuple(skipped))
+
+
+def _indices(user: UserModel, count: int, seed: int) -> list[int]:
+    """The samples to draw. What `sizes(i)` says finds patterns that chance would miss."""
+    length = len(user.dataset())
+    chosen = survey_indices(length, count, seed)
+    if not user.has("sizes"):
+        return chosen
+    asked = min(length, MOST_ASKED)
+    by_keys: dict[frozenset[str], list[int]] = {}
+    for i in sorted({k * length // asked for k in range(asked)} | set(chosen)):
+        by_keys.setdefault(frozenset(user.sizes(i) or ()), []).append(i)
+    rare = [i for found in by_keys.values() if len(set(found) & set(chosen)) < RARE for i in found[:RARE]][
+        :count
+    ]
+    return sorted(rare + [i for i in chosen if i not in rare][: count - len(rare)])
+
+
+def _full(sample: Sample) -> frozenset[str]:
+    """The masks of a sample that leave nothing out: models often go another way where all masks of a batch
+    are full."""
+    tensors = {
+        k: v
+        for k, v in sample.items()
+        if isinstance(v, torch.Tensor) and v.numel() and not v.is_floating_point()
+    }
+    return frozenset(k for k, v in tensors.items() if not v.is_complex() and bool((v == 1).all()))
+
+
+def _outline(sample: Sample) -> Sample:
+    """A sample without its data: the shapes of many samples are wanted, their images would fill the
+    memory."""
+    return {
+        key: value.to("meta") if isinstance(value, torch.Tensor) else value for key, value in sample.items()
+    }
+
+
+def _shapes(batch: Mapping[str, Any]) -> Shapes:
+    return {
+        key: tuple(value.shape) if isinstance(value, torch.Tensor) else () for key, value in batch.items()
+    }

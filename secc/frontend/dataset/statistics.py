@@ -1,0 +1,149 @@
+"""What a dataset's samples are on average: how frequent each pattern is, and how large a sample of it.
+
+The allocation reckons with these numbers. They come from the drawn samples; from `sizes(i)` of many more,
+where the model file has it; or from a file, for a dataset of which the drawn samples tell little, or which is
+not here:
+
+    {"patterns": [{"when": ["pixel_values"], "share": 0.4, "sizes": {"S": 812.5, "n_pixel_values": 2.0}}, …]}
+
+`when` is a pattern, `share` its part of the samples, `sizes` the mean of each symbol. `secc stats` writes
+such a file, with what the symbols mean.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from secc.errors import UserError
+from secc.frontend.dataset.input_symbols import Inputs
+from secc.frontend.dataset.survey import Survey
+from secc.runtime.data.declared_sizes import Declared
+from secc.runtime.model.user_file import UserModel
+from secc.runtime.plan.schema import is_label
+from secc.runtime.plan.step_program import SampleMeta
+
+MOST_DECLARED = 4096  # samples of which sizes(i) is asked
+_REMEDY = "write the file with `secc stats MODEL.py -o FILE` and change the numbers in it"
+
+
+@dataclass(frozen=True)
+class Mean:
+    """Samples of one pattern: their share of all, and the mean of each symbol."""
+
+    when: frozenset[str]
+    share: float
+    sizes: Mapping[str, float]
+
+
+def means(inputs: Inputs) -> list[Mean]:
+    """The patterns, most frequent first: those of a file if there is one, else those of the samples that are
+    known."""
+    if inputs.given:
+        return [Mean(when, share, dict(sizes)) for when, share, sizes in inputs.given]
+    found: list[Mean] = []
+    for pattern, count in Counter(inputs.patterns).most_common():
+        sizes = [s for s, p in zip(inputs.sizes, inputs.patterns, strict=True) if p == pattern]
+        mean = {s.name: sum(one[s.name] for one in sizes) / len(sizes) for s in inputs.symbols}
+        found.append(Mean(pattern, count / len(inputs.patterns), mean))
+    return found
+
+
+def ahead(user: UserModel, survey: Survey, inputs: Inputs) -> Inputs:
+    """The inputs with the sizes and patterns of up to 4096 samples by the user's `sizes(i)`, if the model
+    file has it.
+
+    Raises UserError where it is wrong about a sample that was drawn.
+    """
+    if not user.has("sizes") or any(
+        is_label(s.key) for s in inputs.symbols
+    ):  # what only a recording counts cannot be declared
+        return inputs
+    declared = Declared(user, inputs.symbols, inputs.inputs)
+    for d, sizes in zip(survey.drawn, inputs.sizes, strict=True):
+        declared.check(SampleMeta(d.index, d.pattern, sizes), declared.meta(d.index))
+    length = len(user.dataset())
+    count = min(length, MOST_DECLARED)
+    said = [declared.meta(k * length // count) for k in range(count)]
+    return dataclasses.replace(
+        inputs, sizes=tuple(s.sizes for s in said), patterns=tuple(s.pattern for s in said)
+    )
+
+
+def read(path: Path, inputs: Inputs, survey: Survey) -> Inputs:
+    """The inputs with the statistics of a file. Raises UserError for a file that is none, or does not fit the
+    model."""
+    try:
+        data = json.loads(path.read_text())
+        given = tuple(_pattern(p, inputs, str(path)) for p in data["patterns"])
+    except OSError as error:
+        raise UserError(f"cannot read the statistics: {error.strerror}", str(path), _REMEDY) from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"not statistics of a dataset: {type(error).__name__}: {error}", str(path), _REMEDY
+        ) from None
+    total = sum(share for _, share, _ in given)
+    if not total > 0 or len({when for when, _, _ in given}) < len(given):
+        raise UserError(
+            "each pattern must be there once, and the shares must not add up to 0", str(path), _REMEDY
+        )
+    unknown = next((when for when, _, _ in given if when not in survey.unions()), None)
+    if unknown is not None:
+        message = f"the statistics have samples with {sorted(unknown) or 'no optional inputs'}, but none of those that were drawn is like that"
+        raise UserError(
+            message,
+            str(path),
+            "draw more samples (--stats-samples), or let dataset() show such samples earlier",
+        )
+    return dataclasses.replace(
+        inputs, given=tuple((when, share / total, sizes) for when, share, sizes in given)
+    )
+
+
+def _pattern(
+    entry: Any, inputs: Inputs, where: str
+) -> tuple[frozenset[str], float, tuple[tuple[str, float], ...]]:
+    """One entry of the file."""
+    when, share, sizes = (
+        frozenset(entry["when"]),
+        float(entry["share"]),
+        {"B": 1.0} | {k: float(v) for k, v in entry["sizes"].items()},
+    )
+    names = [s.name for s in inputs.symbols]
+    optional = {i.key for i in inputs.inputs if i.optional}
+    wrong = sorted(when - optional) + sorted(sizes.keys() - set(names) - {"B"})
+    if wrong:
+        known = f"optional inputs are {', '.join(sorted(optional)) or 'none'}; symbols are {', '.join(names)}"
+        raise UserError(f"the statistics name {wrong[0]!r}, which the model does not have", where, known)
+    lacking = [n for n in names if n not in sizes]
+    if lacking:
+        raise UserError(
+            f"the statistics of samples with {sorted(when) or 'no optional inputs'} lack the size {lacking[0]!r}",
+            where,
+            _REMEDY,
+        )
+    if share < 0 or min(sizes.values()) < 0:
+        raise UserError("shares and sizes cannot be negative", where, _REMEDY)
+    return when, share, tuple((n, sizes[n]) for n in names)
+
+
+def to_json(inputs: Inputs) -> str:
+    """The text of a file of statistics, with the meaning of each symbol for people."""
+    meaning = {s.name: f"{s.kind} of {s.key}, dim {s.dim}" if s.key else "samples" for s in inputs.symbols}
+    patterns = [
+        {
+            "when": sorted(m.when),
+            "share": round(m.share, 6),
+            "sizes": {n: round(v, 3) for n, v in m.sizes.items()},
+        }
+        for m in means(inputs)
+    ]
+    return (
+        json.dumps({"symbols": meaning, "samples": len(inputs.patterns), "patterns": patterns}, indent=2)
+        + "\n"
+    )

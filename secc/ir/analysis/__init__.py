@@ -1,0 +1,1 @@
+"""Questions about a case that several parts of the compiler ask. Imports `ir.dialect`."""

@@ -1,0 +1,208 @@
+"""What passes ask of a case: where a value comes from, which section it belongs to, and what a size is for
+the dataset's samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
+from functools import lru_cache
+
+from xdsl.dialects.builtin import ArrayAttr, FloatAttr, IntAttr, IntegerAttr, StringAttr
+from xdsl.ir import Operation, OpResult, SSAValue
+
+from secc.ir.analysis.recorded_glue import SPARE
+from secc.ir.dialect import size_expr
+from secc.ir.dialect.ops import (  # fmt: skip
+    CallOp,
+    CaseOp,
+    Computation,
+    ConstOp,
+    GlueOp,
+    GraphOp,
+    InputOp,
+    LeafOp,
+    PatternOp,
+    ReturnOp,
+    SizeOp,
+    TermOp,
+    TransferOp,
+    strings,
+)
+from secc.ir.dialect.size_expr import Expr
+from secc.ir.dialect.tensor_type import TensorType, tensor
+
+MODES = ("forward", "dgrad", "train")
+_STOPS = ("aten.detach.default", "aten.detach_copy.default")
+_RANDOM = (
+    "rand", "bernoulli", "native_dropout", "dropout", "normal", "uniform", "multinomial", "exponential", "poisson", "cauchy", "geometric",
+    "log_normal",
+)  # fmt: skip
+
+
+class Origin(Enum):
+    """Where a value comes from: the batch and constants alone, the whole global batch (leaves, sizes), or the
+    model."""
+
+    INPUT = "input"
+    GLOBAL = "global"
+    MODEL = "model"
+
+
+def origins(case: CaseOp) -> dict[SSAValue, Origin]:
+    """The origin of every value of a case. Random glue counts as the model's: no leaf or guard is made of
+    it."""
+    found: dict[SSAValue, Origin] = {}
+    for op in case.ops:
+        operands = {found[o] for o in op.operands}
+        match op:
+            case InputOp() | ConstOp():
+                origin = Origin.INPUT
+            case LeafOp() | SizeOp():
+                origin = Origin.GLOBAL
+            case GlueOp() | TransferOp() if not is_random(op) and Origin.MODEL not in operands:
+                origin = Origin.GLOBAL if Origin.GLOBAL in operands else Origin.INPUT
+            case _:
+                origin = Origin.MODEL
+        found |= dict.fromkeys(op.results, origin)
+    return found
+
+
+def with_gradient(case: CaseOp) -> set[SSAValue]:
+    """The values of a case that a gradient of the loss reaches."""
+    wanted: set[SSAValue] = set()
+    for op in reversed(case.ops):
+        match op:
+            case ReturnOp() | TermOp():
+                taken = list(op.operands)
+            case Computation() if "no_grad" not in op.properties and any(r in wanted for r in op.results):
+                target = op.properties["target"]
+                taken = [] if isinstance(target, StringAttr) and target.data in _STOPS else list(op.operands)
+            case _:
+                continue
+        wanted.update(value for value in taken if tensor(value).requires_grad)
+    return wanted
+
+
+def is_random(op: Operation) -> bool:
+    """Whether an op draws random numbers."""
+    return isinstance(op, GlueOp) and op.target.data.removeprefix("aten.").startswith(_RANDOM)
+
+
+def producer(value: SSAValue) -> Operation:
+    """The op that makes a value; cases have no block arguments."""
+    assert isinstance(value, OpResult)
+    return value.owner
+
+
+def users(op: Operation) -> list[Operation]:
+    """The ops that use a result of `op`, each once, in the order of the case."""
+    found = {use.operation for result in op.results for use in result.uses}
+    block = op.parent_block()
+    assert block is not None
+    return [o for o in block.ops if o in found] if len(found) > 1 else list(found)
+
+
+def texts_of(op: Operation, name: str) -> tuple[str, ...]:
+    """A list of texts kept as property or attribute `name`, () where there is none."""
+    found = op.get_attr_or_prop(name)
+    return tuple(a.data for a in found if isinstance(a, StringAttr)) if isinstance(found, ArrayAttr) else ()
+
+
+def text_of(op: Operation, name: str) -> str | None:
+    """A text kept as property or attribute `name`."""
+    found = op.get_attr_or_prop(name)
+    return found.data if isinstance(found, StringAttr) else None
+
+
+def number_of(op: Operation, name: str) -> float | None:
+    """A number kept as property or attribute `name`."""
+    match op.get_attr_or_prop(name):
+        case IntAttr(data=number):
+            return number
+        case IntegerAttr() | FloatAttr() as attribute:
+            return attribute.value.data
+        case _:
+            return None
+
+
+def active(when: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Whether something with predicate `when` takes part in a case or sample with the optional keys
+    `pattern`."""
+    return not when or bool(set(when) & set(pattern))
+
+
+def strongest(modes: Iterable[str]) -> str:
+    """The mode that covers all: train, then dgrad, then forward."""
+    return max(modes, key=MODES.index, default="forward")
+
+
+def mode_of(op: Operation) -> str:
+    """The mode of a call; "train" before `infer-modes` has run."""
+    return text_of(op, "mode") or "train"
+
+
+class Statistics:
+    """Expectations over the dataset's samples: what `sec.pattern` ops say. Without any, every captured case
+    counts alike, at sizes of 1."""
+
+    def __init__(self, graph: GraphOp) -> None:
+        self._symbols, self._abouts = list(graph.symbols), abouts(graph)
+        self._weights: list[tuple[CaseOp, float, dict[str, float]]] = []
+        self._means: dict[tuple[CaseOp, Expr | int], float] = {}  # most values are of few types
+        cases = [c for c in graph.cases if SPARE not in c.attributes]
+        for case in cases:
+            alike = sum(set(strings(c.when)) == set(strings(case.when)) for c in cases)
+            for share, sizes in self._samples(graph, case):
+                self._weights.append((case, share / alike, sizes))
+
+    def _samples(self, graph: GraphOp, case: CaseOp) -> list[tuple[float, dict[str, float]]]:
+        if not graph.patterns:
+            return [(1 / len(graph.cases), dict.fromkeys(self._symbols, 1.0))]
+        same = [p for p in graph.patterns if set(strings(p.when)) == set(strings(case.when))]
+        return [(float(p.share.data), self._sizes(p)) for p in same]
+
+    def _sizes(self, pattern: PatternOp) -> dict[str, float]:
+        sizes = {name: number_of(pattern, name) or 0.0 for name in self._symbols}
+        return sizes | {name: evaluate(about, sizes) for name, about in self._abouts.items()}
+
+    def mean(self, size: Callable[[CaseOp], Expr | int]) -> float:
+        """The mean over samples of a size that a case gives as an expression for one sample."""
+        return sum(share * evaluate(size(case), sizes) for case, share, sizes in self._weights)
+
+    def mean_in(self, case: CaseOp, size: Expr | int) -> float:
+        """The part of the mean that samples of one case bring: their share times the size."""
+        if (case, size) not in self._means:
+            self._means[case, size] = sum(
+                share * evaluate(size, sizes) for c, share, sizes in self._weights if c is case
+            )
+        return self._means[case, size]
+
+
+def abouts(graph: GraphOp) -> dict[str, Expr]:
+    """What the sizes that inputs' values decide are about, as expressions that need not be whole."""
+    found = {name: s.about.data for name, s in graph.symbols.items() if s.about is not None}
+    return {name: size_expr.unrounded(size_expr.parse(text)) for name, text in found.items()}
+
+
+def evaluate(size: Expr | int, sizes: Mapping[str, float]) -> float:
+    """The number of an expression at sizes that need not be whole: statistics are means."""
+    return float(size_expr.evaluate(size, sizes))  # pyright: ignore[reportArgumentType]
+
+
+def nbytes(value: SSAValue) -> Expr:
+    """The bytes of a value as an expression."""
+    return _nbytes(tensor(value))
+
+
+@lru_cache(1 << 12)
+def _nbytes(kind: TensorType) -> Expr:
+    total = size_expr.parse(str(kind.itemsize))
+    for dim in kind.shape:
+        total = total * dim
+    return total
+
+
+def flops_of(call: CallOp) -> Expr | None:
+    """Forward FLOPs of a call as an expression, None before they are measured."""
+    text = text_of(call, "flops")
+    return None if text is None else size_expr.parse(text)

@@ -1,0 +1,32 @@
+"""Glue in the IR that is recorded anew for each micro-batch: an op `recorded.LABEL` makes one tensor for a
+block, of what it is made from.
+
+The graph's attribute `recorded` holds, as JSON, what ranks must know to record
+(`secc.runtime.plan.schema.Recorded`). A case with such glue has the attribute `anew`.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from xdsl.dialects.builtin import StringAttr
+from xdsl.ir import Attribute, Operation
+
+ATTRIBUTE = "recorded"  # of a graph
+ANEW = "anew"  # of a case, and of a body that lower cuts out of one
+SPARE = "spare"  # of a case for micro-batches of which Python reads what no capture saw; it may be dropped
+PREFIX = "recorded."  # of the target of a glue op
+
+
+def label(op: Operation) -> str | None:
+    """The label of the tensor that a glue op with recorded ops makes, None for every other op."""
+    target = op.properties.get("target")
+    if not isinstance(target, StringAttr) or not target.data.startswith(PREFIX):
+        return None
+    return target.data.removeprefix(PREFIX)
+
+
+def cases(attribute: Attribute | None) -> list[dict[str, Any]]:
+    """The entries of a graph's attribute, none for none."""
+    return json.loads(attribute.data) if isinstance(attribute, StringAttr) else []

@@ -1,0 +1,153 @@
+"""The common form of the dialect's ops: a headline, operands, keyword properties, an attribute dictionary,
+result types.
+
+    %0 = sec.call "model.vision_tower" (%px) args "$0" outs ["[0]"] in @vision_tower at "model.py:12" :
+    !sec.tensor<[B, 64], f32>
+
+One printer and one parser serve all ops, so the text form is the same everywhere: a keyword property prints
+as its keyword (`in` for `section`, `at` for `where`) and its value; a flag prints as its keyword alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, Self
+
+from xdsl.dialects.builtin import ArrayAttr, IntAttr, StringAttr, SymbolRefAttr, UnitAttr
+from xdsl.ir import Attribute, Region, SSAValue
+from xdsl.irdl import IRDLOperation
+from xdsl.parser import Parser
+from xdsl.printer import Printer
+from xdsl.utils.mlir_lexer import MLIRLexer
+
+TEXT, TEXTS, NUMBER, SECTION, FLAG = "text", "texts", "number", "section", "flag"
+Keywords = tuple[tuple[str, str, str], ...]
+
+
+class LineOp(IRDLOperation):
+    """An op in the common form. Subclasses declare properties and list their keywords in the order in which
+    they print."""
+
+    HEADLINE: ClassVar[str | None] = None  # the property that prints first, in quotes
+    KEYWORDS: ClassVar[Keywords] = ()  # (property, keyword, kind)
+
+    def print(self, printer: Printer) -> None:
+        if self.HEADLINE is not None:
+            headline = self.properties[self.HEADLINE]
+            assert isinstance(headline, StringAttr)
+            printer.print_string(f" {quoted(headline.data)}")
+        if self.operands:
+            printer.print_string(" ")
+            with printer.in_parens():
+                printer.print_list(self.operands, printer.print_operand)
+        found = ((keyword, self.properties.get(name)) for name, keyword, _ in self.KEYWORDS)
+        printer.print_string(
+            "".join(f" {keyword}{_text(value)}" for keyword, value in found if value is not None)
+        )
+        if self.attributes:
+            # A region opens with a brace, too, so the dictionary of such an op needs a keyword.
+            printer.print_op_attributes(self.attributes, print_keyword=bool(self.regions))
+        if self.results:
+            printer.print_string(" : ")
+            printer.print_list(self.result_types, printer.print_attribute)
+        for region in self.regions:
+            printer.print_string(" ")
+            printer.print_region(region)
+
+    @classmethod
+    def parse(cls, parser: Parser) -> Self:
+        properties: dict[str, Attribute] = {}
+        if cls.HEADLINE is not None:
+            properties[cls.HEADLINE] = StringAttr(parser.parse_str_literal())
+        operands = (
+            parser.parse_optional_comma_separated_list(parser.Delimiter.PAREN, lambda: _parse_operand(parser))
+            or []
+        )
+        for name, keyword, kind in cls.KEYWORDS:
+            if parser.parse_optional_keyword(keyword) is not None:
+                properties[name] = _parse_value(parser, kind)
+        regions_expected = cls.get_irdl_definition().regions
+        attributes = _parse_attributes(parser, keyword=bool(regions_expected))
+        results: Sequence[Attribute] = []
+        if parser.parse_optional_punctuation(":"):
+            results = parser.parse_comma_separated_list(parser.Delimiter.NONE, parser.parse_type)
+        regions = [parser.parse_region() for _ in regions_expected]
+        return cls.make(operands, results, properties, attributes, regions)
+
+    @classmethod
+    def make(
+        cls,
+        operands: Sequence[SSAValue],
+        results: Sequence[Attribute],
+        properties: dict[str, Attribute],
+        attributes: dict[str, Attribute],
+        regions: Sequence[Region],
+    ) -> Self:
+        """Build the op from its flat parts; the dialect's ops have at most one variadic operand and result
+        group."""
+        return cls.create(
+            operands=operands,
+            result_types=results,
+            properties=properties,
+            attributes=attributes,
+            regions=regions,
+        )
+
+
+def _parse_operand(parser: Parser) -> SSAValue:
+    """An operand that stands above: the dialect has straight-line code only, so types need not be
+    repeated."""
+    operand = parser.parse_unresolved_operand()
+    values = parser.ssa_values.get(operand.operand_name, ())
+    if operand.index >= len(values):
+        parser.raise_error("a value that is not defined above", operand.span)
+    return values[operand.index]
+
+
+def _parse_attributes(parser: Parser, keyword: bool) -> dict[str, Attribute]:
+    if not keyword:
+        return parser.parse_optional_attr_dict()
+    found = parser.parse_optional_attr_dict_with_keyword()
+    return dict(found.data) if found is not None else {}
+
+
+def quoted(string: str) -> str:
+    """A text as a literal, with letters beyond ASCII as they are."""
+    if string.isprintable() and "\\" not in string and '"' not in string:
+        return f'"{string}"'
+    kept = (
+        c if c != '"' and c.isprintable() else "".join(f"\\{b:02X}" for b in c.encode())
+        for c in string.replace("\\", "\\\\")
+    )
+    return f'"{"".join(kept)}"'
+
+
+def _text(value: Attribute) -> str:
+    """What prints behind the keyword of a property."""
+    match value:
+        case UnitAttr():
+            return ""
+        case StringAttr(data=text):
+            return f" {quoted(text)}"
+        case IntAttr(data=number):
+            return f" {number}"
+        case SymbolRefAttr(root_reference=root):
+            return f" @{root.data if MLIRLexer.bare_identifier_regex.fullmatch(root.data) else quoted(root.data)}"
+        case _:
+            assert isinstance(value, ArrayAttr), value
+            return f" [{', '.join(quoted(text.data) for text in value if isinstance(text, StringAttr))}]"
+
+
+def _parse_value(parser: Parser, kind: str) -> Attribute:
+    match kind:
+        case _ if kind == TEXT:
+            return StringAttr(parser.parse_str_literal())
+        case _ if kind == NUMBER:
+            return IntAttr(parser.parse_integer())
+        case _ if kind == SECTION:
+            return SymbolRefAttr(parser.parse_symbol_name())
+        case _ if kind == TEXTS:
+            texts = parser.parse_comma_separated_list(parser.Delimiter.SQUARE, parser.parse_str_literal)
+            return ArrayAttr([StringAttr(t) for t in texts])
+        case _:
+            return UnitAttr()

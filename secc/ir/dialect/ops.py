@@ -1,0 +1,549 @@
+"""The dialect `sec`: what a compound training model is made of between capture and plan.
+
+Declarations (`symbol`, `key`, `block`, `tie`, `section`) stand at the head of a `graph`; one `case` for each
+capture follows. The ops of a case are flat; each names the section it is in (`in @vision_tower`), so that a
+pass moves an op by changing one property. `lower` gathers each section's ops into `body` ops, which codegen
+prints. Sizes are expressions over symbols.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import ClassVar
+
+from xdsl.dialects.builtin import ArrayAttr, IntAttr, StringAttr, SymbolRefAttr, UnitAttr
+from xdsl.ir import Attribute, Block, Dialect, Operation, Region, SSAValue
+from xdsl.irdl import (
+    irdl_op_definition,
+    opt_prop_def,
+    prop_def,
+    region_def,
+    result_def,
+    traits_def,
+    var_operand_def,
+    var_result_def,
+)
+from xdsl.irdl.operations import operand_def
+from xdsl.traits import IsTerminator, NoTerminator, Pure
+
+from secc.ir.dialect import argument_template
+from secc.ir.dialect.assembly_format import FLAG, NUMBER, SECTION, TEXT, TEXTS, Keywords, LineOp
+from secc.ir.dialect.tensor_type import TensorType
+
+_IN = ("section", "in", SECTION)
+_AT = ("where", "at", TEXT)
+
+
+def texts(values: Iterable[str]) -> ArrayAttr[StringAttr]:
+    """An attribute that lists texts."""
+    return ArrayAttr([StringAttr(v) for v in values])
+
+
+def strings(attribute: ArrayAttr[StringAttr] | None) -> tuple[str, ...]:
+    """The texts of a list attribute, () for none."""
+    return tuple(a.data for a in attribute) if attribute is not None else ()
+
+
+@irdl_op_definition
+class GraphOp(LineOp):
+    """A compound model. Attributes: `optional` (keys that a sample may lack), `labels` (the key that tokens
+    are counted by), `widths`."""
+
+    name = "sec.graph"
+    sym = prop_def(StringAttr)
+    optional = opt_prop_def(ArrayAttr[StringAttr])
+    labels, widths = opt_prop_def(StringAttr), opt_prop_def(StringAttr)
+    body = region_def("single_block")
+    traits = traits_def(NoTerminator())
+    HEADLINE: ClassVar[str | None] = "sym"
+    KEYWORDS: ClassVar[Keywords] = (
+        ("optional", "optional", TEXTS),
+        ("labels", "labels", TEXT),
+        ("widths", "widths", TEXT),
+    )
+
+    @property
+    def cases(self) -> list[CaseOp]:
+        return [op for op in self.body.block.ops if isinstance(op, CaseOp)]
+
+    @property
+    def sections(self) -> list[SectionOp]:
+        return [op for op in self.body.block.ops if isinstance(op, SectionOp)]
+
+    @property
+    def blocks(self) -> dict[str, BlockOp]:
+        """Declared blocks by module path."""
+        return {op.path.data: op for op in self.body.block.ops if isinstance(op, BlockOp)}
+
+    @property
+    def rewrites(self) -> list[RewriteOp]:
+        return [op for op in self.body.block.ops if isinstance(op, RewriteOp)]
+
+    @property
+    def cuts(self) -> list[CutOp]:
+        return [op for op in self.body.block.ops if isinstance(op, CutOp)]
+
+    @property
+    def edges(self) -> list[EdgeOp]:
+        return [op for op in self.body.block.ops if isinstance(op, EdgeOp)]
+
+    @property
+    def patterns(self) -> list[PatternOp]:
+        return [op for op in self.body.block.ops if isinstance(op, PatternOp)]
+
+    @property
+    def symbols(self) -> dict[str, SymbolOp]:
+        return {op.sym.data: op for op in self.body.block.ops if isinstance(op, SymbolOp)}
+
+
+@irdl_op_definition
+class SymbolOp(LineOp):
+    """A size of the inputs: `kind` "rows" adds up over samples, "width" is the maximum; read as
+    `batch[key].shape[dim]`. Values of the inputs decide a size of kind "data"; costs take what it is
+    `about`."""
+
+    name = "sec.symbol"
+    sym, kind, key = prop_def(StringAttr), prop_def(StringAttr), prop_def(StringAttr)
+    dim, about = prop_def(IntAttr), opt_prop_def(StringAttr)
+    HEADLINE: ClassVar[str | None] = "sym"
+    KEYWORDS: ClassVar[Keywords] = (
+        ("kind", "kind", TEXT),
+        ("key", "key", TEXT),
+        ("dim", "dim", NUMBER),
+        ("about", "about", TEXT),
+    )
+
+
+@irdl_op_definition
+class PatternOp(LineOp):
+    """What the dataset's samples look like: the share with these optional keys, and attributes `SYMBOL = mean
+    size of one sample`."""
+
+    name = "sec.pattern"
+    when, share = prop_def(ArrayAttr[StringAttr]), prop_def(StringAttr)
+    KEYWORDS: ClassVar[Keywords] = (("when", "when", TEXTS), ("share", "share", TEXT))
+
+
+@irdl_op_definition
+class KeyOp(LineOp):
+    """A key of the collated batch: its type over symbols; `pads` lists "dim side value" for dims that
+    `collate` pads."""
+
+    name = "sec.key"
+    key = prop_def(StringAttr)
+    optional, pads = opt_prop_def(UnitAttr), opt_prop_def(ArrayAttr[StringAttr])
+    result = result_def(TensorType)
+    HEADLINE: ClassVar[str | None] = "key"
+    KEYWORDS: ClassVar[Keywords] = (("optional", "optional", FLAG), ("pads", "pads", TEXTS))
+
+
+@irdl_op_definition
+class BlockOp(LineOp):
+    """One of the user's modules that is called whole: its class, numbers of parameters (entries), and the
+    component it belongs to.
+
+    The component is the largest module around the block that holds no other stack of layers; `coarsen` groups
+    by it. `layers` is the number of layers in the component's stack, 0 for a component without one (a
+    projector, a head). `couples` says what in the block makes samples of a batch depend on each other, such
+    as batch norm in training mode. `annotate-patterns` writes `when`: the optional keys of which a sample
+    needs one to reach the block, [] for always.
+    """
+
+    name = "sec.block"
+    path, cls = prop_def(StringAttr), prop_def(StringAttr)
+    params, trainable, layers = prop_def(IntAttr), prop_def(IntAttr), opt_prop_def(IntAttr)
+    component, where = opt_prop_def(StringAttr), opt_prop_def(StringAttr)
+    when, couples = opt_prop_def(ArrayAttr[StringAttr]), opt_prop_def(StringAttr)
+    HEADLINE: ClassVar[str | None] = "path"
+    KEYWORDS: ClassVar[Keywords] = (
+        ("cls", "class", TEXT), ("params", "params", NUMBER), ("trainable", "trainable", NUMBER), ("component", "component", TEXT),
+        ("layers", "layers", NUMBER), ("when", "when", TEXTS), ("couples", "couples", TEXT), _AT,
+    )  # fmt: skip
+
+
+@irdl_op_definition
+class CutOp(LineOp):
+    """How a module inside `block` can be cut over `tp` ranks, shown exact (`secc.frontend.tp_search`).
+
+    `styles` has "PATH KIND" for each module that works on parts, `shards` "NAME DIM PART,PART,…" for each
+    parameter that is cut, `partial` the whole parameters whose gradients are parts of a sum, `whole` "PATH:
+    REASON" for what stays whole.
+    """
+
+    name = "sec.cut"
+    path, block, tp = prop_def(StringAttr), prop_def(StringAttr), prop_def(IntAttr)
+    styles, shards = prop_def(ArrayAttr[StringAttr]), prop_def(ArrayAttr[StringAttr])
+    partial, whole = prop_def(ArrayAttr[StringAttr]), prop_def(ArrayAttr[StringAttr])
+    HEADLINE: ClassVar[str | None] = "path"
+    KEYWORDS: ClassVar[Keywords] = (
+        ("block", "block", TEXT), ("tp", "tp", NUMBER), ("styles", "styles", TEXTS), ("shards", "shards", TEXTS),
+        ("partial", "partial", TEXTS), ("whole", "whole", TEXTS),
+    )  # fmt: skip
+
+
+@irdl_op_definition
+class TieOp(LineOp):
+    """One parameter under several names."""
+
+    name = "sec.tie"
+    names = prop_def(ArrayAttr[StringAttr])
+    KEYWORDS: ClassVar[Keywords] = (("names", "names", TEXTS),)
+
+
+@irdl_op_definition
+class RewriteOp(LineOp):
+    """Code with fused operators that may stand in for `method` of `modules` (or for `function`, which their
+    method calls by that name).
+
+    `rules` are those of `fuse-blocks` that it applies; `code` lists the user's line and the text of each
+    line. `fuse-blocks` erases those that are not wanted.
+    """
+
+    name = "sec.rewrite"
+    sym, cls, method = prop_def(StringAttr), prop_def(StringAttr), prop_def(StringAttr)
+    function, where = opt_prop_def(StringAttr), opt_prop_def(StringAttr)
+    rules, modules, code = (
+        prop_def(ArrayAttr[StringAttr]),
+        prop_def(ArrayAttr[StringAttr]),
+        prop_def(ArrayAttr[StringAttr]),
+    )
+    HEADLINE: ClassVar[str | None] = "sym"
+    KEYWORDS: ClassVar[Keywords] = (
+        ("rules", "rules", TEXTS), ("cls", "class", TEXT), ("method", "method", TEXT), ("function", "function", TEXT),
+        ("modules", "modules", TEXTS), ("code", "code", TEXTS), _AT,
+    )  # fmt: skip
+
+
+@irdl_op_definition
+class SectionOp(LineOp):
+    """A section: its mode (forward, dgrad, train), the optional keys of which a sample needs one (none:
+    always active), its blocks.
+
+    The attribute dictionary holds what `annotate-costs` and `allocate` decide: dp, tp, pp, micro_batch,
+    ranks, ...
+    """
+
+    name = "sec.section"
+    sym = prop_def(StringAttr)
+    mode = opt_prop_def(StringAttr)
+    when, blocks = opt_prop_def(ArrayAttr[StringAttr]), opt_prop_def(ArrayAttr[StringAttr])
+    HEADLINE: ClassVar[str | None] = "sym"
+    KEYWORDS: ClassVar[Keywords] = (
+        ("mode", "mode", TEXT),
+        ("when", "when", TEXTS),
+        ("blocks", "blocks", TEXTS),
+    )
+
+
+@irdl_op_definition
+class CaseOp(LineOp):
+    """One capture: the optional keys present (`when`) and the flat ops of the user's forward."""
+
+    name = "sec.case"
+    sym, when = prop_def(StringAttr), prop_def(ArrayAttr[StringAttr])
+    body = region_def("single_block")
+    HEADLINE: ClassVar[str | None] = "sym"
+    KEYWORDS: ClassVar[Keywords] = (("when", "when", TEXTS),)
+
+    @property
+    def ops(self) -> list[Operation]:
+        return list(iter(self.body.block.ops))  # a list of `ops` itself would count them first, one by one
+
+
+@irdl_op_definition
+class BodyOp(LineOp):
+    """One section's part of one or more cases, after `lower`: receives, the section's ops, sends and terms.
+    Codegen prints it as a method.
+
+    `section` is @terms for the bodies that compute leaves and coefficients of the loss. `also` lists further
+    patterns (their keys joined by spaces) for which the same body holds.
+    """
+
+    name = "sec.body"
+    sym = prop_def(StringAttr)
+    section = prop_def(SymbolRefAttr)
+    when, also = prop_def(ArrayAttr[StringAttr]), opt_prop_def(ArrayAttr[StringAttr])
+    body = region_def("single_block")
+    traits = traits_def(NoTerminator())
+    HEADLINE: ClassVar[str | None] = "sym"
+    KEYWORDS: ClassVar[Keywords] = (_IN, ("when", "when", TEXTS), ("also", "also", TEXTS))
+
+
+class _Source(LineOp):
+    """An op without operands whose value comes from outside the case."""
+
+    result = result_def(TensorType)
+
+    @classmethod
+    def of(cls, name: str, type: TensorType) -> _Source:
+        assert cls.HEADLINE is not None
+        return cls.create(result_types=[type], properties={cls.HEADLINE: StringAttr(name)})
+
+
+@irdl_op_definition
+class InputOp(_Source):
+    """A tensor of the batch: `key` is its key, with a path behind it where the batch nests (`images[0]`)."""
+
+    name = "sec.input"
+    key = prop_def(StringAttr)
+    traits = traits_def(Pure())
+    HEADLINE: ClassVar[str | None] = "key"
+
+
+@irdl_op_definition
+class ParamOp(_Source):
+    """A parameter or buffer of the user's model that glue reads, by its name."""
+
+    name = "sec.param"
+    path = prop_def(StringAttr)
+    traits = traits_def(Pure())
+    HEADLINE: ClassVar[str | None] = "path"
+
+
+@irdl_op_definition
+class ConstOp(_Source):
+    """A tensor made from Python data while the model ran; it belongs to the graph, never to the model.
+
+    Where it holds one number, attribute `value` has its text.
+    """
+
+    name = "sec.const"
+    key = prop_def(StringAttr)
+    traits = traits_def(Pure())
+    HEADLINE: ClassVar[str | None] = "key"
+
+
+@irdl_op_definition
+class SizeOp(LineOp):
+    """A size of the whole global batch, as a scalar in a loss coefficient."""
+
+    name = "sec.size"
+    value = prop_def(StringAttr)
+    result = result_def(TensorType)
+    traits = traits_def(Pure())
+    HEADLINE: ClassVar[str | None] = "value"
+
+
+class Computation(LineOp):
+    """A recorded call with an argument template: the user's module or an ATen op."""
+
+    inputs = var_operand_def(TensorType)
+    outputs = var_result_def(TensorType)
+    args = prop_def(StringAttr)
+    no_grad = opt_prop_def(UnitAttr)
+    autocast = opt_prop_def(StringAttr)
+    section = opt_prop_def(SymbolRefAttr)
+    where = opt_prop_def(StringAttr)
+    HEADLINE: ClassVar[str | None] = "target"
+    KEYWORDS: ClassVar[Keywords] = (
+        ("args", "args", TEXT), ("outs", "outs", TEXTS), ("no_grad", "no_grad", FLAG), ("autocast", "autocast", TEXT), _IN, _AT,
+    )  # fmt: skip
+
+    @property
+    def arguments(self) -> argument_template.Arguments:
+        """The argument list as a structure; `template.Ref(i)` is operand i."""
+        properties = self.properties["args"]
+        assert isinstance(properties, StringAttr)
+        return argument_template.parse(properties.data)
+
+    @property
+    def callee(self) -> str:
+        """The block's path or the ATen op that is called."""
+        target = self.properties["target"]
+        assert isinstance(target, StringAttr)
+        return target.data
+
+    @property
+    def base(self) -> str:
+        """The name of an ATen op without overload, `sum` for `aten.sum.dim_IntList`; any other target as it
+        is."""
+        return self.callee.split(".")[1] if self.callee.startswith("aten.") else self.callee
+
+    @classmethod
+    def of(
+        cls,
+        target: str,
+        operands: Sequence[SSAValue],
+        args: str,
+        types: Sequence[TensorType],
+        **properties: Attribute | None,
+    ) -> Computation:
+        """Build the op; further properties (outs, no_grad, section, where, autocast) by name, None for
+        absent."""
+        known: dict[str, Attribute] = {"target": StringAttr(target), "args": StringAttr(args)}
+        known |= {k: v for k, v in properties.items() if v is not None}
+        return cls.create(operands=list(operands), result_types=list(types), properties=known)
+
+
+@irdl_op_definition
+class CallOp(Computation):
+    """A call of a block. `outs` has an access path for each result: "" (the value itself), `[0]`,
+    `.last_hidden_state`, `["logits"]`.
+
+    Attributes put in by `secc.cost.counting.annotate_calls`, texts of expressions over symbols: `flops`
+    (forward), `saved` (bytes kept for backward).
+    """
+
+    name = "sec.call"
+    target = prop_def(StringAttr)
+    outs = prop_def(ArrayAttr[StringAttr])
+
+
+@irdl_op_definition
+class GlueOp(Computation):
+    """A recorded ATen op between blocks, such as `aten.add.Tensor`, or an autograd function of the user's,
+    `function.Reverse`."""
+
+    name = "sec.glue"
+    target = prop_def(StringAttr)
+    traits = traits_def(Pure())
+
+
+@irdl_op_definition
+class GuardOp(LineOp):
+    """A value that Python read from inputs while the case was captured: the case is valid where it is read
+    again as `equals`."""
+
+    name = "sec.guard"
+    value = operand_def(TensorType)
+    equals = prop_def(StringAttr)
+    section, where = opt_prop_def(SymbolRefAttr), opt_prop_def(StringAttr)
+    KEYWORDS: ClassVar[Keywords] = (("equals", "equals", TEXT), _IN, _AT)
+
+
+@irdl_op_definition
+class LeafOp(LineOp):
+    """An input-only scalar that adds up over samples. Its result is the sum over the whole global batch, in
+    float64."""
+
+    name = "sec.leaf"
+    sym = prop_def(StringAttr)
+    value = operand_def(TensorType)
+    result = result_def(TensorType)
+    HEADLINE: ClassVar[str | None] = "sym"
+
+
+@irdl_op_definition
+class TermOp(LineOp):
+    """A term of the loss: operands are the numerator (additive over samples) and its coefficient (over leaves
+    and sizes).
+
+    Without a coefficient operand the numerator counts as it is.
+    """
+
+    name = "sec.term"
+    sym = prop_def(StringAttr)
+    values = var_operand_def(TensorType)
+    section, where = opt_prop_def(SymbolRefAttr), opt_prop_def(StringAttr)
+    HEADLINE: ClassVar[str | None] = "sym"
+    KEYWORDS: ClassVar[Keywords] = (_IN, _AT)
+
+    @property
+    def numerator(self) -> SSAValue:
+        return self.operands[0]
+
+    @property
+    def coefficient(self) -> SSAValue | None:
+        return self.operands[1] if len(self.operands) > 1 else None
+
+
+class _Edge(LineOp):
+    """A tensor that `src` produces and `dst` consumes, carried by rows: `rows` entries of `dim` belong to a
+    sample.
+
+    Without `dim` and `rows` it travels whole, between stages of a pipeline.
+    """
+
+    sym = prop_def(StringAttr)
+    result = result_def(TensorType)
+    src, dst = prop_def(SymbolRefAttr), prop_def(SymbolRefAttr)
+    dim, rows = opt_prop_def(IntAttr), opt_prop_def(StringAttr)
+    extents = opt_prop_def(ArrayAttr[StringAttr])
+    HEADLINE: ClassVar[str | None] = "sym"
+    KEYWORDS: ClassVar[Keywords] = (
+        ("src", "from", SECTION), ("dst", "to", SECTION), ("dim", "dim", NUMBER), ("rows", "rows", TEXT), ("extents", "extents", TEXTS),
+    )  # fmt: skip
+
+
+@irdl_op_definition
+class TransferOp(_Edge):
+    """In a case: the operand of one section as a value of another."""
+
+    name = "sec.transfer"
+    value = operand_def(TensorType)
+
+
+@irdl_op_definition
+class EdgeOp(_Edge):
+    """Declares an edge after `lower`, when transfers have become sends and receives; the result type is the
+    tensor's."""
+
+    name = "sec.edge"
+
+
+@irdl_op_definition
+class ReceiveOp(_Source):
+    """In a body: the rows of an edge for this micro-batch's samples."""
+
+    name = "sec.receive"
+    edge = prop_def(StringAttr)
+    HEADLINE: ClassVar[str | None] = "edge"
+
+
+@irdl_op_definition
+class SendOp(LineOp):
+    """In a body: hands a tensor to an edge."""
+
+    name = "sec.send"
+    edge = prop_def(StringAttr)
+    value = operand_def(TensorType)
+    HEADLINE: ClassVar[str | None] = "edge"
+
+
+@irdl_op_definition
+class ReturnOp(LineOp):
+    """Ends a case: its first operand is the user's loss, the others scalars named `logs` that a run logs.
+
+    After `normalize-loss` it has none, and `constant` is what the terms leave over.
+    """
+
+    name = "sec.return"
+    values = var_operand_def(TensorType)
+    constant, logs = opt_prop_def(StringAttr), opt_prop_def(ArrayAttr[StringAttr])
+    traits = traits_def(IsTerminator())
+    KEYWORDS: ClassVar[Keywords] = (("constant", "constant", TEXT), ("logs", "logs", TEXTS))
+
+
+Sec = Dialect(
+    "sec",
+    [
+        GraphOp, SymbolOp, PatternOp, KeyOp, BlockOp, CutOp, TieOp, RewriteOp, SectionOp, CaseOp, BodyOp, InputOp, ParamOp, ConstOp,
+        SizeOp, CallOp, GlueOp, GuardOp, LeafOp, TermOp, TransferOp, EdgeOp, ReceiveOp, SendOp, ReturnOp,
+    ],
+    [TensorType],
+)  # fmt: skip
+
+
+def graph_of(module: Operation) -> GraphOp:
+    """The one graph of a module."""
+    return next(op for op in module.walk() if isinstance(op, GraphOp))
+
+
+def section_of(op: Operation) -> str | None:
+    """The name of the section that an op is in, None where it is in none (inputs, input-only glue,
+    declarations)."""
+    section = op.properties.get("section")
+    return section.root_reference.data if isinstance(section, SymbolRefAttr) else None
+
+
+def set_section(op: Operation, name: str | None) -> None:
+    """Move an op into a section."""
+    if name is None:
+        op.properties.pop("section", None)
+    else:
+        op.properties["section"] = SymbolRefAttr(name)
+
+
+def new_block(ops: Sequence[Operation]) -> Region:
+    """A region of one block that holds `ops`."""
+    return Region(Block(ops))

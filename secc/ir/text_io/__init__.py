@@ -1,0 +1,1 @@
+"""Parses, prints and verifies modules of the `sec` IR. Imports `ir.dialect` and `ir.analysis`."""

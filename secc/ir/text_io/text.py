@@ -1,0 +1,162 @@
+"""Text in and out: parsing and printing of modules, and errors drawn into the text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from io import StringIO
+from pathlib import Path
+
+from xdsl.context import Context
+from xdsl.dialects.builtin import Builtin, ModuleOp
+from xdsl.ir import Attribute, Operation, SSAValue
+from xdsl.parser import Parser
+from xdsl.printer import Printer
+from xdsl.utils.diagnostic import Diagnostic
+from xdsl.utils.exceptions import ParseError, VerifyException
+
+from secc.errors import UserError
+from secc.ir.dialect.assembly_format import quoted
+from secc.ir.dialect.ops import Sec
+from secc.ir.text_io.verifier import problems
+
+_CONTEXT_LINES = 2
+_KEPT = (
+    1 << 17
+)  # texts of attributes: a compilation prints one module some thirty times, and little of it changes
+
+
+class _Parser(Parser):
+    """xDSL's parser, for which a text with escapes and letters beyond ASCII is bytes; here it is a text (a
+    path, a key)."""
+
+    def parse_optional_str_literal(self) -> str | None:
+        found = super().parse_optional_str_literal()
+        if found is None and (data := self.parse_optional_bytes_literal()) is not None:
+            try:
+                return data.decode()
+            except UnicodeDecodeError:
+                self.raise_error("a text must be UTF-8")
+        return found
+
+
+class _Printer(Printer):
+    """xDSL's printer, with letters beyond ASCII as they are. Attributes never change, so their texts are
+    kept."""
+
+    def print_string(self, text: str, *, indent: int | None = None) -> None:
+        if "\n" in text or self.stream is None:
+            super().print_string(text, indent=indent)
+        else:  # nearly all of it; `print`, which xDSL calls for it, takes several times as long
+            self._current_column += len(text)
+            self.stream.write(text)
+
+    def print_ssa_value(self, value: SSAValue) -> str:
+        """As xDSL does, but for values whose names would be the same: the third that wants to be `x`, and one
+        that wants to be `x_2`."""
+        hint = value.name_hint
+        if not hint or value in self._ssa_values:
+            return super().print_ssa_value(value)
+        number = self.ssa_names.get(hint, 0)
+        while number and f"{hint}_{number}" in self.ssa_names:
+            number += 1
+        name = f"{hint}_{number}" if number else hint
+        self.ssa_names[hint] = number + 1
+        self.ssa_names.setdefault(name, 1)
+        self._ssa_values[value] = name
+        self.print_string(f"%{name}")
+        return name
+
+    def print_string_literal(self, string: str) -> None:
+        self.print_string(quoted(string))
+
+    def print_attribute(self, attribute: Attribute) -> None:
+        self.print_string(_attribute(attribute))
+
+    def print_attr_dict(self, attr_dict: Mapping[str, Attribute]) -> None:
+        self.print_string(
+            f"{{{', '.join(_named(name, attribute) for name, attribute in attr_dict.items())}}}"
+        )
+
+
+class _AttributePrinter(Printer):
+    """The same for one attribute, whole."""
+
+    print_string_literal = _Printer.print_string_literal
+
+
+@lru_cache(_KEPT)
+def _attribute(attribute: Attribute) -> str:
+    stream = StringIO()
+    _AttributePrinter(stream=stream).print_attribute(attribute)
+    return stream.getvalue()
+
+
+@lru_cache(_KEPT)
+def _named(name: str, attribute: Attribute) -> str:
+    """An entry of a dictionary of attributes."""
+    stream = StringIO()
+    _AttributePrinter(stream=stream).print_attr_dict({name: attribute})
+    return stream.getvalue()[1:-1]
+
+
+def context() -> Context:
+    """A context that knows the dialects of secc."""
+    found = Context()
+    found.load_dialect(Builtin)
+    found.load_dialect(Sec)
+    return found
+
+
+def parse(text: str, name: str = "<text>") -> ModuleOp:
+    """Read and verify a module. Raises UserError with the place drawn into the text."""
+    try:
+        module = _Parser(context(), text, name).parse_module()
+    except ParseError as error:
+        raise UserError(f"cannot read the IR\n{error}", name) from None
+    verify(module, name)
+    return module
+
+
+def load(path: str | Path) -> str:
+    """The text of a file. Raises UserError if it cannot be read."""
+    try:
+        return Path(path).read_text()
+    except OSError as error:
+        raise UserError(f"cannot read the file: {error.strerror}", str(path)) from None
+    except UnicodeDecodeError:
+        raise UserError("cannot read the file: it is not text", str(path)) from None
+
+
+def read(path: str | Path) -> ModuleOp:
+    """Read and verify a file."""
+    return parse(load(path), str(path))
+
+
+def print_module(module: Operation) -> str:
+    """The text of a module; `parse` reads it back to an equal one."""
+    stream = StringIO()
+    _Printer(stream=stream).print_op(module)
+    return stream.getvalue().rstrip() + "\n"
+
+
+def verify(module: ModuleOp, name: str = "<text>") -> None:
+    """Check the rules of xDSL and of the dialect. Raises UserError with the first broken one drawn under its
+    op."""
+    for op, message in problems(module):
+        raise UserError(f"the IR breaks a rule\n{excerpt(module, op, message)}", name)
+    try:
+        module.verify()
+    except VerifyException as error:
+        raise UserError(f"the IR breaks a rule\n{error}", name) from None
+
+
+def excerpt(module: ModuleOp, op: Operation, message: str) -> str:
+    """The lines around `op` with `message` and a caret below it."""
+    diagnostic = Diagnostic()
+    diagnostic.add_message(op, message)
+    stream = StringIO()
+    _Printer(stream=stream, diagnostic=diagnostic).print_op(module)
+    lines = stream.getvalue().splitlines()
+    first = next((i for i, line in enumerate(lines) if line.lstrip().startswith("^")), len(lines) - 1)
+    return "\n".join(lines[max(0, first - 1 - _CONTEXT_LINES) : first + 2 + _CONTEXT_LINES])

@@ -1,0 +1,128 @@
+"""Pass pipelines: which passes there are, a pipeline from its text, and running one with printing and timing
+between passes.
+
+A pass is a frozen dataclass in its own file of `passes/`; its fields are its options. The registry is a table
+of names, so that neither `import secc` nor `secc opt --help` loads a pass that is not used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from xdsl.dialects.builtin import ModuleOp
+from xdsl.passes import ModulePass, PassPipeline
+from xdsl.utils.arg_spec import ArgSpec
+from xdsl.utils.exceptions import ArgSpecParseError
+
+from secc.errors import UserError
+from secc.ir.text_io.text import context, print_module, verify
+
+PASSES = {
+    "canonicalize": "canonicalize.Canonicalize",
+    "dce": "dce.DeadCodeElimination",
+    "normalize-loss": "normalize_loss.NormalizeLoss",
+    "fuse-linear-loss": "fuse_linear_loss.FuseLinearLoss",
+    "annotate-patterns": "annotate_patterns.AnnotatePatterns",
+    "infer-modes": "infer_modes.InferModes",
+    "coarsen": "coarsen.Coarsen",
+    "fuse-blocks": "fuse_blocks.FuseBlocks",
+    "annotate-costs": "annotate_costs.AnnotateCosts",
+    "sink-boundaries": "sink_boundaries.SinkBoundaries",
+    "allocate": "allocate.Allocate",
+    "place": "place.Place",
+    "split-stages": "split_stages.SplitStages",
+    "shard-tensors": "shard_tensors.ShardTensors",
+    "shard-logits": "shard_logits.ShardLogits",
+    "insert-transfers": "insert_transfers.InsertTransfers",
+    "lower": "lower.Lower",
+}
+
+
+def load_pass(name: str) -> type[ModulePass]:
+    """The class of a pass by its kebab-case name."""
+    module, cls = PASSES[name].split(".")
+    return getattr(importlib.import_module(f"secc.passes.{module}"), cls)
+
+
+def parse(text: str) -> tuple[ModulePass, ...]:
+    """The passes of a pipeline string such as `canonicalize,coarsen{max-sections=4}`. Raises UserError naming
+    what is wrong."""
+    loaders: dict[str, Callable[[], type[ModulePass]]] = {
+        name: lambda name=name: load_pass(name) for name in PASSES
+    }
+    try:
+        return PassPipeline.parse_spec(loaders, text).passes
+    except (ValueError, ArgSpecParseError) as error:
+        raise UserError(
+            f"cannot read the pipeline {text!r}: {error}", remedy=f"passes are {', '.join(PASSES)}"
+        ) from None
+
+
+@dataclass
+class Run:
+    """What happened while a pipeline ran: for each pass its name and options, its seconds, and the text after
+    it if wanted."""
+
+    dumps: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    seconds: list[tuple[str, float]] = field(default_factory=list[tuple[str, float]])
+
+
+def run(
+    module: ModuleOp,
+    passes: Sequence[ModulePass],
+    *,
+    dump: bool = False,
+    progress: Callable[[str], None] | None = None,
+    made: Sequence[str] = (),
+) -> Run:
+    """Apply passes in order, verifying after each; `progress` is told each pass's name before it starts.
+
+    With `dump`, keep the text after each; its header is the pipeline that made it, after `made`, the one that
+    made `module`.
+    """
+    record = Run()
+    done = list(made)
+    for step in passes:
+        if progress is not None:
+            progress(step.name)
+        start = time.perf_counter()
+        _apply(step, module)
+        record.seconds.append((step.name, time.perf_counter() - start))
+        done.append(described(step))
+        if dump:
+            record.dumps.append((step.name, header(done) + print_module(module)))
+    return record
+
+
+def _apply(step: ModulePass, module: ModuleOp) -> None:
+    """One pass. What a pass says of the user's model goes through; IR that it leaves broken is a defect of
+    secc."""
+    step.apply(context(), module)
+    try:
+        verify(module)
+    except UserError as error:
+        raise RuntimeError(f"pass {step.name} left IR that breaks a rule: {error.message}") from error
+
+
+def described(step: ModulePass) -> str:
+    """A pass with the options that differ from their defaults, as in a pipeline string:
+    `coarsen{max-sections=4}`."""
+    spec = step.spec()
+    return str(
+        ArgSpec(spec.name, {name.replace("_", "-"): values for name, values in spec.parameters.items()})
+    )
+
+
+def header(done: Sequence[str]) -> str:
+    """The first line of a dump: how to make it again from the capture with `secc opt`."""
+    return f"// secc opt -p '{','.join(done)}'\n" if done else ""
+
+
+def made_by(text: str) -> list[str]:
+    """The pipeline in the header of a dump, as a list of one text; [] where there is no header."""
+    found = re.match(r"// secc opt -p '([^'\n]*)'\n", text)
+    return [found[1]] if found else []
