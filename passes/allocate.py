@@ -22,7 +22,7 @@ from secc.alloc.explain import plan_choices as known
 from secc.alloc.explain.alternatives import reasons
 from secc.alloc.explain.infeasibility import explain
 from secc.alloc.problem import pins as pins_
-from secc.alloc.problem.build import problem, usable_ranks
+from secc.alloc.problem.build_problem import problem, usable_ranks
 from secc.alloc.problem.candidates import Load, Workload, times_of, workload
 from secc.alloc.problem.closed_form import Value, evaluate
 from secc.alloc.problem.pins import Pins

@@ -14,7 +14,7 @@ from xdsl.context import Context
 from xdsl.dialects.builtin import ModuleOp, StringAttr
 from xdsl.passes import ModulePass
 
-from secc.cost.model.dataset_load import crossings
+from secc.cost.model.patterns_and_transfers import crossings
 from secc.cost.model.section_cost import SectionCost, section_cost
 from secc.ir.dialect.ops import SectionOp, graph_of
 from secc.ir.dialect.python_attributes import integer

@@ -29,7 +29,7 @@ from secc.passes.allocate import Allocate, Solved
 from secc.passes.dce import DeadCodeElimination
 from secc.passes.sections.assign_ops import place
 from secc.passes.sections.block_groups import Group, Grouping, Links, initial_groups, pins
-from secc.passes.sections.merge import note
+from secc.passes.sections.merge_sections import note
 from secc.passes.sink_boundaries import SinkBoundaries
 
 _BY = ("component", "block")

@@ -19,7 +19,7 @@ from xdsl.passes import ModulePass
 from secc.cost.counting.fused_costs import broken, choose, inside
 from secc.ir.analysis import fusion_report
 from secc.ir.dialect.ops import GraphOp, RewriteOp, graph_of, strings
-from secc.passes.fusion.switch import reason_against
+from secc.passes.fusion.fuse_when import reason_against
 from secc.runtime.plan.schema import Fusion
 
 

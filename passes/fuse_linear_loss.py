@@ -1,7 +1,7 @@
 """`fuse-linear-loss`: losses on the logits of linear heads become operators that never hold the logits.
 
 The loss's terms, sums over rows since `normalize-loss`, are read as formulas over heads' logits
-(`secc.passes.fusion.reading`), and rules say which operators compute them (`secc.passes.fusion.rules`). A
+(`secc.passes.fusion.formula_reader`), and rules say which operators compute them (`secc.passes.fusion.operator_rules`). A
 head's call goes away only if all uses of its logits do, so a loss is fused where nothing else needs the
 logits. The operators read the user's own parameters. What was fused, and why other losses on heads were not,
 is noted in the graph (`secc.ir.analysis.fusion_report`).
@@ -21,13 +21,13 @@ from secc.ir.analysis import fusion_report
 from secc.ir.dialect.ops import CallOp, CaseOp, GraphOp, GuardOp, ParamOp, ReturnOp, TermOp, graph_of
 from secc.ir.text_io.verifier import where
 from secc.passes.dce import DeadCodeElimination
-from secc.passes.fusion import groups, heads
-from secc.passes.fusion.emit import Emitter
+from secc.passes.fusion import logit_heads, term_groups
 from secc.passes.fusion.formula import Head, Parameter
-from secc.passes.fusion.groups import Group
-from secc.passes.fusion.reading import Reader
-from secc.passes.fusion.rules import CROSS_ENTROPY, KL, KL_CE, Piece, joint, objection
-from secc.passes.fusion.switch import reason_against
+from secc.passes.fusion.formula_reader import Reader
+from secc.passes.fusion.fuse_when import reason_against
+from secc.passes.fusion.operator_emitter import Emitter
+from secc.passes.fusion.operator_rules import CROSS_ENTROPY, KL, KL_CE, Piece, joint, objection
+from secc.passes.fusion.term_groups import Group
 from secc.runtime.plan.schema import Fusion
 
 _NONE = "its loss is none of those that operators compute"
@@ -62,7 +62,7 @@ def _mark(graph: GraphOp) -> None:
     called = {op.target.data for op in ops if isinstance(op, CallOp)}
     read = {op.path.data.rpartition(".")[0] for op in ops if isinstance(op, ParamOp)}
     for path, block in graph.blocks.items():
-        if path in read and path not in called and heads.WEIGHT in block.attributes:
+        if path in read and path not in called and logit_heads.WEIGHT in block.attributes:
             block.attributes[fusion_report.FUSED] = UnitAttr()
 
 
@@ -75,7 +75,7 @@ class _Fuser:
         self.refused: dict[Head, tuple[str, str]] = {}  # why, where
 
     def run(self) -> list[Fusion]:
-        found = self._accepted(groups.of(self.case, self.reader))
+        found = self._accepted(term_groups.of(self.case, self.reader))
         notes = _Rewriter(self.graph, self.case, found, self.without).run() if found else []
         fused = {logits.head for group in found for piece in group.pieces for logits in piece.logits}
         return notes + [self._refusal(head) for head in self.reader.compared if head not in fused]

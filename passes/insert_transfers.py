@@ -2,7 +2,7 @@
 
 An edge carries one value to one section, by rows per sample, or whole between stages of a pipeline
 (`secc.ir.analysis.transferable_values`). The micro-batches of two sections need not have the same pattern, so
-an edge has one name in all cases (`secc.passes.boundaries.edges`), and a case that does without it must have
+an edge has one name in all cases (`secc.passes.boundaries.section_edges`), and a case that does without it must have
 no rows for it.
 """
 
@@ -18,8 +18,8 @@ from xdsl.passes import ModulePass
 from secc.errors import UserError
 from secc.ir.analysis.transferable_values import WHOLE
 from secc.ir.dialect.ops import TransferOp, graph_of, section_of, texts
-from secc.passes.boundaries.edges import Crossing, Edge, edges_of, label
 from secc.passes.boundaries.fallback_cases import drop_misfits
+from secc.passes.boundaries.section_edges import Crossing, Edge, edges_of, label
 
 
 @dataclass(frozen=True)

@@ -22,14 +22,14 @@ from secc.ir.dialect.ops import CaseOp, GlueOp, LeafOp, ReturnOp, TermOp, graph_
 from secc.ir.dialect.readable_names import ACCEPTED, LOGGED
 from secc.ir.dialect.tensor_type import TensorType, tensor
 from secc.ir.text_io.verifier import where
-from secc.passes.loss.accept import check, note
-from secc.passes.loss.buffers import with_constants
+from secc.passes.loss.approximations import check, note
+from secc.passes.loss.buffer_constants import with_constants
 from secc.passes.loss.coefficient import ONE, SCALAR, Coefficient, Emitter
-from secc.passes.loss.context import Context
-from secc.passes.loss.identity import Names, Structure, keys, label
-from secc.passes.loss.logged import PREFIX, logged
-from secc.passes.loss.states import Bad, Part, Stack, State
-from secc.passes.loss.walk import slice_of, walk
+from secc.passes.loss.logged_scalars import PREFIX, logged
+from secc.passes.loss.loss_context import Context
+from secc.passes.loss.loss_walk import slice_of, walk
+from secc.passes.loss.term_names import Names, Structure, keys, label
+from secc.passes.loss.value_states import Bad, Part, Stack, State
 
 SAMPLES = "B"
 _BALANCE = "balance_loss"
@@ -49,7 +49,7 @@ class CaseTerms:
 @dataclass(frozen=True)
 class NormalizeLoss(ModulePass):
     """`accept`: approximations that the user accepts where a loss is not separable
-    (`secc.passes.loss.accept`)."""
+    (`secc.passes.loss.approximations`)."""
 
     name = "normalize-loss"
     accept: tuple[str, ...] = ()

@@ -20,7 +20,7 @@ from xdsl.passes import ModulePass
 from secc.alloc.placement.rank_placement import Chain, Cost, Flow, Group, Places, Sum, cost, in_a_row, search
 from secc.alloc.problem.candidates import Load, Workload, on_rank, workload
 from secc.cluster import Cluster
-from secc.cost.model.dataset_load import micro_batch
+from secc.cost.model.patterns_and_transfers import micro_batch
 from secc.ir.analysis.dataflow import number_of, text_of
 from secc.ir.dialect.ops import GraphOp, SectionOp, graph_of
 from secc.ir.dialect.python_attributes import integers

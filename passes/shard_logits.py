@@ -4,7 +4,7 @@ has whole logits.
 A head that is called in the glue gives each rank the logits of its tokens, and so does a product with a
 weight that `shard-tensors` cut. `secc.ir.analysis.vocab_sharding` says what becomes of the ops behind: most
 work on parts as they are, those that run along the vocabulary become `parts.…` glue
-(`secc.runtime.tensor_parallel.parts`). What needs whole tensors gets them gathered; the section's `whole`
+(`secc.runtime.tensor_parallel.vocab_parallel_ops`). What needs whole tensors gets them gathered; the section's `whole`
 says for what.
 """
 
@@ -34,7 +34,7 @@ from secc.ir.dialect.ops import (
 from secc.ir.dialect.python_attributes import integer
 from secc.ir.dialect.tensor_type import tensor
 from secc.ir.text_io.verifier import where
-from secc.passes.loss.workshop import carry_grad
+from secc.passes.loss.pending_ops import carry_grad
 
 Named = dict[SSAValue, str]
 

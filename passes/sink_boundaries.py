@@ -2,7 +2,7 @@
 
 A teacher's head goes into the student's section, so that hidden states travel in place of logits; slicing and
 pooling glue goes to the producer, expanding glue to the consumer; of two tensors computed from one another
-one is sent. Each pair of sections is a minimum cut (`secc.passes.boundaries.min_cut`), priced by the cluster
+one is sent. Each pair of sections is a minimum cut (`secc.passes.boundaries.boundary_min_cut`), priced by the cluster
 where one is given: work computed twice at its devices' rate, bytes at the link that edges take, and a section
 takes over weights of up to an eighth of a device's memory. Where no boundary can be carried by edges, the two
 sections become one. What was done is kept in the sections' attribute `notes`.
@@ -34,11 +34,11 @@ from secc.ir.dialect.ops import (
     texts,
 )
 from secc.ir.dialect.tensor_type import tensor
-from secc.passes.boundaries.edges import edges_of, label
+from secc.passes.boundaries.boundary_min_cut import Boundary, Prices, weight_bytes, work_of
 from secc.passes.boundaries.fallback_cases import drop, drop_misfits, spare_cases
-from secc.passes.boundaries.min_cut import Boundary, Prices, weight_bytes, work_of
+from secc.passes.boundaries.section_edges import edges_of, label
 from secc.passes.sections.assign_ops import repeat, settle_mode
-from secc.passes.sections.merge import merge_sections, note
+from secc.passes.sections.merge_sections import merge_sections, note
 
 ROOM = 8  # the part of a device's memory that weights of other sections may take
 

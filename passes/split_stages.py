@@ -38,8 +38,8 @@ from secc.alloc.refine.in_flight_limits import size
 from secc.cluster import GIB, Cluster, Device, parse
 from secc.cost.model import roofline
 from secc.cost.model.collectives import Span, of_ranks
-from secc.cost.model.dataset_load import is_active, micro_batch, patterns
 from secc.cost.model.memory import Memory
+from secc.cost.model.patterns_and_transfers import is_active, micro_batch, patterns
 from secc.cost.model.section_cost import section_cost
 from secc.errors import Impossible, UserError
 from secc.ir.analysis.dataflow import number_of, strongest, text_of, with_gradient
@@ -47,7 +47,7 @@ from secc.ir.dialect.ops import CallOp, GraphOp, SectionOp, graph_of, section_of
 from secc.ir.dialect.python_attributes import integer, integers, number
 from secc.ir.dialect.readable_names import unique
 from secc.passes.annotate_costs import annotate
-from secc.passes.boundaries.min_cut import Prices
+from secc.passes.boundaries.boundary_min_cut import Prices
 from secc.passes.boundaries.stage_cuts import Units, cut
 from secc.passes.sections.assign_ops import modes, settle_mode
 from secc.passes.sink_boundaries import settle

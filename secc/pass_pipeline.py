@@ -19,7 +19,7 @@ from xdsl.utils.arg_spec import ArgSpec
 from xdsl.utils.exceptions import ArgSpecParseError
 
 from secc.errors import UserError
-from secc.ir.text_io.text import context, print_module, verify
+from secc.ir.text_io.module_text import context, print_module, verify
 
 PASSES = {
     "canonicalize": "canonicalize.Canonicalize",

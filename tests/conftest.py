@@ -9,14 +9,20 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
+import torch
 from hypothesis import settings
+from torch import nn
+
+from secc.runtime.model.user_file import UserModel, load
 
 settings.register_profile("secc", deadline=None)  # a busy machine is no failure
 settings.load_profile("secc")
@@ -63,3 +69,25 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
+
+
+class Anything(nn.Module):
+    """Takes any batch."""
+
+    def forward(self, **batch: Any) -> torch.Tensor:
+        return torch.zeros(())
+
+
+@pytest.fixture
+def user_of(tmp_path: Path) -> Callable[..., UserModel]:
+    """`user_of(samples, **functions)`: a user's model that takes any batch, with a list as dataset and
+    further functions of the file."""
+
+    def build(samples: list[dict[str, Any]], **functions: Any) -> UserModel:
+        path = tmp_path / "given_functions.py"
+        path.write_text("")
+        user = load(path)
+        vars(user.module).update({"model": Anything, "dataset": lambda: samples, **functions})
+        return user
+
+    return build

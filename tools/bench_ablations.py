@@ -20,7 +20,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from secc.alloc.problem.build import problem
+from secc.alloc.problem.build_problem import problem
 from secc.alloc.problem.candidates import Workload, workload
 from secc.alloc.problem.closed_form import evaluate
 from secc.alloc.problem.pins import Pins
@@ -34,7 +34,7 @@ from secc.cost.model.step_overheads import with_overheads
 from secc.driver import what_if
 from secc.ir.analysis import sample_sizes
 from secc.ir.dialect.ops import GraphOp, graph_of
-from secc.ir.text_io import text
+from secc.ir.text_io import module_text
 from secc.passes.allocate import MARGIN, hand_out
 from tools.bench_workloads import print_rows
 
@@ -148,7 +148,7 @@ def unsunk(directory: Path, graph: GraphOp) -> GraphOp | None:
     at = next((i for i, path in enumerate(dumps) if path.stem.partition("-")[2] == SINK), 0)
     if not at:
         return None
-    before = graph_of(text.parse(dumps[at - 1].read_text()))
+    before = graph_of(module_text.parse(dumps[at - 1].read_text()))
     before.attributes[sample_sizes.ATTRIBUTE] = graph.attributes[sample_sizes.ATTRIBUTE]
     return before
 
@@ -156,7 +156,7 @@ def unsunk(directory: Path, graph: GraphOp) -> GraphOp | None:
 def row(name: str, plans: Path) -> list[str]:
     """The cells of a workload."""
     (allocate, *_), path = what_if.before_allocate(plans / name)
-    graph = graph_of(text.parse(path.read_text(), str(path)))
+    graph = graph_of(module_text.parse(path.read_text(), str(path)))
     own = setting(graph, allocate)
     plan = own.step(own.chosen(own.trial))
     uniform = solve(replace(own.asked, strategy="uniform"), margin=MARGIN)

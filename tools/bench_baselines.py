@@ -24,14 +24,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from secc.baselines.compare import Comparison
 from secc.baselines.schemes import SCHEMES
-from secc.bounds.steady import steady_bound
+from secc.bounds.steady_state import steady_bound
 from secc.bounds.work import Work
 from secc.runtime.plan.schema import Plan, load
 from secc.runtime.plan.step_program import SampleMeta
-from secc.simulate.batches import global_batches
-from secc.simulate.machine import simulate
-from secc.simulate.measures import Measures, mean, measure
-from secc.simulate.steady import steady
+from secc.simulate.global_batches import global_batches
+from secc.simulate.simulator import simulate
+from secc.simulate.steady_state import steady
+from secc.simulate.step_measures import Measures, mean, measure
 from tools.bench_workloads import COMPILE, WORKLOADS, print_table
 
 COLUMNS = ("workload", "P(image)", "plan, s", "over schedule bound", "over plan bound", *SCHEMES, "sections")

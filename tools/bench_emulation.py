@@ -4,7 +4,7 @@ of training.
 python -m tools.bench_emulation [NAME ...] --steps 3      plans with 2 to 16 ranks; those with 64 only if
 named
 
-Each plan has the sections of `tools/mixes.py` on a machine of 8 devices a node, and its own samples. Wall
+Each plan has the sections of `tools/schedule_mixes.py` on a machine of 8 devices a node, and its own samples. Wall
 time over simulated time of each step but the first, in which processes still warm up. Prints Markdown.
 """
 
@@ -25,9 +25,9 @@ from secc.runtime.plan.schema import Input, ModelRef, Plan
 from secc.runtime.plan.schema import to_json as plan_json
 from secc.runtime.training.emulation import FILE, to_json
 from secc.runtime.training.launch import run_plan
-from secc.simulate.batches import global_batches
-from secc.simulate.emulated import compared, table
-from tools import mixes
+from secc.simulate.emulation_table import compared, table
+from secc.simulate.global_batches import global_batches
+from tools import schedule_mixes
 
 MODEL = Path(__file__).parent / "models" / "sized.py"
 LINK = {"latency_ns": 20_000, "bytes_per_s": 10**10}
@@ -77,18 +77,20 @@ class Case:
     sections for them."""
 
     samples: int
-    plan: Callable[[mixes.Samples], Plan]
-    mix: Callable[[int, int], mixes.Samples] = lambda count, seed: mixes.multimodal(count, 0.33, seed)
+    plan: Callable[[schedule_mixes.Samples], Plan]
+    mix: Callable[[int, int], schedule_mixes.Samples] = lambda count, seed: schedule_mixes.multimodal(
+        count, 0.33, seed
+    )
 
 
-def _shared(samples: mixes.Samples, ranks: int) -> Plan:
+def _shared(samples: schedule_mixes.Samples, ranks: int) -> Plan:
     """An encoder and a language model on the same ranks."""
-    plan = mixes.vlm(samples, ranks, ranks, 0.5)
+    plan = schedule_mixes.vlm(samples, ranks, ranks, 0.5)
     moved = (replace(s, mesh=replace(s.mesh, ranks=tuple(range(ranks)))) for s in plan.sections)
     return replace(plan, sections=tuple(moved), world_size=ranks)
 
 
-def _sharded(samples: mixes.Samples, ranks: int, way: str) -> Plan:
+def _sharded(samples: schedule_mixes.Samples, ranks: int, way: str) -> Plan:
     """The same, with 16-bit parameters whose optimizer states, or all of which, the ranks share."""
     plan = _shared(samples, ranks)
     names = {s.name: f"{s.name}.weight" for s in plan.sections}
@@ -97,38 +99,39 @@ def _sharded(samples: mixes.Samples, ranks: int, way: str) -> Plan:
     return replace(plan, sections=sections, model=replace(plan.model, parameters=parameters))
 
 
-def _ahead(samples: mixes.Samples, teachers: int, students: int, stages: int = 1) -> Plan:
+def _ahead(samples: schedule_mixes.Samples, teachers: int, students: int, stages: int = 1) -> Plan:
     """A teacher that runs ahead of its students, which may have stages."""
-    pipeline = mixes.Pipeline(stages, 2 * stages if stages > 1 else 0, stages > 1)
+    pipeline = schedule_mixes.Pipeline(stages, 2 * stages if stages > 1 else 0, stages > 1)
     return replace(
-        mixes.teacher_student(samples, teachers, students, 1.0, pipeline), run_ahead_gib=200 * MEBIBYTE
+        schedule_mixes.teacher_student(samples, teachers, students, 1.0, pipeline),
+        run_ahead_gib=200 * MEBIBYTE,
     )
 
 
 CASES = {
-    "2 ranks, encoder → LM": Case(8, lambda s: mixes.vlm(s, 1, 1, 0.8)),
+    "2 ranks, encoder → LM": Case(8, lambda s: schedule_mixes.vlm(s, 1, 1, 0.8)),
     "2 ranks, shared": Case(8, lambda s: _shared(s, 2)),
     "3 ranks, encoder → LM of 2 stages": Case(
-        8, lambda s: mixes.vlm(s, 1, 1, 0.8, pipeline=mixes.Pipeline(2, 4, True))
+        8, lambda s: schedule_mixes.vlm(s, 1, 1, 0.8, pipeline=schedule_mixes.Pipeline(2, 4, True))
     ),
-    "3 ranks, teacher → student, ahead": Case(8, lambda s: _ahead(s, 1, 2), mixes.distillation),
+    "3 ranks, teacher → student, ahead": Case(8, lambda s: _ahead(s, 1, 2), schedule_mixes.distillation),
     "4 ranks, encoder → LM of 3 stages": Case(
-        8, lambda s: mixes.vlm(s, 1, 1, 0.8, pipeline=mixes.Pipeline(3, 6))
+        8, lambda s: schedule_mixes.vlm(s, 1, 1, 0.8, pipeline=schedule_mixes.Pipeline(3, 6))
     ),
     "4 ranks, teacher → student of 2 stages, ahead": Case(
-        8, lambda s: _ahead(s, 2, 1, stages=2), mixes.distillation
+        8, lambda s: _ahead(s, 2, 1, stages=2), schedule_mixes.distillation
     ),
     "8 ranks, teacher → student of 2 stages, ahead": Case(
-        16, lambda s: _ahead(s, 2, 3, stages=2), mixes.distillation
+        16, lambda s: _ahead(s, 2, 3, stages=2), schedule_mixes.distillation
     ),
     "4 ranks, shared, zero1": Case(16, lambda s: _sharded(s, 4, "zero1")),
     "8 ranks, shared": Case(32, lambda s: _shared(s, 8)),
     "8 ranks, shared, zero3": Case(32, lambda s: _sharded(s, 8, "zero3")),
     "16 ranks, encoder → LM of 4 stages": Case(
-        48, lambda s: mixes.vlm(s, 4, 3, 0.8, pipeline=mixes.Pipeline(4, 8, True))
+        48, lambda s: schedule_mixes.vlm(s, 4, 3, 0.8, pipeline=schedule_mixes.Pipeline(4, 8, True))
     ),
     "64 ranks, encoder → LM of 4 stages": Case(
-        128, lambda s: mixes.vlm(s, 16, 12, 0.8, pipeline=mixes.Pipeline(4, 8, True))
+        128, lambda s: schedule_mixes.vlm(s, 16, 12, 0.8, pipeline=schedule_mixes.Pipeline(4, 8, True))
     ),
 }
 LARGE = [name for name in CASES if name.startswith("64")]
@@ -144,7 +147,7 @@ def write(directory: Path, case: Case, batches: int) -> Plan:
         model=ModelRef("model.py", hashlib.sha256(text.encode()).hexdigest(), made.model.parameters),
         global_batch=case.samples,
         inputs=(Input("ids", "int64", ("1", "T")), Input("images", "float32", ("I",), optional=True)),
-        symbols=tuple(s for s in mixes.SYMBOLS if s.name in "TI"),
+        symbols=tuple(s for s in schedule_mixes.SYMBOLS if s.name in "TI"),
         cluster=CLUSTER,
     )
     plan = replace(plan, edges=tuple(replace(e, dims=("T", str(WIDTH)), rows="T") for e in plan.edges))

@@ -26,7 +26,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from secc.runtime.kernels import backend, tuning
+from secc.runtime.kernels import backend, launch_tuning
 from tools.kernel_cases import MODELS, TINY, Case, Sizes, Way, entries, losses, ways_of
 
 COLORS = {"secc": "#2a6fb0", "eager": "#999999", "compile": "#d9a441", "liger": "#5a9a5a"}
@@ -212,8 +212,8 @@ def tune(cases: Sequence[Case], sizes: Sequence[Sizes], dtype: torch.dtype) -> N
     """Measure the launch parameters of every kernel at these sizes."""
     for s in sizes:
         widths = {"norm": s.hidden, "rows": s.hidden, "gated": s.intermediate, "rope": s.head}
-        widths |= {case.name: s.vocabulary for case in cases if case.name in tuning.TUNABLES}
-        for name, launch in tuning.tune(s.rows, widths, dtype).items():
+        widths |= {case.name: s.vocabulary for case in cases if case.name in launch_tuning.TUNABLES}
+        for name, launch in launch_tuning.tune(s.rows, widths, dtype).items():
             print(f"tuned {name} for {s.name}: {launch}", flush=True)
 
 

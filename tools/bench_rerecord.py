@@ -23,8 +23,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from secc.driver.compile import Options, compile_model
 from secc.driver.exactness_check import checked
-from secc.report.page import page
-from tools.ranks import metrics, run
+from secc.report.html_page import page
+from tools.compare_training import metrics, run
 
 MODEL = Path(__file__).parent / "models" / "grid_reader.py"
 WAYS = {"ahead": "1", "waited for": "0"}  # loading processes of a rank

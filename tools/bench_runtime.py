@@ -39,14 +39,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
 from secc.driver.compile import Compiled, Options, compile_model
-from secc.report.page import page
+from secc.report.html_page import page
 from secc.runtime.model.user_file import UserModel, load, loss_of
 from secc.runtime.plan.schema import Plan
 from secc.runtime.sections.base import load_section
 from secc.runtime.training.options import parse
 from secc.runtime.training.rank_context import Run
 from secc.runtime.training.trainer import Trainer
-from tools.ranks import free_port
+from tools.compare_training import free_port
 
 MODEL = Path(__file__).parent / "bench_decoder.py"
 WARM = 3  # steps before the clock runs

@@ -10,7 +10,7 @@ language models on the same ranks, in replicas of other widths python -m tools.b
 pipelines alone, by stages and room python -m tools.bench_schedules cost               milliseconds of one
 core over four decades of batch sizes
 
-Costs are linear and transfers take no time; `tools/mixes.py` has the mixes. Prints Markdown.
+Costs are linear and transfers take no time; `tools/schedule_mixes.py` has the mixes. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from secc.runtime.plan.schema import Plan
 from secc.runtime.plan.step_program import SampleMeta, active, computations
 from secc.runtime.schedule.scheduler import timed_schedule
 from secc.runtime.validation.full_check import check
-from tools import mixes
+from tools import schedule_mixes
 
 Case = Callable[[int], tuple[Plan, list[SampleMeta]]]  # of a seed
 IMAGES, LOADS = (
@@ -48,14 +48,14 @@ def case(
 ) -> tuple[Plan, list[SampleMeta]]:
     """A plan of one kind and a batch for it."""
     if kind == "teacher → student":
-        samples = mixes.distillation(count, seed)
-        return mixes.teacher_student(samples, encoders, replicas, load), samples
-    samples = mixes.multimodal(count, images, seed, audio=0.2 if kind == "two encoders" else 0.0)
+        samples = schedule_mixes.distillation(count, seed)
+        return schedule_mixes.teacher_student(samples, encoders, replicas, load), samples
+    samples = schedule_mixes.multimodal(count, images, seed, audio=0.2 if kind == "two encoders" else 0.0)
     makers: dict[str, Callable[..., Plan]] = {
-        "encoder → LM": mixes.vlm,
-        "frozen encoder → LM": partial(mixes.vlm, mode="forward"),
-        "two encoders": mixes.omni,
-        "two consumers": mixes.shared_encoder,
+        "encoder → LM": schedule_mixes.vlm,
+        "frozen encoder → LM": partial(schedule_mixes.vlm, mode="forward"),
+        "two encoders": schedule_mixes.omni,
+        "two consumers": schedule_mixes.shared_encoder,
     }
     return makers[kind](samples, encoders, replicas, load), samples
 
@@ -116,7 +116,7 @@ def pipelines(seeds: int, counts: Sequence[int]) -> None:
     for count in counts:
         for stages in PLANNED_STAGES:
             cells = [
-                _staged(count, 0.33, 0.8, mixes.Pipeline(stages, room * stages, split), seeds)
+                _staged(count, 0.33, 0.8, schedule_mixes.Pipeline(stages, room * stages, split), seeds)
                 for split, room in kinds
             ]
             print(f"| {count} | {stages} | {' | '.join(cells)} |", flush=True)
@@ -132,7 +132,7 @@ def loads(seeds: int, mixed: Sequence[float]) -> None:
     )
     for images, load, stages in product(mixed, LOADS, PLANNED_STAGES):
         cells = [
-            _staged(32, images, load, mixes.Pipeline(stages, room * stages, split), seeds)
+            _staged(32, images, load, schedule_mixes.Pipeline(stages, room * stages, split), seeds)
             for split, room in kinds
         ]
         print(f"| {images:.2f} | {load:.0%} | {stages} | {' | '.join(cells)} |", flush=True)
@@ -153,8 +153,10 @@ def widths(seeds: int) -> None:
     for encoder, language in WIDTHS:
         cells: list[str] = []
         for load, size in kinds:
-            batches = [mixes.multimodal(32 * 16 // language, 0.33, seed) for seed in range(seeds)]
-            plans = [mixes.shared(samples, 16, (encoder, language), load, size) for samples in batches]
+            batches = [schedule_mixes.multimodal(32 * 16 // language, 0.33, seed) for seed in range(seeds)]
+            plans = [
+                schedule_mixes.shared(samples, 16, (encoder, language), load, size) for samples in batches
+            ]
             found = [
                 timed_schedule(p, b)[1] / schedule_bound(p, b).ns for p, b in zip(plans, batches, strict=True)
             ]
@@ -162,13 +164,13 @@ def widths(seeds: int) -> None:
         print(f"| {encoder} | {language} | {' | '.join(cells)} |", flush=True)
 
 
-def _staged(count: int, images: float, load: float, pipeline: mixes.Pipeline, seeds: int) -> str:
+def _staged(count: int, images: float, load: float, pipeline: schedule_mixes.Pipeline, seeds: int) -> str:
     """Mean/worst time over the bound of a language model in stages on 8 replicas, `count` samples each, with
     4 encoders."""
     found: list[float] = []
     for seed in range(seeds):
-        samples = mixes.multimodal(8 * count, images, seed)
-        plan = mixes.vlm(samples, 4, 8, load, pipeline=pipeline)
+        samples = schedule_mixes.multimodal(8 * count, images, seed)
+        plan = schedule_mixes.vlm(samples, 4, 8, load, pipeline=pipeline)
         found.append(timed_schedule(plan, samples)[1] / schedule_bound(plan, samples).ns)
     return f"{mean(found):.3f}/{max(found):.3f}"
 
@@ -196,9 +198,9 @@ def small_case(seed: int) -> tuple[Plan, list[SampleMeta]]:
     )  # fmt: skip
     if kind != "pipeline":
         return case(kind, images, load, count, upstream, replicas, seed)
-    samples, stages = mixes.multimodal(count, images, seed), r.randint(2, 4)
-    staged = mixes.Pipeline(stages, r.choice([1, 2, 4]) * stages, r.random() < 0.5)
-    return mixes.vlm(samples, upstream, min(2, replicas), load, pipeline=staged), samples
+    samples, stages = schedule_mixes.multimodal(count, images, seed), r.randint(2, 4)
+    staged = schedule_mixes.Pipeline(stages, r.choice([1, 2, 4]) * stages, r.random() < 0.5)
+    return schedule_mixes.vlm(samples, upstream, min(2, replicas), load, pipeline=staged), samples
 
 
 def small(count: int, limit: float) -> None:
@@ -254,8 +256,10 @@ def rooms(count: int, limit: float, depths: Sequence[int]) -> None:
     for stages, split, room in product(depths, (False, True), (1, 2)):
         found = list[tuple[float, float, float]]()
         for seed in range(count):
-            batch = mixes.multimodal(ROOM_SAMPLES, 0.33, seed)
-            plan = mixes.vlm(batch, 1, 1, 0.8, pipeline=mixes.Pipeline(stages, room * stages, split))
+            batch = schedule_mixes.multimodal(ROOM_SAMPLES, 0.33, seed)
+            plan = schedule_mixes.vlm(
+                batch, 1, 1, 0.8, pipeline=schedule_mixes.Pipeline(stages, room * stages, split)
+            )
             order, bound = timed_schedule(plan, batch)[1], schedule_bound(plan, batch).ns
             exact = solve(Work(plan, batch), limit, hint_ns=order)
             if exact is not None and exact.optimal:
@@ -287,7 +291,7 @@ def cost(repeats: int, most: int) -> None:
     )
     for stages in (1, 2, 4, 8):
         pipeline, largest = (
-            mixes.Pipeline(stages, 2 * stages, stages > 1),
+            schedule_mixes.Pipeline(stages, 2 * stages, stages > 1),
             min(most, 131072 if stages <= 2 else 16384),
         )
         for count, encoders, replicas in (
@@ -300,8 +304,8 @@ def cost(repeats: int, most: int) -> None:
         ):
             if count > largest:
                 continue
-            samples = mixes.multimodal(count, 0.33, 0)
-            plan = mixes.vlm(samples, encoders, replicas, 0.8, pipeline=pipeline)
+            samples = schedule_mixes.multimodal(count, 0.33, 0)
+            plan = schedule_mixes.vlm(samples, encoders, replicas, 0.8, pipeline=pipeline)
             jobs = sum(
                 len(computations(s)) * sum(active(s.when, x.pattern) for x in samples) for s in plan.sections
             )

@@ -8,7 +8,7 @@ orders, run in turn: tools/models/mixed_captions.py
 Ranks have one thread. `predicted` profiles the model's blocks and the machine's links first, compiles with
 both, and compares each step with the simulation of the same samples: median and quartiles over the steps of a
 run behind the first ones, and all these steps over all simulated ones, as they are and at the processor's
-speed at which blocks were timed. That speed is the gauge's (`secc.profile.speed`), taken between steps, in
+speed at which blocks were timed. That speed is the gauge's (`secc.profile.speed_gauge`), taken between steps, in
 the mean over the run; ranks count as they compute. `order` runs the two orders in turn, and gives the ratio
 of the medians of the runs' median step times, that of their mean ones at equal speed, and the simulated one.
 
@@ -34,15 +34,15 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 from secc.cost.model.measured_costs import read
 from secc.driver.compile import Options, compile_model
 from secc.driver.exactness_check import checked
-from secc.profile.links import probe, to_yaml
-from secc.profile.model import profile_model
-from secc.profile.train import train, trained
-from secc.report.page import page
+from secc.profile.machine_probe import probe, to_yaml
+from secc.profile.measured_training import train, trained
+from secc.profile.model_profile import profile_model
+from secc.report.html_page import page
 from secc.runtime.plan.schema import Plan, load
-from secc.simulate.batches import global_batches
 from secc.simulate.events import Simulated
-from secc.simulate.machine import simulate
-from secc.simulate.steady import consecutive
+from secc.simulate.global_batches import global_batches
+from secc.simulate.simulator import simulate
+from secc.simulate.steady_state import consecutive
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = (ROOT / "examples" / "vlm_digits.py", ROOT / "examples" / "distill_text.py")

@@ -17,8 +17,8 @@ import tempfile
 from pathlib import Path
 
 from secc.driver.compile import Options, compile_model
-from secc.report.page import page
-from tools.ranks import run
+from secc.report.html_page import page
+from tools.compare_training import run
 
 RANKS, SAMPLES = 2, 8
 REPLICAS = ("dp=2",)

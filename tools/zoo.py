@@ -33,8 +33,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from secc.driver.compile import Compiled, Options, compile_model
 from secc.driver.exactness_check import checked
 from secc.errors import UserError
-from secc.report.page import page
-from tools.ranks import Trained, differences, distributed, plain, recording_model
+from secc.report.html_page import page
+from tools.compare_training import Trained, differences, distributed, plain, recording_model
 from tools.zoo_models import Entry, entries
 
 RANKS, GLOBAL_BATCH, STEPS = 3, 12, 3

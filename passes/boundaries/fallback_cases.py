@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from secc.ir.analysis.recorded_glue import SPARE
 from secc.ir.dialect.ops import CaseOp, GraphOp
-from secc.passes.boundaries.edges import edges_of
-from secc.passes.sections.merge import note
+from secc.passes.boundaries.section_edges import edges_of
+from secc.passes.sections.merge_sections import note
 
 
 def spare_cases(graph: GraphOp) -> list[CaseOp]:

@@ -24,8 +24,8 @@ from secc.ir.analysis.random_ops import site
 from secc.ir.analysis.transferable_values import NotCarriable, carry_whole
 from secc.ir.dialect.ops import CallOp, CaseOp, GlueOp, GraphOp, section_of
 from secc.ir.dialect.tensor_type import tensor
-from secc.passes.boundaries.edges import Crossing, label, places
-from secc.passes.boundaries.min_cut import reads_parameters
+from secc.passes.boundaries.boundary_min_cut import reads_parameters
+from secc.passes.boundaries.section_edges import Crossing, label, places
 
 Key = tuple[
     str, str, int

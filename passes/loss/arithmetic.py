@@ -9,11 +9,11 @@ from xdsl.ir import SSAValue
 from secc.ir.dialect import argument_template
 from secc.ir.dialect.ops import Computation
 from secc.ir.dialect.tensor_type import TensorType, tensor
-from secc.passes.loss.accept import balance
+from secc.passes.loss.approximations import balance
 from secc.passes.loss.coefficient import ONE, Coefficient, of_number
-from secc.passes.loss.context import Context, one_entry
-from secc.passes.loss.states import Local, Part, Stack, State, Sum
-from secc.passes.loss.workshop import argument
+from secc.passes.loss.loss_context import Context, one_entry
+from secc.passes.loss.pending_ops import argument
+from secc.passes.loss.value_states import Local, Part, Stack, State, Sum
 
 Term = SSAValue | Coefficient
 

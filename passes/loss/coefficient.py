@@ -21,7 +21,7 @@ from secc.ir.dialect import size_expr
 from secc.ir.dialect.ops import GlueOp, SizeOp
 from secc.ir.dialect.size_expr import Expr
 from secc.ir.dialect.tensor_type import TensorType
-from secc.passes.loss.workshop import Workshop
+from secc.passes.loss.pending_ops import Workshop
 
 _ONE = sympy.Integer(1)
 SCALAR = TensorType.of([], "f64")

@@ -11,12 +11,12 @@ from secc.ir.dialect import argument_template
 from secc.ir.dialect.ops import Computation, ParamOp
 from secc.ir.dialect.tensor_type import TensorType, tensor
 from secc.passes.loss.arithmetic import scaled
-from secc.passes.loss.aten import ENTRY_LOSSES, REDUCTIONS, ROW_LOSSES
 from secc.passes.loss.coefficient import ONE, Coefficient, of_number
-from secc.passes.loss.context import Context
-from secc.passes.loss.labels import count
-from secc.passes.loss.states import Bad, Local, Part, Stack, State, Sum
-from secc.passes.loss.workshop import argument, with_argument
+from secc.passes.loss.label_counts import count
+from secc.passes.loss.loss_context import Context
+from secc.passes.loss.op_tables import ENTRY_LOSSES, REDUCTIONS, ROW_LOSSES
+from secc.passes.loss.pending_ops import argument, with_argument
+from secc.passes.loss.value_states import Bad, Local, Part, Stack, State, Sum
 
 NONE, MEAN, SUM = 0, 1, 2
 

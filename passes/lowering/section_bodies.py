@@ -30,7 +30,7 @@ from secc.ir.dialect.ops import (
 )
 from secc.ir.dialect.readable_names import DATA
 from secc.ir.dialect.tensor_type import TensorType, tensor
-from secc.ir.text_io.text import print_module
+from secc.ir.text_io.module_text import print_module
 from secc.ir.text_io.verifier import where
 
 _DATA = re.compile(rf"\b{DATA}\d+\b")

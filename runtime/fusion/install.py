@@ -23,7 +23,7 @@ from torch import nn
 from secc.runtime.errors import UserError
 from secc.runtime.fusion import operators
 from secc.runtime.plan.schema import Rewrite
-from secc.runtime.recorder.fakes import is_fake
+from secc.runtime.recorder.block_results import is_fake
 from secc.runtime.tensor_parallel.rules.mark import mark
 
 FILE = "sections/fused.py"

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from secc.runtime.kernels.cross_entropy import linear_cross_entropy
 from secc.runtime.kernels.gated import geglu, swiglu
+from secc.runtime.kernels.gather_scatter_rows import gather_rows, ragged_index, scatter_rows
 from secc.runtime.kernels.kl import linear_kl
 from secc.runtime.kernels.kl_cross_entropy import linear_kl_ce
+from secc.runtime.kernels.launch_tuning import tune
 from secc.runtime.kernels.norms import layer_norm, rms_norm
 from secc.runtime.kernels.rotary import rope, rotated
-from secc.runtime.kernels.rows import gather_rows, ragged_index, scatter_rows
-from secc.runtime.kernels.tuning import tune
 from secc.runtime.kernels.vocab_parallel import (
     vocab_parallel_linear_cross_entropy,
     vocab_parallel_linear_kl,

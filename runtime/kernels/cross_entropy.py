@@ -21,11 +21,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from secc.runtime.kernels import tuning
+from secc.runtime.kernels import launch_tuning
 from secc.runtime.kernels.backend import accumulator, as_rows, ceil_div, require
-from secc.runtime.kernels.entropy import NAME, Target, gradient_, row_losses, statistics
-from secc.runtime.kernels.linear_loss import add_product_, autocast, candidates, default_launch, require_fits
-from secc.runtime.kernels.shards import Shards
+from secc.runtime.kernels.chunked_head import add_product_, autocast, candidates, default_launch, require_fits
+from secc.runtime.kernels.tile_cross_entropy import NAME, Target, gradient_, row_losses, statistics
+from secc.runtime.kernels.vocab_group import Shards
 
 QUARTERS = 4
 LEAST_ROWS, LEAST_TOKENS = 256, 4096  # of a tile on a GPU: smaller products leave it idle
@@ -47,7 +47,7 @@ class Tiles:
     def of(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Tiles:
         """The tiling that the module describes, or what `tuning` says."""
         count, width = hidden.shape
-        launch = tuning.launch(NAME, weight.shape[0] or 1, hidden)
+        launch = launch_tuning.launch(NAME, weight.shape[0] or 1, hidden)
         rows = launch.rows or max(ceil_div(count, QUARTERS), LEAST_ROWS)
         small = max(_CPU_LOGITS // rows, 1)
         return Tiles(
@@ -267,4 +267,4 @@ def _trial(rows: int, size: int, dtype: torch.dtype, device: torch.device):
     return lambda: linear_cross_entropy(hidden, weight, target)
 
 
-tuning.register(tuning.Tunable(NAME, default_launch, candidates, _trial))
+launch_tuning.register(launch_tuning.Tunable(NAME, default_launch, candidates, _trial))

@@ -21,9 +21,9 @@ from typing import Literal
 
 import torch
 
-from secc.runtime.kernels import tuning
+from secc.runtime.kernels import launch_tuning
 from secc.runtime.kernels.backend import accumulator, has_kernels, jit, on_device, require, tl
-from secc.runtime.kernels.shards import Shards, combine
+from secc.runtime.kernels.vocab_group import Shards, combine
 
 Kind = Literal["forward", "reverse", "js"]
 KINDS = ("forward", "reverse", "js")
@@ -109,7 +109,7 @@ def row_norms(
     rows, width = student.shape
     if has_kernels(student):
         out = student.new_empty(rows, 4, dtype=torch.float32)
-        launch = tuning.launch(name, width or 1, student)
+        launch = launch_tuning.launch(name, width or 1, student)
         with on_device(student):
             _statistics[(rows,)](
                 student, teacher, out, student.stride(0), teacher.stride(0), width, 1 / temperature,
@@ -291,7 +291,7 @@ def value_and_gradient_(
     if not has_kernels(student):
         _reference(student, teacher, norms, inner, kept, out, rule, value, gradient)
         return out
-    launch = tuning.launch(name, width or 1, student)
+    launch = launch_tuning.launch(name, width or 1, student)
     with on_device(student):
         _value_and_gradient[(rows,)](
             student, teacher, norms, inner, kept, out, rows, student.stride(0), teacher.stride(0), width, 1 / rule.temperature, rule.beta,

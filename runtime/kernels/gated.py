@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from secc.runtime.kernels import tuning
+from secc.runtime.kernels import launch_tuning
 from secc.runtime.kernels.activations import tanh
 from secc.runtime.kernels.backend import (
     accumulator,
@@ -27,7 +27,7 @@ from secc.runtime.kernels.backend import (
     tl,
     unit_rows,
 )
-from secc.runtime.kernels.tuning import Launch
+from secc.runtime.kernels.launch_tuning import Launch
 
 NAME = "gated"
 SLOPE, CUBIC = math.sqrt(2 / math.pi), 0.044715  # of the tanh form of gelu
@@ -114,7 +114,7 @@ def _operator(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Te
     out = gate.new_empty(rows, width, dtype=torch.promote_types(gate.dtype, up.dtype))
     if not has_kernels(gate):
         return out.copy_(_reference(gate, activation) * up)
-    launch, gate, up = tuning.launch(NAME, width or 1, gate), unit_rows(gate), unit_rows(up)
+    launch, gate, up = launch_tuning.launch(NAME, width or 1, gate), unit_rows(gate), unit_rows(up)
     if out.numel():
         with on_device(gate):
             _forward[_grid(rows, width, launch)](
@@ -147,7 +147,7 @@ def _backward_operator(
         return dgate.copy_(wide * up * _slope_reference(gate, activation)), dup.copy_(
             wide * _reference(gate, activation)
         )
-    launch = tuning.launch(NAME, width or 1, gate)
+    launch = launch_tuning.launch(NAME, width or 1, gate)
     upstream, gate, up = unit_rows(upstream), unit_rows(gate), unit_rows(up)
     if dgate.numel():
         with on_device(gate):
@@ -220,4 +220,4 @@ def _trial(rows: int, size: int, dtype: torch.dtype, device: torch.device):
     return lambda: torch.autograd.grad(swiglu(gate, up), (gate, up), upstream)
 
 
-tuning.register(tuning.Tunable(NAME, _default, _candidates, _trial))
+launch_tuning.register(launch_tuning.Tunable(NAME, _default, _candidates, _trial))

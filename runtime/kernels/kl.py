@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from secc.runtime.kernels import tuning
+from secc.runtime.kernels import launch_tuning
 from secc.runtime.kernels.backend import accumulator, as_rows, ceil_div, require
-from secc.runtime.kernels.divergence import Divergence, Kind, row_norms, row_values
-from secc.runtime.kernels.linear_loss import (
+from secc.runtime.kernels.chunked_head import (
     Head,
     HeadGradient,
     autocast,
@@ -24,7 +23,8 @@ from secc.runtime.kernels.linear_loss import (
     row_chunks,
     scaled,
 )
-from secc.runtime.kernels.shards import Shards
+from secc.runtime.kernels.divergence import Divergence, Kind, row_norms, row_values
+from secc.runtime.kernels.vocab_group import Shards
 
 NAME = "linear_kl"
 
@@ -179,4 +179,4 @@ def _trial(rows: int, size: int, dtype: torch.dtype, device: torch.device):
     return lambda: linear_kl(hidden, weight, teacher, weight)
 
 
-tuning.register(tuning.Tunable(NAME, default_launch, candidates, _trial))
+launch_tuning.register(launch_tuning.Tunable(NAME, default_launch, candidates, _trial))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from secc.runtime.kernels import tuning
+from secc.runtime.kernels import launch_tuning
 from secc.runtime.kernels.backend import (
     accumulator,
     as_rows,
@@ -25,6 +25,15 @@ from secc.runtime.kernels.backend import (
     require,
     tl,
 )
+from secc.runtime.kernels.chunked_head import (
+    Head,
+    HeadGradient,
+    autocast,
+    candidates,
+    chunk_rows,
+    default_launch,
+    row_chunks,
+)
 from secc.runtime.kernels.divergence import (
     Divergence,
     Kind,
@@ -34,18 +43,9 @@ from secc.runtime.kernels.divergence import (
     row_norms,
     row_values,
 )
-from secc.runtime.kernels.entropy import Target, gradient_of_logit, row_losses, statistics
 from secc.runtime.kernels.kl import check_heads, kept_rows
-from secc.runtime.kernels.linear_loss import (
-    Head,
-    HeadGradient,
-    autocast,
-    candidates,
-    chunk_rows,
-    default_launch,
-    row_chunks,
-)
-from secc.runtime.kernels.shards import Shards
+from secc.runtime.kernels.tile_cross_entropy import Target, gradient_of_logit, row_losses, statistics
+from secc.runtime.kernels.vocab_group import Shards
 
 NAME = "linear_kl_ce"
 
@@ -123,7 +123,7 @@ def gradient_(
     if not has_kernels(student):
         _gradient_reference_(student, teacher, kept, target, up, rule, labels)
     elif width:
-        launch = tuning.launch(NAME, width, student)
+        launch = launch_tuning.launch(NAME, width, student)
         with on_device(student):
             _gradient[(rows, ceil_div(width, launch.block))](
                 student, teacher, up.norms, up.inner, kept, target, up.divergence, up.cross_entropy,
@@ -308,4 +308,4 @@ def _trial(rows: int, size: int, dtype: torch.dtype, device: torch.device):
     return run
 
 
-tuning.register(tuning.Tunable(NAME, default_launch, candidates, _trial))
+launch_tuning.register(launch_tuning.Tunable(NAME, default_launch, candidates, _trial))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from secc.runtime.kernels import tuning
+from secc.runtime.kernels import launch_tuning
 from secc.runtime.kernels.backend import (
     accumulator,
     as_rows,
@@ -163,7 +163,7 @@ def _operator(
         return y, h.new_empty(0) if residual is None else h, moments
     y, moments = x.new_empty(rows, width, dtype=y_dtype), x.new_empty(2, rows, dtype=torch.float32)
     h = x.new_empty((rows, width) if residual is not None else 0, dtype=h_dtype)
-    launch = tuning.launch(NAME, width, x)
+    launch = launch_tuning.launch(NAME, width, x)
     x = unit_rows(x)
     other = x if residual is None else unit_rows(residual)
     if rows:
@@ -195,7 +195,7 @@ def _backward_operator(
     rows, width = h.shape
     if not has_kernels(h) or width > LONGEST or not rows:
         return _backward_reference(dy, dh, h, weight, moments, center)
-    launch = tuning.launch(NAME, width, h)
+    launch = launch_tuning.launch(NAME, width, h)
     tiles = ceil_div(rows, launch.rows)
     slabs = min(tiles, programs(h.device))
     dx, sums = h.new_empty(rows, width), h.new_empty(slabs, 2, width, dtype=torch.float32)
@@ -304,4 +304,6 @@ def _trial(rows: int, size: int, dtype: torch.dtype, device: torch.device):
     return run
 
 
-tuning.register(tuning.Tunable(NAME, tuning.row_launch, tuning.row_candidates, _trial))
+launch_tuning.register(
+    launch_tuning.Tunable(NAME, launch_tuning.row_launch, launch_tuning.row_candidates, _trial)
+)

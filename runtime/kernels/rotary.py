@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from secc.runtime.kernels import tuning
+from secc.runtime.kernels import launch_tuning
 from secc.runtime.kernels.backend import (
     accumulator,
     ceil_div,
@@ -23,7 +23,7 @@ from secc.runtime.kernels.backend import (
     require,
     tl,
 )
-from secc.runtime.kernels.tuning import Launch
+from secc.runtime.kernels.launch_tuning import Launch
 
 NAME = "rope"
 
@@ -99,7 +99,7 @@ def _operator(
     cos, sin = cos.contiguous(), sin.contiguous()
     table_batch = 0 if cos.shape[0] == 1 else cos.stride(0)
     if y.numel():
-        launch = tuning.launch(NAME, width, x)
+        launch = launch_tuning.launch(NAME, width, x)
         with on_device(x):
             _rotate[(batch * positions, ceil_div(heads, launch.rows))](
                 x, cos, sin, y, heads, positions, width, half, *x.stride()[:3], *y.stride()[:3], table_batch, 2 * half,
@@ -183,4 +183,4 @@ def _trial(rows: int, size: int, dtype: torch.dtype, device: torch.device):
     return lambda: rope(q, k, cos, sin)
 
 
-tuning.register(tuning.Tunable(NAME, _default, _candidates, _trial))
+launch_tuning.register(launch_tuning.Tunable(NAME, _default, _candidates, _trial))

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from secc.runtime.kernels import cross_entropy, kl, kl_cross_entropy
 from secc.runtime.kernels.divergence import Divergence, Kind
-from secc.runtime.kernels.entropy import Target
-from secc.runtime.kernels.shards import combine
+from secc.runtime.kernels.tile_cross_entropy import Target
+from secc.runtime.kernels.vocab_group import combine
 
 __all__ = [
     "combine",

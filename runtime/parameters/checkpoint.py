@@ -31,7 +31,7 @@ from secc.runtime.errors import UserError
 from secc.runtime.parameters.rank_weights import canonical_names
 from secc.runtime.parameters.sharded_optimizer import Piece
 from secc.runtime.parameters.zero3 import Gathered
-from secc.runtime.tensor_parallel.shards import Cut
+from secc.runtime.tensor_parallel.parameter_cuts import Cut
 
 Pieces = Mapping[nn.Parameter, Piece]  # what each entry of the rank's optimizer is of the user's parameters
 LATEST = "latest"

@@ -29,7 +29,7 @@ from secc.runtime.parameters.mixed_precision import master_of, widen
 from secc.runtime.parameters.sharded_optimizer import Flat, Piece, flatten, reduce_scatter, whole
 from secc.runtime.parameters.zero3 import Scattered
 from secc.runtime.plan.schema import Plan, Section
-from secc.runtime.tensor_parallel.shards import Cut
+from secc.runtime.tensor_parallel.parameter_cuts import Cut
 
 _EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 BLOCK = 1024  # entries of a gradient whose squares are added up in its own dtype

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from secc.runtime.tensor_parallel.shards import Cut
+from secc.runtime.tensor_parallel.parameter_cuts import Cut
 
 # Their names since torch 2.13, which warns of the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

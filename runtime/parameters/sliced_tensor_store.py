@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from secc.runtime.errors import UserError
-from secc.runtime.tensor_parallel.shards import Box, Cut
+from secc.runtime.tensor_parallel.parameter_cuts import Box, Cut
 
 
 class Slice:

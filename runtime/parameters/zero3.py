@@ -34,7 +34,7 @@ from secc.runtime.parameters.sharded_optimizer import Flat, Piece, flatten, redu
 from secc.runtime.plan.schema import Plan, Section
 from secc.runtime.plan.step_program import gathers
 from secc.runtime.sections import recompute
-from secc.runtime.tensor_parallel.shards import Cut
+from secc.runtime.tensor_parallel.parameter_cuts import Cut
 
 Named = Sequence[tuple[str, nn.Parameter]]
 Forward = Callable[..., Any]

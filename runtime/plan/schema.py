@@ -21,7 +21,7 @@ EACH, SIZES, MOST = (
     "*sizes",
     "*most",
 )  # what the keys of a list that grows with the samples end with (`secc.runtime.model.nested_batch`)
-# and a number: the label of what a loop over samples adds to the loss (`secc.runtime.recorder.loops`)
+# and a number: the label of what a loop over samples adds to the loss (`secc.runtime.recorder.loss_loops`)
 LOOP = "loss:"
 _LOG = "log:"
 # another one wherever a plan made before would be read wrongly: in plan.json or in what section modules say
@@ -270,7 +270,7 @@ class Recorded:
     A pattern may have several, which differ in the blocks that are called. A `spare` case is for what no
     compiled case holds for.
 
-    `nodes` is its outline, which every recording must have (`secc.runtime.recorder.match`).
+    `nodes` is its outline, which every recording must have (`secc.runtime.recorder.match_outline`).
     """
 
     name: str

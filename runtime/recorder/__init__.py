@@ -1,10 +1,10 @@
 """The recorder: what a user's forward does between its blocks, as a graph. The compiler captures with it,
 ranks record anew with it."""
 
-from secc.runtime.recorder.record import Observer, Recorder, record
+from secc.runtime.recorder.nested_values import take
+from secc.runtime.recorder.recorder import Observer, Recorder, record
 from secc.runtime.recorder.recording import BlockError, Hazard, Read, Recording, is_read, read_value
 from secc.runtime.recorder.replay import Replay
-from secc.runtime.recorder.structure import take
 
 __all__ = [
     "BlockError",

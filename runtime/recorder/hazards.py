@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from secc.runtime.model.source_lines import Lines, place
-from secc.runtime.recorder.fakes import is_fake
+from secc.runtime.recorder.block_results import is_fake
 from secc.runtime.recorder.recording import Drawn, Hazard
 
 _NORMS = (

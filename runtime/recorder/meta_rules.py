@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
-from secc.runtime.recorder.fakes import dense, fresh
+from secc.runtime.recorder.block_results import dense, fresh
 
 aten = torch.ops.aten
 _KERNELS = frozenset({aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.clone, aten._to_copy})

@@ -4,7 +4,7 @@ arguments is left out.
 Glue that depends on values of the inputs has other ops in every batch, but the tensors that it hands to
 blocks are the same few. An outline has one node for each of them, `recorded(label, *sources)`, in place of
 the ops that make it. Outlines of several batches are compared as recordings are, and what was left out is
-recorded anew for each micro-batch (`secc.runtime.recorder.program`).
+recorded anew for each micro-batch (`secc.runtime.recorder.glue_program`).
 
 A *source* is where such glue starts: `input KEY`, `state NAME` (a parameter or buffer) or `result CALL PATH`
 (a tensor that a block returns).
@@ -20,9 +20,9 @@ from typing import Any, NoReturn
 from torch import fx
 
 from secc.runtime.plan.schema import LOOP
-from secc.runtime.recorder.loops import loops
+from secc.runtime.recorder.loss_loops import loops
+from secc.runtime.recorder.nested_values import take
 from secc.runtime.recorder.recording import Recording, behind
-from secc.runtime.recorder.structure import take
 
 Sources = Mapping[str, Sequence[str]]  # of each label
 
@@ -39,7 +39,7 @@ class Outline:
 
     Such a tensor is made by glue, or may be in another batch: it has its label although it is an input or a
     block's result here. What a loop over samples adds to the loss has one, too
-    (`secc.runtime.recorder.loops`).
+    (`secc.runtime.recorder.loss_loops`).
 
     `calls` gives each block's call its label: the path, with `#1` and so on behind it from the second call
     on.

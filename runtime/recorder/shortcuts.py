@@ -14,8 +14,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from secc.runtime.recorder.fakes import autocast, dense, fresh, is_fake
-from secc.runtime.recorder.structure import NotLiteral, arguments
+from secc.runtime.recorder.block_results import autocast, dense, fresh, is_fake
+from secc.runtime.recorder.nested_values import NotLiteral, arguments
 
 SHORT = frozenset({linear, scaled_dot_product_attention})
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]

@@ -10,10 +10,10 @@ from typing import Any
 from secc.runtime.errors import UserError
 from secc.runtime.plan.expr_eval import evaluate
 from secc.runtime.plan.schema import LOOP, Recorded
-from secc.runtime.recorder.fakes import Extents
-from secc.runtime.recorder.match import mismatch
+from secc.runtime.recorder.block_results import Extents
+from secc.runtime.recorder.glue_program import Program
+from secc.runtime.recorder.match_outline import mismatch
 from secc.runtime.recorder.outline import Outline
-from secc.runtime.recorder.program import Program
 from secc.runtime.sections.base import Case
 
 Shapes = Mapping[str, Extents]  # of blocks' results, by call and access path

@@ -17,9 +17,9 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from secc.runtime.recorder import structure
+from secc.runtime.recorder import nested_values
 from secc.runtime.recorder.recording import Recording, is_read
-from secc.runtime.recorder.touched import inputs_behind
+from secc.runtime.recorder.shape_dependencies import inputs_behind
 
 KEPT = 1024  # recordings
 KEPT_BYTES = 256 << 20  # of the values that they hold
@@ -87,7 +87,7 @@ def _key(batch: Mapping[str, Any], decides: Decides) -> bytes:
     digest = hashlib.sha256()
     for key, value in sorted(batch.items()):
         digest.update(f"{key} {_described(value, key in decides.shapes)!r};".encode())
-        for _, tensor in structure.tensors(value) if key in decides.values else ():
+        for _, tensor in nested_values.tensors(value) if key in decides.values else ():
             digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.digest()
 
@@ -97,15 +97,15 @@ def _described(value: Any, sizes: bool) -> Any:
     all there is."""
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {tuple(value.shape) if sizes else value.ndim} {value.requires_grad}"
-    return structure.replace(value, lambda _, leaf: _plain(leaf))  # Python sees what a container holds
+    return nested_values.replace(value, lambda _, leaf: _plain(leaf))  # Python sees what a container holds
 
 
 def _plain(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return _described(leaf, True)
     try:
-        return structure.literal(leaf)
-    except structure.NotLiteral:
+        return nested_values.literal(leaf)
+    except nested_values.NotLiteral:
         return pickle.dumps(leaf)
 
 

@@ -24,10 +24,10 @@ from secc.runtime.errors import UserError
 from secc.runtime.plan.batch_sizes import sizes_of
 from secc.runtime.plan.schema import Plan, is_label
 from secc.runtime.recorder import Recorder
-from secc.runtime.recorder.fold import fold
-from secc.runtime.recorder.loops import rolled
+from secc.runtime.recorder.fold_joins import fold
+from secc.runtime.recorder.glue_program import Program, input_of, programs
+from secc.runtime.recorder.loss_loops import rolled
 from secc.runtime.recorder.outline import Outline
-from secc.runtime.recorder.program import Program, input_of, programs
 from secc.runtime.rerecording.outline_case import RecordedCase, agreed, call_of
 from secc.runtime.rerecording.recording_cache import Decides, Kept
 from secc.runtime.sections.base import RECORDED, Case, Section

@@ -33,7 +33,7 @@ from secc.runtime.plan.expr_eval import evaluate
 from secc.runtime.plan.schema import Edge, Plan, Section
 from secc.runtime.plan.section_graph import Graph
 from secc.runtime.plan.step_program import Instruction, MicroBatch, Micros, SampleMeta, Schedule, gathers
-from secc.runtime.schedule.microbatches import Table
+from secc.runtime.schedule.micro_batches import Table
 
 GIB = 1 << 30
 # micro-batches that do not fit any more before a replica's results count as full: small ones level the ranks

@@ -22,7 +22,7 @@ from secc.runtime.plan.int_columns import integers
 from secc.runtime.plan.schema import Edge, Section
 from secc.runtime.plan.step_program import returns_gradient
 from secc.runtime.schedule.list_scheduler import timed
-from secc.runtime.schedule.microbatches import Composer, Table
+from secc.runtime.schedule.micro_batches import Composer, Table
 from secc.runtime.schedule.pipeline_order import Load, Queues
 from secc.runtime.schedule.pipeline_replica_sim import Passage
 from secc.runtime.schedule.task_graph import Messages, Numbers, Step, make

@@ -27,7 +27,7 @@ from secc.runtime.plan.replica_routes import replicas, routes
 from secc.runtime.plan.schema import Plan
 from secc.runtime.plan.section_graph import Graph
 from secc.runtime.plan.step_program import COMPUTE, Schedule, returns_gradient
-from secc.runtime.schedule.microbatches import Table
+from secc.runtime.schedule.micro_batches import Table
 from secc.runtime.schedule.task_graph import Messages, Numbers
 
 BEFORE, FIRST, SECOND, AFTER = range(

@@ -52,8 +52,8 @@ from secc.runtime.schedule.cross_step_prefetch import early, ready
 from secc.runtime.schedule.decoupled_sim import Apart
 from secc.runtime.schedule.emit_programs import emit
 from secc.runtime.schedule.list_scheduler import run
-from secc.runtime.schedule.local_search import Least, affordable, improve, tries
-from secc.runtime.schedule.microbatches import Composer, Table
+from secc.runtime.schedule.micro_batches import Composer, Table
+from secc.runtime.schedule.order_search import Least, affordable, improve, tries
 from secc.runtime.schedule.task_graph import Messages, Step, make, numbered
 from secc.runtime.schedule.upstream_estimate import critical_load
 

@@ -26,7 +26,7 @@ from secc.runtime.plan.schema import Plan, Section
 from secc.runtime.plan.section_graph import Graph
 from secc.runtime.plan.step_program import owes_backward, replica_ranks, returns_gradient, rounds
 from secc.runtime.schedule.list_scheduler import Jobs
-from secc.runtime.schedule.microbatches import Column, Table
+from secc.runtime.schedule.micro_batches import Column, Table
 
 Messages = dict[str, list[tuple[int, int]]]  # for each edge, (producer's, consumer's) micro-batch
 

@@ -22,7 +22,7 @@ from secc.runtime.plan.step_program import (
     weight_parts,
 )
 from secc.runtime.schedule.batch_packing import Lot
-from secc.runtime.schedule.microbatches import FREE, Composer
+from secc.runtime.schedule.micro_batches import FREE, Composer
 from secc.runtime.schedule.pipeline_order import Load
 from secc.runtime.schedule.pipeline_replica_sim import Lane
 

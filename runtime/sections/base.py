@@ -18,14 +18,14 @@ from torch import nn
 
 from secc.runtime.errors import UserError
 from secc.runtime.plan import schema
-from secc.runtime.randomness.draws import Draws
+from secc.runtime.randomness.micro_batch_draws import Draws
 from secc.runtime.sections import forward_hooks
 from secc.runtime.sections.autograd_functions import Applied, Function
 from secc.runtime.sections.module_settings import Setting, applied
-from secc.runtime.tensor_parallel.group import ProcessGroup
+from secc.runtime.tensor_parallel.replica_group import ProcessGroup
 
 if TYPE_CHECKING:
-    from secc.runtime.tensor_parallel.parts import Parts
+    from secc.runtime.tensor_parallel.vocab_parallel_ops import Parts
 
 Batch = Mapping[str, Any]
 RECORDED = "secc.recorded"  # the key under which a batch has its recording
@@ -102,7 +102,9 @@ class Section(nn.Module):
 
     def parts(self, size: int) -> Parts:
         """The parts that the replica's ranks have of a vocabulary of `size` tokens."""
-        from secc.runtime.tensor_parallel.parts import Parts  # brings the kernels, which few sections need
+        from secc.runtime.tensor_parallel.vocab_parallel_ops import (
+            Parts,  # brings the kernels, which few sections need
+        )
 
         return Parts(size, self.group)
 

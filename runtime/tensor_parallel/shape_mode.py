@@ -22,9 +22,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from secc.runtime.plan.replica_routes import bounds
-from secc.runtime.randomness import part
-from secc.runtime.tensor_parallel.rules.mark import Mark, mark, marks_in
+from secc.runtime.randomness import shard_coordinates as part
 from secc.runtime.tensor_parallel.rules import rule_of
+from secc.runtime.tensor_parallel.rules.mark import Mark, mark, marks_in
 
 _here = threading.local()
 

@@ -9,7 +9,7 @@ parts.
                  what comes out is summed, and of own parameters that are whole each rank counts a share
     vocab        every rank has some rows of an embedding; a row that others have counts as zero, and all
     ranks' rows are summed sequence     a layer whose code works on some positions on each rank
-    (`secc.runtime.tensor_parallel.sequence`): inside of it, join         modules that get all positions,
+    (`secc.runtime.tensor_parallel.sequence_parallel`): inside of it, join         modules that get all positions,
     columns      colwise in such a module, and scatter      rowwise in it, of whose outputs each rank gets its
     positions shapes       the module's code sees whole sizes on parts (`secc.runtime.tensor_parallel.rules.mark`)
 
@@ -30,9 +30,9 @@ from torch.utils._pytree import tree_map
 
 from secc.runtime.plan.replica_routes import bounds
 from secc.runtime.plan.schema import Plan, Style
-from secc.runtime.tensor_parallel.collectives import Entrance, gather_last
-from secc.runtime.tensor_parallel.group import Group
-from secc.runtime.tensor_parallel.linears import Linear, embedding, linear
+from secc.runtime.tensor_parallel.autograd_collectives import Entrance, gather_last
+from secc.runtime.tensor_parallel.linear_modules import Linear, embedding, linear
+from secc.runtime.tensor_parallel.replica_group import Group
 from secc.runtime.tensor_parallel.rules.mark import Mark, set_mark
 from secc.runtime.tensor_parallel.shape_mode import Shapes, active
 

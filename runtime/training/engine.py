@@ -33,9 +33,9 @@ from secc.runtime.plan.step_program import (
     owes_backward,
     returns_gradient,
 )
-from secc.runtime.randomness.draws import Draws, Randomness, backward_of, forward_of, sample_keys
+from secc.runtime.randomness.micro_batch_draws import Draws, Randomness, backward_of, forward_of, sample_keys
 from secc.runtime.sections.base import Batch, Section, Tensors
-from secc.runtime.tensor_parallel.group import Group
+from secc.runtime.tensor_parallel.replica_group import Group
 from secc.runtime.training.split_backward import split_backward
 
 

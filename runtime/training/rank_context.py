@@ -37,7 +37,7 @@ from secc.runtime.rerecording.rerecorder import Rerecorder
 from secc.runtime.schedule.cross_step_prefetch import with_run_ahead
 from secc.runtime.schedule.scheduler import Orders
 from secc.runtime.sections.base import load_section
-from secc.runtime.tensor_parallel.shards import Cut, cut_parameters, cuts_of
+from secc.runtime.tensor_parallel.parameter_cuts import Cut, cut_parameters, cuts_of
 from secc.runtime.training.options import Options
 
 DEFAULT_STEPS = 100

@@ -36,7 +36,7 @@ from secc.runtime.plan.replica_routes import replicas
 from secc.runtime.sections import recompute
 from secc.runtime.sections.base import Section
 from secc.runtime.tensor_parallel import styles
-from secc.runtime.tensor_parallel.group import make_groups
+from secc.runtime.tensor_parallel.replica_group import make_groups
 from secc.runtime.training.engine import Engine, StepInput
 from secc.runtime.training.rank_context import Run
 from secc.runtime.training.step_batches import Loading

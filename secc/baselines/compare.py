@@ -14,11 +14,11 @@ from itertools import accumulate
 from pathlib import Path
 
 from secc.alloc.problem.candidates import update_ns
-from secc.baselines.bound import least
 from secc.baselines.layout import Base, Layout, base, planned
+from secc.baselines.layout_bound import least
 from secc.baselines.packing import Batch, cuts
 from secc.baselines.schemes import SCHEMES, Scheme
-from secc.baselines.space import Space
+from secc.baselines.search_space import Space
 from secc.errors import UserError
 from secc.process_map import mapped
 from secc.runtime.plan.predicted_costs import Costs
@@ -27,7 +27,7 @@ from secc.runtime.plan.step_program import SampleMeta
 from secc.runtime.schedule.batch_packing import Lot
 from secc.runtime.schedule.scheduler import Arranged
 from secc.simulate.events import Simulated
-from secc.simulate.machine import simulate
+from secc.simulate.simulator import simulate
 
 ALL = "all"
 SIMULATED = 5  # layouts of a baseline that are simulated at once

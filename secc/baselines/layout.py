@@ -27,12 +27,12 @@ from secc.alloc.problem.types import Candidate
 from secc.alloc.refine.in_flight_limits import size
 from secc.bounds.traffic import parameter_bytes
 from secc.cluster import Cluster, parse
-from secc.codegen import plan as plan_codegen
-from secc.cost.model.dataset_load import Pattern
+from secc.codegen import plan_builder as plan_codegen
 from secc.cost.model.memory import Memory
+from secc.cost.model.patterns_and_transfers import Pattern
 from secc.driver import what_if
 from secc.ir.dialect.ops import BodyOp, CallOp, ReceiveOp, graph_of
-from secc.ir.text_io import text
+from secc.ir.text_io import module_text
 from secc.runtime.plan.expr_eval import evaluate
 from secc.runtime.plan.schema import Cost, Edge, Mesh, ModelRef, Plan, Section, load
 
@@ -127,7 +127,7 @@ def base(directory: Path) -> Base:
     """The base of the plan in `directory`. Raises UserError for a directory without the IR of a plan."""
     plan = load(directory)
     steps, path = what_if.before_allocate(directory)
-    module = text.parse(path.read_text(), str(path))
+    module = module_text.parse(path.read_text(), str(path))
     names = [s.sym.data for s in graph_of(module).sections]
     allocate: Any = steps[0]
     asked = dataclasses.replace(
@@ -140,7 +140,7 @@ def base(directory: Path) -> Base:
     )
     pass_pipeline.run(module, [asked, *steps[1:]])
     whole = plan_codegen.build(module, plan.model, {})
-    fresh = graph_of(text.parse(path.read_text(), str(path)))
+    fresh = graph_of(module_text.parse(path.read_text(), str(path)))
     cluster = Cluster.from_dict(plan.cluster) or parse(asked.cluster)
     late = frozenset(e.name for e in whole.edges if not e.grad and not _reaches_layers(module, e))
     ranks = plan.world_size if allocate.objective == "gpus" else allocate.ranks or cluster.ranks

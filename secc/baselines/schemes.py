@@ -26,7 +26,7 @@ from itertools import accumulate, product
 
 from secc.baselines.layout import Layout, Part
 from secc.baselines.packing import Order, in_turn, largest_first, stratified
-from secc.baselines.space import RANKED, SIZES, Chosen, Space
+from secc.baselines.search_space import RANKED, SIZES, Chosen, Space
 from secc.cost.model.memory import Sums
 
 

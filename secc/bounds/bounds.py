@@ -69,7 +69,7 @@ class _Job:
 def schedule_bound(plan: Plan, samples: Sequence[SampleMeta]) -> Bound:
     """The largest of the bounds above for one global batch.
 
-    Where sections run ahead it is that of a step among steps with the same batch (`secc/bounds/steady.py`).
+    Where sections run ahead it is that of a step among steps with the same batch (`secc/bounds/steady_state.py`).
     """
     return work_bound(Work(plan, samples))
 

@@ -8,7 +8,7 @@ the longest ways through the sample's own work, plus the messages between ranks,
 (the reduction of its gradients).
 
 A section that runs ahead can have done its work in the step before, so it delays nothing; what it owes is for
-`secc/bounds/steady.py`.
+`secc/bounds/steady_state.py`.
 """
 
 from __future__ import annotations

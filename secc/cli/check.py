@@ -21,7 +21,7 @@ def command(
     """Check that a model can be compiled and that its plan computes what plain PyTorch computes."""
     from secc.driver.compile import Options, compile_model
     from secc.driver.exactness_check import checked
-    from secc.report.facts import tables
+    from secc.report.plan_tables import tables
 
     with progress(quiet=json) as show:
         options = Options(

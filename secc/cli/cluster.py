@@ -20,7 +20,7 @@ def command(
     """Show what a description of a cluster means."""
     from secc.cluster import parse
     from secc.cluster.presets import SOURCES
-    from secc.report.cluster import tables
+    from secc.report.cluster_tables import tables
 
     cluster = parse(spec)
     if json:

@@ -93,7 +93,7 @@ def command(
     from secc.runtime.host.gc_control import collecting_seldom, collector_paused
 
     with collector_paused():  # imports keep what they make
-        from secc.codegen.write import check_output
+        from secc.codegen.plan_writer import check_output
         from secc.driver.compile import Options, compile_model
     check_output(output)
     options = Options(
@@ -129,7 +129,7 @@ def command(
 def _write(compiled: Compiled, output: Path) -> Plan:
     """Write the plan directory; the plan comes back with what its simulated step says."""
     from secc.driver.step_preview import preview
-    from secc.report.page import page
+    from secc.report.html_page import page
 
     seen = preview(compiled)
     dataclasses.replace(compiled, plan=seen.plan).write(
@@ -150,7 +150,7 @@ def _say_what_is_free(plan: Plan) -> None:
 
 
 def _explain_fusion(plan: Plan) -> None:
-    from secc.report.facts import fused, left_unfused
+    from secc.report.plan_tables import fused, left_unfused
 
     found = [t for t in (fused(plan), left_unfused(plan)) if t.rows]
     for table in found:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
-from secc.report.table import Table
+from secc.report.text_table import Table
 
 # columns of what is not shown on a terminal: read in files and logs, which do not end at the eightieth
 WIDE = 140

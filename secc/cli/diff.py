@@ -16,7 +16,7 @@ SECOND = Annotated[Path, typer.Argument(help="the plan directory to compare it w
 
 def command(first: FIRST, second: SECOND, json: JSON = False) -> None:
     """Compare two plans: sections, layouts, edges, loss, predictions. Equal plans print that they are."""
-    from secc.report.differences import differences
+    from secc.report.plan_differences import differences
     from secc.runtime.plan.schema import load
 
     print_differences(differences(load(first), load(second)), json)

@@ -27,7 +27,7 @@ def command(plan: PLAN, what_if: WHAT_IF = None, json: JSON = False) -> None:
     if what_if:
         _compare(plan, what_if, json)
         return
-    from secc.report.facts import summary, tables
+    from secc.report.plan_tables import summary, tables
     from secc.runtime.plan.schema import load
 
     loaded = load(plan)
@@ -45,6 +45,6 @@ def command(plan: PLAN, what_if: WHAT_IF = None, json: JSON = False) -> None:
 def _compare(plan: Path, changes: list[str], json: bool) -> None:
     """What other choices would change, and the change in time."""
     from secc.driver import what_if as whatif
-    from secc.report.differences import differences
+    from secc.report.plan_differences import differences
 
     print_differences(differences(*whatif.what_if(plan, changes)), json)

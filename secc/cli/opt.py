@@ -37,9 +37,9 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="print the result and the seconds as JSON")] = False,
 ) -> None:
     """Run passes on IR text."""
-    from secc.ir.text_io import text
+    from secc.ir.text_io import module_text
 
-    source = sys.stdin.read() if str(file) == "-" else text.load(file)
+    source = sys.stdin.read() if str(file) == "-" else module_text.load(file)
     parts = source.split(SEPARATOR) if split_input_file else [source]
     results: list[str] = []
     seconds: list[tuple[str, float]] = []
@@ -61,15 +61,15 @@ def command(
 def _transform(source: str, name: str, pipeline: str, dump: bool) -> tuple[str, Run]:
     """The text after the passes, and what happened."""
     from secc import pass_pipeline as passes
-    from secc.ir.text_io import text
+    from secc.ir.text_io import module_text
 
     steps = passes.parse(pipeline)
-    module = text.parse(source, name)
+    module = module_text.parse(source, name)
     made = passes.made_by(source)
     record = passes.run(module, steps, dump=dump, made=made)
     for step, after in record.dumps:
         print(f"// after {step}\n{after}", file=sys.stderr)
-    return passes.header([*made, *map(passes.described, steps)]) + text.print_module(module), record
+    return passes.header([*made, *map(passes.described, steps)]) + module_text.print_module(module), record
 
 
 def _times(seconds: list[tuple[str, float]]) -> str:

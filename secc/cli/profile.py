@@ -40,12 +40,12 @@ def command(
         )
     with progress(quiet=json) as show:
         if links:
-            from secc.profile.links import probe, to_yaml
+            from secc.profile.machine_probe import probe, to_yaml
 
             probed = probe(show)
             shown, tables, text = probed.as_dict(), probed.tables(), to_yaml(probed)
         else:
-            from secc.profile.model import profile_model
+            from secc.profile.model_profile import profile_model
 
             assert model is not None
             found = profile_model(model, small, sizes, repeat, show, ranks)

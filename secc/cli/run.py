@@ -65,8 +65,8 @@ def _emulate(directory: Path, logs: Path, arguments: list[str], scale: float, js
     from secc.runtime.training.emulation import FILE, to_json
     from secc.runtime.training.launch import run_plan
     from secc.runtime.training.options import parse
-    from secc.simulate.batches import global_batches
-    from secc.simulate.emulated import compared, table
+    from secc.simulate.emulation_table import compared, table
+    from secc.simulate.global_batches import global_batches
 
     options, plan, times = parse(arguments), load(directory), logs / "emulation.json"
     if options.epochs is not None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from secc.runtime.plan.schema import Plan
     from secc.runtime.plan.step_program import SampleMeta
     from secc.simulate.events import Simulated
-    from secc.simulate.measures import Measures
+    from secc.simulate.step_measures import Measures
 
 
 def command(
@@ -47,10 +47,10 @@ def command(
 ) -> None:
     """Simulate a plan's step programs: how long a step takes, how far that is from the best there can be, and
     who waits."""
-    from secc.bounds.steady import steady_bound
+    from secc.bounds.steady_state import steady_bound
     from secc.bounds.work import Work
     from secc.runtime.plan.schema import load
-    from secc.simulate.measures import mean, measure
+    from secc.simulate.step_measures import mean, measure
 
     loaded = load(plan)
     _check(draw, order)
@@ -116,9 +116,9 @@ def _simulated(
     directory: Path, plan: Plan, steps: int, seed: int, shuffle: bool, order: str
 ) -> list[Simulated]:
     from secc.errors import UserError
-    from secc.simulate.batches import global_batches
-    from secc.simulate.machine import simulate
-    from secc.simulate.steady import steady
+    from secc.simulate.global_batches import global_batches
+    from secc.simulate.simulator import simulate
+    from secc.simulate.steady_state import steady
 
     batches = list(global_batches(directory, plan, seed, shuffle, steps))
     try:
@@ -133,8 +133,8 @@ def _write(simulated: list[Simulated], first: Measures, trace: Path | None, draw
     import json
 
     from secc.errors import UserError
+    from secc.simulate.chrome_trace import chrome
     from secc.simulate.drawing import page, svg
-    from secc.simulate.trace import chrome
 
     try:
         if trace is not None:
@@ -185,7 +185,7 @@ def facts(m: Measures, steps: int) -> list[tuple[str, str]]:
 
 def _busiest(step: Simulated) -> list[tuple[str, str]]:
     """What the rank does that computes longest in the drawn step."""
-    from secc.simulate.measures import busiest
+    from secc.simulate.step_measures import busiest
 
     b = busiest(step)
     if b is None:

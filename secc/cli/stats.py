@@ -34,7 +34,7 @@ def command(
     from secc.frontend.dataset import statistics
     from secc.frontend.dataset.input_symbols import describe
     from secc.frontend.dataset.sampling import survey
-    from secc.report.table import Table
+    from secc.report.text_table import Table
     from secc.runtime.model.user_file import load
 
     user = load(model)

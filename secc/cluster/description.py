@@ -1,5 +1,5 @@
 """Reading a cluster's description: `local`, `local:N`, `4x8xH100`, `4x8xH100+4x8xA800`, or a YAML file
-(`secc.cluster.files`).
+(`secc.cluster.cluster_file`).
 
 Everything wrong with it is a UserError.
 """
@@ -25,7 +25,7 @@ def parse(text: str) -> Cluster:
     if text == "local" or text.startswith("local:"):
         return _local(text)
     if text.endswith((".yaml", ".yml")):
-        from secc.cluster.files import read  # only here: the other forms need no YAML
+        from secc.cluster.cluster_file import read  # only here: the other forms need no YAML
 
         return read(Path(text))
     parts = [_part(text, part) for part in text.split("+")]

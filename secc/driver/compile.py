@@ -20,10 +20,10 @@ from xdsl.dialects.builtin import ModuleOp, StringAttr
 
 from secc import __version__, pass_pipeline, process_map
 from secc.cluster import parse
-from secc.codegen import plan as plan_codegen
-from secc.codegen.directory import plan_files, section_files
-from secc.codegen.fused import fused_module, rewrites
-from secc.codegen.write import write
+from secc.codegen import plan_builder as plan_codegen
+from secc.codegen.fused_module import fused_module, rewrites
+from secc.codegen.plan_files import plan_files, section_files
+from secc.codegen.plan_writer import write
 from secc.cost.counting.annotate_calls import Costs, keep, learn, measure
 from secc.cost.counting.example_arguments import Samples
 from secc.cost.counting.fused_costs import PREFIX
@@ -32,18 +32,18 @@ from secc.driver.pass_driver import Planned, Planner, Source
 from secc.errors import UserError
 from secc.frontend.capture import eager_failure, to_ir
 from secc.frontend.capture.capture import Capture, capture
-from secc.frontend.capture.linear_heads import note_linear
+from secc.frontend.capture.linear_blocks import note_linear
 from secc.frontend.dataset import padding_policy as widths
 from secc.frontend.dataset import statistics
 from secc.frontend.dataset.input_symbols import Inputs, describe
 from secc.frontend.dataset.sampling import survey
 from secc.frontend.dataset.survey import Survey
-from secc.frontend.fusion.declare import declare
-from secc.frontend.fusion.find import Looked, find
-from secc.frontend.tp_search.limits import Limits, note_limits
+from secc.frontend.fusion.declare_rewrites import declare
+from secc.frontend.fusion.find_fusions import Looked, find
+from secc.frontend.tp_search.possible_tp import Limits, note_limits
 from secc.ir.analysis import fusion_report
 from secc.ir.dialect.ops import graph_of
-from secc.passes.fusion.switch import reason_against
+from secc.passes.fusion.fuse_when import reason_against
 from secc.runtime.fusion.install import installed
 from secc.runtime.model.meta_build import meta_model
 from secc.runtime.model.user_file import UserModel, load

@@ -37,7 +37,7 @@ from secc.runtime.plan import schema as plan_schema
 from secc.runtime.plan.batch_sizes import combine, pad_batch, sizes_of
 from secc.runtime.plan.schema import Mesh, Plan
 from secc.runtime.plan.step_program import MicroBatch, SampleMeta
-from secc.runtime.randomness.draws import Draws
+from secc.runtime.randomness.micro_batch_draws import Draws
 from secc.runtime.rerecording.rerecorder import Rerecorder
 from secc.runtime.schedule.scheduler import schedule
 from secc.runtime.sections.base import Section, load_module, load_section

@@ -20,8 +20,8 @@ from secc.frontend.capture.block_selection import Tree
 from secc.frontend.capture.capture import Capture
 from secc.ir.analysis.dataflow import number_of, texts_of
 from secc.ir.dialect.ops import CallOp, graph_of, section_of, strings
-from secc.ir.text_io.text import parse
-from secc.passes.sections.merge import note
+from secc.ir.text_io.module_text import parse
+from secc.passes.sections.merge_sections import note
 
 
 @dataclass(frozen=True)

@@ -17,16 +17,16 @@ from torch import nn
 from xdsl.dialects.builtin import ModuleOp
 
 from secc import pass_pipeline, process_map
-from secc.codegen.fused import fused_module, rewrites
+from secc.codegen.fused_module import fused_module, rewrites
 from secc.cost.counting.example_arguments import Samples
 from secc.driver import layer_capture
 from secc.errors import Impossible, UserError
 from secc.frontend.capture.capture import Capture, capture
 from secc.frontend.dataset.input_symbols import Inputs
 from secc.frontend.dataset.survey import Survey
-from secc.frontend.tp_search.annotate import NOTHING, Fused, Subject, annotate, seek
+from secc.frontend.tp_search.annotate_layouts import NOTHING, Fused, Subject, annotate, seek
 from secc.ir.dialect.ops import graph_of
-from secc.ir.text_io.text import parse, print_module
+from secc.ir.text_io.module_text import parse, print_module
 from secc.runtime.model.user_file import UserModel
 
 # the first pass behind the choice: layers are captured for what was chosen, wherever its ranks are

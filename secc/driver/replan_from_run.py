@@ -21,7 +21,7 @@ from typing import Any
 from xdsl.dialects.builtin import FloatAttr, StringAttr, f64
 
 from secc.alloc.problem.candidates import MOVED
-from secc.codegen import plan as plan_codegen
+from secc.codegen import plan_builder as plan_codegen
 from secc.driver import what_if
 from secc.errors import UserError
 from secc.ir.dialect.ops import GraphOp, strings

@@ -21,12 +21,12 @@ from secc.ir.dialect.ops import GraphOp, graph_of
 from secc.runtime.monitoring.run_summary import MIX, sample_seconds
 from secc.runtime.plan.schema import Plan, Section
 from secc.runtime.plan.step_program import SampleMeta
+from secc.simulate.chrome_trace import chrome
 from secc.simulate.drawing import figure
 from secc.simulate.events import Simulated
-from secc.simulate.machine import simulate
-from secc.simulate.measures import Measures, measure
-from secc.simulate.steady import steady
-from secc.simulate.trace import chrome
+from secc.simulate.simulator import simulate
+from secc.simulate.steady_state import steady
+from secc.simulate.step_measures import Measures, measure
 
 MOST = 10_000  # computations of all ranks in a step that is simulated here
 TRACE = "trace.json"

@@ -19,12 +19,12 @@ from xdsl.dialects.builtin import ModuleOp
 from xdsl.passes import ModulePass
 
 from secc import pass_pipeline
-from secc.codegen import plan as plan_codegen
+from secc.codegen import plan_builder as plan_codegen
 from secc.errors import Impossible, UserError
 from secc.ir.analysis.tp_layouts import cuttable
 from secc.ir.dialect.ops import GraphOp, graph_of, strings
 from secc.ir.dialect.python_attributes import integers
-from secc.ir.text_io import text
+from secc.ir.text_io import module_text
 from secc.runtime.plan.schema import Plan, Shard, load
 
 ALLOCATE, SHARD = "allocate", "shard-tensors"
@@ -88,7 +88,7 @@ def again(
     (stages need layers that were captured)."""
     pinned = {pin.partition("=")[0] for pin in allocate.set}
     while True:
-        module = text.parse(before.read_text(), str(before))
+        module = module_text.parse(before.read_text(), str(before))
         if adapt is not None:
             adapt(graph_of(module))
         try:

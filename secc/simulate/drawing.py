@@ -4,7 +4,7 @@ blank is idle.
 The same rows are drawn with characters for a terminal and as SVG in a page of its own, without scripts or
 outside resources. Forwards are drawn full, backwards lighter, reductions and the optimizer grey; where a rank
 waits for a message on its way, not for others to compute, that is marked. Rows are those of
-`secc.simulate.rows`.
+`secc.simulate.drawing_rows`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from secc.simulate.drawing_rows import NO_SECTION, WAIT, Bar, Rows, rows
 from secc.simulate.events import Simulated
-from secc.simulate.measures import Measures
-from secc.simulate.rows import NO_SECTION, WAIT, Bar, Rows, rows
+from secc.simulate.step_measures import Measures
 
 COLOURS = ("#1f6fb2", "#d9741c", "#2e8b4f", "#9a4fb0", "#b23a48", "#7a6a1f", "#008a8a", "#555fbf")
 TERMINAL = ("blue", "yellow", "green", "magenta", "red", "cyan", "bright_blue", "bright_green")

@@ -10,17 +10,17 @@ import pytest
 from xdsl.dialects.builtin import ModuleOp, StringAttr
 
 from secc import pass_pipeline
-from secc.codegen.plan import attribute
+from secc.codegen.plan_builder import attribute
 from secc.errors import UserError
 from secc.ir.dialect.ops import graph_of
-from secc.ir.text_io import text
+from secc.ir.text_io import module_text
 from secc.passes.allocate import Allocate
 
 VLM = Path(__file__).parents[1] / "passes" / "allocate_vlm.mlir"
 
 
 def allocated(source: str = "", **options: Any) -> ModuleOp:
-    module = text.parse(source or VLM.read_text())
+    module = module_text.parse(source or VLM.read_text())
     pass_pipeline.run(module, (Allocate(**({"cluster": "1x3xcpu", "global_batch": 16} | options)),))
     return module
 
@@ -193,7 +193,7 @@ def test_replicas_stay_inside_a_node() -> None:
 
 
 def test_same_inputs_same_text() -> None:
-    assert text.print_module(allocated()) == text.print_module(allocated())
+    assert module_text.print_module(allocated()) == module_text.print_module(allocated())
 
 
 def test_micro_batches_shrink_to_fit_memory() -> None:
@@ -245,9 +245,9 @@ def test_states_are_sharded_where_that_is_faster_or_fits() -> None:
 
 
 def test_an_optimizer_that_is_not_elementwise_stays_whole() -> None:
-    module = text.parse(VLM.read_text())
+    module = module_text.parse(VLM.read_text())
     graph_of(module).attributes["unshardable"] = StringAttr("Muon is not elementwise")
-    source = text.print_module(module)
+    source = module_text.print_module(module)
     assert section(allocated(source, cluster="1x3xH100"), "lm", "sharding") == "none"
     for choice in ("lm.sharding=zero1", "lm.tp=2"):
         with pytest.raises(UserError, match=rf"{choice} is impossible: .*Muon is not elementwise"):

@@ -12,9 +12,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from secc.alloc.problem.types import Candidate
-from secc.baselines.bound import least
 from secc.baselines.compare import Comparison, describe, fullest, step
 from secc.baselines.layout import Layout, Part, planned
+from secc.baselines.layout_bound import least
 from secc.baselines.packing import Batch, cuts, first_fit, in_turn, largest_first, stratified
 from secc.baselines.schemes import SCHEMES, Scheme
 from secc.bounds.bounds import schedule_bound
@@ -24,9 +24,9 @@ from secc.driver.compile import Options, compile_model
 from secc.runtime.plan.predicted_costs import Costs
 from secc.runtime.plan.schema import load
 from secc.runtime.schedule.scheduler import Arranged
-from secc.simulate.batches import global_batches
-from tests.schedule.plans import batches, passes_on, plan, plans, sample, section, stages
-from tests.simulate.test_machine import IMAGE, cluster, vlm
+from secc.simulate.global_batches import global_batches
+from tests.runtime.schedule.plan_strategies import batches, passes_on, plan, plans, sample, section, stages
+from tests.simulate.test_simulator import IMAGE, cluster, vlm
 
 MODEL = Path(__file__).parent.parent / "models" / "llava_tiny.py"
 

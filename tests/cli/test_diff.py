@@ -15,7 +15,7 @@ from secc.cli import main
 from secc.driver import what_if
 from secc.driver.compile import Options, compile_model
 from secc.errors import UserError
-from secc.report.differences import differences
+from secc.report.plan_differences import differences
 from secc.runtime.plan.schema import Plan, load
 
 MODEL = Path(__file__).parent.parent / "models" / "llava_tiny.py"

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from secc import pass_pipeline
-from secc.codegen import plan as plan_codegen
-from secc.codegen.directory import Files, plan_files
+from secc.codegen import plan_builder as plan_codegen
+from secc.codegen.plan_files import Files, plan_files
 from secc.driver.compile import Options, pipeline_text
-from secc.ir.text_io.text import parse
+from secc.ir.text_io.module_text import parse
 from secc.runtime.plan.schema import ModelRef
 
 HERE = Path(__file__).parent

@@ -1,5 +1,5 @@
 """Compiles a model file, checks it against the eager model and writes its plan; training and comparing is
-`tools.ranks`."""
+`tools.compare_training`."""
 
 from __future__ import annotations
 
@@ -11,15 +11,24 @@ from pathlib import Path
 
 from xdsl.dialects.builtin import ModuleOp
 
-from secc.codegen import plan as plan_codegen
+from secc.codegen import plan_builder as plan_codegen
 from secc.driver.compile import Compiled, Options, compile_model, pipeline_text
 from secc.driver.exactness_check import checked
 from secc.driver.layer_capture import Staging
 from secc.driver.pass_driver import Planner, Source
 from secc.frontend.capture.capture import Capture
-from secc.ir.text_io.text import parse, print_module
-from secc.report.page import page
-from tools.ranks import LEARNING_RATE, Trained, differences, distributed, metrics, plain, recording_model, run
+from secc.ir.text_io.module_text import parse, print_module
+from secc.report.html_page import page
+from tools.compare_training import (
+    LEARNING_RATE,
+    Trained,
+    differences,
+    distributed,
+    metrics,
+    plain,
+    recording_model,
+    run,
+)
 
 __all__ = [
     "LEARNING_RATE",

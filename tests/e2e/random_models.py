@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tests.e2e.random_parts import (
+from tests.e2e.random_model_parts import (
     CLASSES,
     DATASET,
     DISTILLING,

@@ -18,7 +18,7 @@ from secc.errors import UserError
 from secc.runtime.plan.schema import Section
 from secc.runtime.plan.section_graph import Graph
 from secc.runtime.schedule import cross_step_prefetch
-from tests.e2e.references import Captured
+from tests.e2e.reference_runs import Captured
 
 MOST_RANKS = 6
 GLOBAL_BATCHES = (12, 7)

@@ -22,11 +22,11 @@ from pathlib import Path
 from secc.driver.compile import Compiled, Options, compile_model
 from secc.driver.exactness_check import checked
 from secc.errors import UserError
-from secc.report.page import page
+from secc.report.html_page import page
 from tests.e2e.harness import replanned
 from tests.e2e.random_models import random_model
 from tests.e2e.random_plans import Outcome, Wanted, features, grant, random_plan
-from tools.ranks import Trained, differences, distributed, plain, recording_model
+from tools.compare_training import Trained, differences, distributed, plain, recording_model
 
 STEPS = 2
 

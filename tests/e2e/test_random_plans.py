@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from tests.e2e.random_plans import Outcome, random_plan, trial
-from tests.e2e.references import Captured
+from tests.e2e.reference_runs import Captured
 
 NAMES = ("nano", "llava_tiny", "qwen_distil", "whisper_tiny", "video_llava", "blip2")
 STEPS = 2

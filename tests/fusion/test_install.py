@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from secc.codegen.fused import fused_module, rewrites
+from secc.codegen.fused_module import fused_module, rewrites
 from secc.errors import UserError
-from secc.frontend.fusion.find import find
+from secc.frontend.fusion.find_fusions import find
 from secc.runtime.fusion import install as install_module
 from secc.runtime.fusion.install import install, installed, rebound
 from secc.runtime.model.source_lines import call_name, drawer, paths_of
-from tests.fusion.fusing import blocks, declared, fused
+from tests.fusion.fuse_model import blocks, declared, fused
 
 WIDTH = 8
 

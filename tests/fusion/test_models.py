@@ -13,7 +13,7 @@ from torch import nn
 from secc.frontend.dataset.eager_reference import compare, eager
 from secc.runtime.model.default_collate import DefaultCollate
 from secc.runtime.model.user_file import loss_of
-from tests.fusion.fusing import fused, matched, reasons
+from tests.fusion.fuse_model import fused, matched, reasons
 from tools.zoo_models import entry
 
 STEPS, LOSSES = 6, 1e-4

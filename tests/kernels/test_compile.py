@@ -14,13 +14,13 @@ from secc.runtime import kernels
 from secc.runtime.kernels import (
     backend,
     divergence,
-    entropy,
     gated,
+    gather_scatter_rows,
     kl_cross_entropy,
+    launch_tuning,
     norms,
     rotary,
-    rows,
-    tuning,
+    tile_cross_entropy,
 )
 
 triton = pytest.importorskip("triton")
@@ -55,7 +55,15 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         "run",
         lambda self, *args, **kwargs: found.append(run(self, *args, **{**kwargs, "warmup": True})),
     )
-    for module in (divergence, entropy, gated, kl_cross_entropy, norms, rotary, rows):
+    for module in (
+        divergence,
+        tile_cross_entropy,
+        gated,
+        kl_cross_entropy,
+        norms,
+        rotary,
+        gather_scatter_rows,
+    ):
         monkeypatch.setattr(module, "has_kernels", lambda x: x.dtype in backend.KERNEL_DTYPES)
     monkeypatch.setattr(driver, "_active", Hopper())
     return found
@@ -67,15 +75,15 @@ def random(*shape: int) -> torch.Tensor:
 
 def losses() -> None:
     hidden, weight, target = random(3, 32), random(4096, 32), torch.tensor([1, 2, -100])
-    with tuning.use("linear_cross_entropy", tuning.Launch(1024, 3, 4)):
+    with launch_tuning.use("linear_cross_entropy", launch_tuning.Launch(1024, 3, 4)):
         kernels.linear_cross_entropy(hidden, weight, target)
         kernels.linear_cross_entropy(
             hidden, weight, target, bias=random(4096), softcap=30.0, label_smoothing=0.1
         )[0].backward()
     for kind in divergence.KINDS:
         with (
-            tuning.use("linear_kl", tuning.Launch(1024, 3, 4)),
-            tuning.use("linear_kl_ce", tuning.Launch(1024, 3, 4)),
+            launch_tuning.use("linear_kl", launch_tuning.Launch(1024, 3, 4)),
+            launch_tuning.use("linear_kl_ce", launch_tuning.Launch(1024, 3, 4)),
         ):
             kernels.linear_kl(hidden, weight, hidden, weight, kind=kind)
             divergences, _, entropies, _ = kernels.linear_kl_ce(

@@ -9,13 +9,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from secc.runtime.errors import UserError
-from secc.runtime.kernels import linear_cross_entropy, tuning
+from secc.runtime.kernels import launch_tuning, linear_cross_entropy
 from secc.runtime.kernels.backend import INTERPRETED
-from tests.kernels.compare import LAYOUTS, assert_agree, check_registrations, examples, seeds, strided
+from tests.kernels.float64_comparison import (
+    LAYOUTS,
+    assert_agree,
+    check_registrations,
+    examples,
+    seeds,
+    strided,
+)
 
 
 def launch(chunk: int, block: int = 8):
-    return tuning.use("linear_cross_entropy", tuning.Launch(block, chunk, columns=2 * block + 3))
+    return launch_tuning.use(
+        "linear_cross_entropy", launch_tuning.Launch(block, chunk, columns=2 * block + 3)
+    )
 
 
 def reference(hidden, weight, bias, *, target, ignore_index, label_smoothing, softcap):

@@ -8,19 +8,19 @@ import pytest
 import torch
 
 from secc.frontend.dataset.eager_reference import compare
-from tests.fusion import test_rules
-from tests.fusion.fusing import fused, matched, reasons
+from tests.fusion import test_fusion_rules
+from tests.fusion.fuse_model import fused, matched, reasons
 
-QUICK = [test_rules.OnePlus, test_rules.Block]
-SLOW = [test_rules.Inline, test_rules.ExactGelu, test_rules.Attention]
+QUICK = [test_fusion_rules.OnePlus, test_fusion_rules.Block]
+SLOW = [test_fusion_rules.Inline, test_fusion_rules.ExactGelu, test_fusion_rules.Attention]
 
 
 @pytest.mark.parametrize("cls", [*QUICK, *(pytest.param(c, marks=pytest.mark.slow) for c in SLOW)])
 def test_rewritten_modules_run_the_kernels(cls: type[torch.nn.Module]) -> None:
     torch.manual_seed(0)
-    model, x = torch.nn.Sequential(cls()), torch.randn(2, 5, test_rules.WIDTH)
-    own = test_rules.step(model, x)
+    model, x = torch.nn.Sequential(cls()), torch.randn(2, 5, test_fusion_rules.WIDTH)
+    own = test_fusion_rules.step(model, x)
     with fused(model) as found:
         assert matched(found), reasons(found)
-        difference = compare(test_rules.step(model, x), own)
+        difference = compare(test_fusion_rules.step(model, x), own)
     assert difference.exact, difference

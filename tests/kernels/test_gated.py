@@ -7,8 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from secc.runtime.errors import UserError
-from secc.runtime.kernels import geglu, swiglu, tuning
-from tests.kernels.compare import LAYOUTS, assert_agree, check_registrations, examples, seeds, strided
+from secc.runtime.kernels import geglu, launch_tuning, swiglu
+from tests.kernels.float64_comparison import (
+    LAYOUTS,
+    assert_agree,
+    check_registrations,
+    examples,
+    seeds,
+    strided,
+)
 
 FUSED = {"silu": swiglu, "tanh": lambda g, u: geglu(g, u, "tanh"), "none": lambda g, u: geglu(g, u, "none")}
 PLAIN = {"silu": F.silu, "tanh": lambda g: F.gelu(g, approximate="tanh"), "none": F.gelu}
@@ -21,7 +28,7 @@ PLAIN = {"silu": F.silu, "tanh": lambda g: F.gelu(g, approximate="tanh"), "none"
 )  # fmt: skip
 def test_agrees_with_float64(rows, width, activation, scale, layout, seed):
     inputs = [strided([*rows, width], layout, seed, scale), strided([*rows, width], "plain", seed + 1)]
-    with tuning.use("gated", tuning.Launch(8)):
+    with launch_tuning.use("gated", launch_tuning.Launch(8)):
         assert_agree(FUSED[activation], lambda g, u: PLAIN[activation](g) * u, inputs, 2e-5)
 
 

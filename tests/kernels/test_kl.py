@@ -9,19 +9,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from secc.runtime.errors import UserError
-from secc.runtime.kernels import linear_kl, linear_kl_ce, tuning
-from tests.kernels.compare import LAYOUTS, assert_agree, check_registrations, examples, seeds, strided
+from secc.runtime.kernels import launch_tuning, linear_kl, linear_kl_ce
+from tests.kernels.float64_comparison import (
+    LAYOUTS,
+    assert_agree,
+    check_registrations,
+    examples,
+    seeds,
+    strided,
+)
 
 KINDS = st.sampled_from(["forward", "reverse", "js"])
 ROWS = st.sampled_from([(0,), (1,), (7,), (2, 3)])
 
 
 def launch(chunk: int, block: int = 8):
-    return tuning.use("linear_kl", tuning.Launch(block, chunk))
+    return launch_tuning.use("linear_kl", launch_tuning.Launch(block, chunk))
 
 
 def launch_both(chunk: int, block: int = 8):
-    return tuning.use("linear_kl_ce", tuning.Launch(block, chunk))
+    return launch_tuning.use("linear_kl_ce", launch_tuning.Launch(block, chunk))
 
 
 def reference(

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from secc.runtime.kernels import linear_cross_entropy, linear_kl, linear_kl_ce, tuning
+from secc.runtime.kernels import launch_tuning, linear_cross_entropy, linear_kl, linear_kl_ce
 
 ROWS, VOCABULARY, CHUNK = 512, 4096, 16
 
@@ -23,11 +23,11 @@ def test_logits_exist_for_one_chunk_of_rows_only():
         divergence, _, labels, _ = linear_kl_ce(hidden, weight, hidden, weight, target)
         (divergence + labels).backward()
 
-    launch = tuning.Launch(4096, CHUNK, columns=4096)
+    launch = launch_tuning.Launch(4096, CHUNK, columns=4096)
     with (
-        tuning.use("linear_cross_entropy", launch),
-        tuning.use("linear_kl", launch),
-        tuning.use("linear_kl_ce", launch),
+        launch_tuning.use("linear_cross_entropy", launch),
+        launch_tuning.use("linear_kl", launch),
+        launch_tuning.use("linear_kl_ce", launch),
     ):
         for run in (
             lambda: linear_cross_entropy(hidden, weight, target)[0].backward(),

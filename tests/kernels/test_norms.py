@@ -7,14 +7,21 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from secc.runtime.errors import UserError
-from secc.runtime.kernels import layer_norm, rms_norm, tuning
-from tests.kernels.compare import LAYOUTS, assert_agree, check_registrations, examples, seeds, strided
+from secc.runtime.kernels import launch_tuning, layer_norm, rms_norm
+from tests.kernels.float64_comparison import (
+    LAYOUTS,
+    assert_agree,
+    check_registrations,
+    examples,
+    seeds,
+    strided,
+)
 
 ROWS = st.sampled_from([(), (0,), (1,), (9,), (2, 3), (2, 2, 3)])
 
 
 def launch(width: int, rows: int = 2):
-    return tuning.use("norm", tuning.Launch(1 << (width - 1).bit_length(), rows))
+    return launch_tuning.use("norm", launch_tuning.Launch(1 << (width - 1).bit_length(), rows))
 
 
 @settings(max_examples=examples(40))

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from secc.runtime.errors import UserError
-from secc.runtime.kernels import rope, tuning
-from tests.kernels.compare import assert_agree, check_registrations, examples, seeds, strided
+from secc.runtime.kernels import launch_tuning, rope
+from tests.kernels.float64_comparison import assert_agree, check_registrations, examples, seeds, strided
 
 
 def rotate_half(x):
@@ -43,7 +43,7 @@ def test_agrees_with_float64(batch, heads, key_heads, positions, half, rest, tab
         return strided([batch, count, positions, width], "stepped", number)
 
     inputs = [projected(heads, seed + 2), projected(key_heads, seed + 3)]
-    with tuning.use("rope", tuning.Launch(0, 2)):
+    with launch_tuning.use("rope", launch_tuning.Launch(0, 2)):
         assert_agree(
             lambda q, k: rope(q, k, cos, sin),
             lambda q, k: (reference(q, cos, sin), reference(k, cos, sin)),

@@ -4,14 +4,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from secc.runtime.kernels import linear_cross_entropy, linear_kl, linear_kl_ce, tuning
+from secc.runtime.kernels import launch_tuning, linear_cross_entropy, linear_kl, linear_kl_ce
 from secc.runtime.kernels.vocab_parallel import (
     combine,
     vocab_parallel_linear_cross_entropy,
     vocab_parallel_linear_kl,
     vocab_parallel_linear_kl_ce,
 )
-from tests.runtime.workers import run_ranks
+from tests.runtime.gloo_ranks import run_ranks
 
 BOUNDS = (0, 8, 11)  # the vocabulary of 11 tokens on two ranks, unevenly
 TARGET = torch.tensor([0, 7, 8, 10, -100])
@@ -41,7 +41,7 @@ def sharded(rank: int):
     dist.init_process_group("gloo")
     place = {"group": dist.group.WORLD, "first": BOUNDS[rank], "vocabulary": 11}
     found = {}
-    with tuning.use("linear_cross_entropy", tuning.Launch(4, 2, columns=5)):
+    with launch_tuning.use("linear_cross_entropy", launch_tuning.Launch(4, 2, columns=5)):
         hidden, weight, _, _, bias = slices(rank)
         loss, _ = vocab_parallel_linear_cross_entropy(
             hidden, weight, TARGET, bias=bias, label_smoothing=0.1, softcap=3.0, **place
@@ -49,7 +49,7 @@ def sharded(rank: int):
         found["ce"] = loss.detach(), *torch.autograd.grad(loss, (hidden, weight, bias))
     for kind in ("forward", "reverse", "js"):
         hidden, weight, teacher, teacher_weight, _ = slices(rank)
-        with tuning.use("linear_kl", tuning.Launch(4, 2)):
+        with launch_tuning.use("linear_kl", launch_tuning.Launch(4, 2)):
             loss, _ = vocab_parallel_linear_kl(
                 hidden,
                 weight,

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from secc import pass_pipeline
-from secc.codegen.plan import attribute
+from secc.codegen.plan_builder import attribute
 from secc.errors import Impossible, UserError
 from secc.ir.dialect.ops import graph_of
-from secc.ir.text_io import text
+from secc.ir.text_io import module_text
 
 SOURCE = (Path(__file__).parent / "shard_tensors.mlir").read_text()
 
 
 def sharded(source: str, passes: str = "shard-tensors"):
-    module = text.parse(source)
+    module = module_text.parse(source)
     pass_pipeline.run(module, pass_pipeline.parse(passes))
     return graph_of(module).sections
 

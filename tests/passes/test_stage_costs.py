@@ -8,7 +8,7 @@ from secc import pass_pipeline
 from secc.cluster import parse
 from secc.ir.analysis.dataflow import text_of
 from secc.ir.dialect.ops import graph_of
-from secc.ir.text_io import text
+from secc.ir.text_io import module_text
 from secc.runtime.plan.expr_eval import evaluate
 
 SOURCE = """
@@ -34,7 +34,7 @@ sec.graph "lm" widths "own" {
 def forward_ns(ranks: list[int]) -> int:
     """Of the first stage's micro-batch, on two nodes of four GPUs."""
     listed = ", ".join(f"{r} : i64" for r in ranks)
-    module = text.parse(SOURCE.replace("RANKS", f"[{listed}]"))
+    module = module_text.parse(SOURCE.replace("RANKS", f"[{listed}]"))
     graph = graph_of(module)
     graph.attributes["cluster"] = StringAttr(parse("2x4xH100").to_json())
     pass_pipeline.run(module, pass_pipeline.parse("split-stages"))

@@ -10,15 +10,15 @@ import pytest
 
 from secc.cli import main
 from secc.runtime.schedule.scheduler import schedule
-from secc.simulate.batches import global_batches
+from secc.simulate.chrome_trace import chrome
 from secc.simulate.drawing import page, svg, text
-from secc.simulate.machine import simulate
-from secc.simulate.measures import measure
-from secc.simulate.rows import WAIT, rows
-from secc.simulate.trace import chrome
-from tests.runtime.captioner import APART, UNEVEN, write_plan
-from tests.schedule.plans import edge, passes_on, plan, sample, section, stages
-from tests.simulate.test_machine import IMAGE, cluster, run, trained, vlm
+from secc.simulate.drawing_rows import WAIT, rows
+from secc.simulate.global_batches import global_batches
+from secc.simulate.simulator import simulate
+from secc.simulate.step_measures import measure
+from tests.runtime.captioner_plans import APART, UNEVEN, write_plan
+from tests.runtime.schedule.plan_strategies import edge, passes_on, plan, sample, section, stages
+from tests.simulate.test_simulator import IMAGE, cluster, run, trained, vlm
 
 STEP = run(trained(vlm(replicas=2, cluster=cluster()), lm=10), [sample(7, *IMAGE), sample(8), sample(9)])
 

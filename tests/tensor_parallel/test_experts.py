@@ -11,11 +11,11 @@ import torch.nn.functional as F
 import transformers as T
 from torch import nn
 
-from secc.frontend.tp_search.experts import find_experts
-from secc.frontend.tp_search.find import expert_shards
-from secc.frontend.tp_search.verify import Whole
+from secc.frontend.tp_search.expert_cuts import find_experts
+from secc.frontend.tp_search.find_mapping import expert_shards
+from secc.frontend.tp_search.verify_mapping import Whole
 from secc.runtime.plan.schema import Style
-from tests.tensor_parallel.layers import layer
+from tests.tensor_parallel.model_layers import layer
 
 WIDTH, INNER, EXPERTS = 32, 64, 4
 SMALL = {

@@ -14,14 +14,14 @@ import torch.nn.functional as F
 import transformers as T
 from torch import nn
 
-from secc.frontend.tp_search.find import Found, find, shards
+from secc.frontend.tp_search.find_mapping import Found, find, shards
 from secc.frontend.tp_search.hf_tp_plan import columns
-from secc.frontend.tp_search.threads import ThreadGroup, run_ranks
-from secc.frontend.tp_search.verify import Verdict, Whole
+from secc.frontend.tp_search.thread_ranks import ThreadGroup, run_ranks
+from secc.frontend.tp_search.verify_mapping import Verdict, Whole
 from secc.runtime.plan.schema import Style
-from secc.runtime.tensor_parallel.shards import Cut, cut_parameters
+from secc.runtime.tensor_parallel.parameter_cuts import Cut, cut_parameters
 from secc.runtime.tensor_parallel.styles import apply
-from tests.tensor_parallel.layers import layer
+from tests.tensor_parallel.model_layers import layer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 WIDTH = 32

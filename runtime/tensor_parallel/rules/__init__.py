@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from secc.runtime.tensor_parallel.rules import entries, pieces, products, views
+from secc.runtime.tensor_parallel.rules import elementwise, products, slicing, views
 from secc.runtime.tensor_parallel.rules.common import Rule
 
 
@@ -19,7 +19,7 @@ def rule_of(func: Any) -> Rule:
     name = getattr(func, "__name__", "")
     if name == "__get__":
         name = f"{getattr(getattr(func, '__self__', None), '__name__', '')}.get"
-    return RULES.get(name, entries.elementwise)
+    return RULES.get(name, elementwise.elementwise)
 
 
 PLAIN = (
@@ -58,11 +58,11 @@ RULES: dict[str, Rule] = {
     "view": views.view, "reshape": views.view, "view_as": views.view_as, "reshape_as": views.view_as, "flatten": views.flatten,
     "unflatten": views.unflatten, **dict.fromkeys(MOVES, views.permute), "squeeze": views.squeeze, "expand": views.expand,
     "expand_as": views.expand_as,
-    **dict.fromkeys(("split", "chunk", "split_with_sizes"), pieces.split), "narrow": pieces.narrow, "select": pieces.select,
-    "unbind": pieces.unbind, "__iter__": pieces.unbind, "__getitem__": pieces.getitem,
-    **dict.fromkeys(("cat", "concat", "concatenate"), pieces.cat), "stack": pieces.stack, "repeat_interleave": pieces.repeat_interleave,
+    **dict.fromkeys(("split", "chunk", "split_with_sizes"), slicing.split), "narrow": slicing.narrow, "select": slicing.select,
+    "unbind": slicing.unbind, "__iter__": slicing.unbind, "__getitem__": slicing.getitem,
+    **dict.fromkeys(("cat", "concat", "concatenate"), slicing.cat), "stack": slicing.stack, "repeat_interleave": slicing.repeat_interleave,
     **dict.fromkeys(("matmul", "__matmul__", "bmm", "mm"), products.matmul), "linear": products.linear, "einsum": products.einsum,
     "scaled_dot_product_attention": products.attention,
-    **dict.fromkeys(ALONG, entries.along), "layer_norm": entries.normalized, "rms_norm": entries.normalized,
-    **dict.fromkeys(DROPOUTS, entries.dropout), **dict.fromkeys(REFUSED, entries.refused),
+    **dict.fromkeys(ALONG, elementwise.along), "layer_norm": elementwise.normalized, "rms_norm": elementwise.normalized,
+    **dict.fromkeys(DROPOUTS, elementwise.dropout), **dict.fromkeys(REFUSED, elementwise.refused),
 }  # fmt: skip

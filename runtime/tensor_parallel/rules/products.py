@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from secc.runtime.tensor_parallel.rules.mark import Mark, Refused, mark, set_mark, sources_of
 from secc.runtime.tensor_parallel.rules.common import Args, entered, like, own_mark
+from secc.runtime.tensor_parallel.rules.mark import Mark, Refused, mark, set_mark, sources_of
 
 if TYPE_CHECKING:
     from secc.runtime.tensor_parallel.shape_mode import Shapes

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from secc.runtime.tensor_parallel.rules.mark import Mark, Refused, set_mark
 from secc.runtime.tensor_parallel.rules.common import Args, own_mark, places
-from secc.runtime.tensor_parallel.rules.entries import elementwise
+from secc.runtime.tensor_parallel.rules.elementwise import elementwise
+from secc.runtime.tensor_parallel.rules.mark import Mark, Refused, set_mark
 
 if TYPE_CHECKING:
     from secc.runtime.tensor_parallel.shape_mode import Shapes

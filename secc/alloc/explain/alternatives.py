@@ -16,7 +16,7 @@ from typing import Any
 
 from secc.alloc.explain.cost_breakdown import largest_tensor, memory_parts, time_parts
 from secc.alloc.problem import candidate_pruning
-from secc.alloc.problem.build import edges, shapes
+from secc.alloc.problem.build_problem import edges, shapes
 from secc.alloc.problem.candidates import Load, Workload, candidate, held, replica_of, ways_to_run
 from secc.alloc.problem.closed_form import evaluate
 from secc.alloc.problem.pins import Pins

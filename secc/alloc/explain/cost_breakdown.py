@@ -24,8 +24,8 @@ from secc.alloc.problem.candidates import (
 from secc.alloc.problem.types import Candidate
 from secc.cluster import Overheads
 from secc.cost.model import roofline, tp_pp_scaling
-from secc.cost.model.dataset_load import micro_batch
 from secc.cost.model.default_estimate import entries
+from secc.cost.model.patterns_and_transfers import micro_batch
 from secc.cost.model.recompute_cost import Again
 from secc.cost.model.section_cost import SectionCost, ops_in
 from secc.ir.dialect import size_expr

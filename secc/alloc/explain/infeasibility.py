@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from secc.alloc.explain.alternatives import parts_of
-from secc.alloc.problem.build import problem, usable_ranks
+from secc.alloc.problem.build_problem import problem, usable_ranks
 from secc.alloc.problem.candidates import Workload, workload
 from secc.alloc.problem.closed_form import evaluate
 from secc.alloc.problem.pins import Pins

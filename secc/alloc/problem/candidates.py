@@ -25,8 +25,15 @@ from secc.alloc.problem.types import Candidate
 from secc.cluster import Cluster
 from secc.cost.model import roofline, tp_pp_scaling
 from secc.cost.model.collectives import Span, in_a_row
-from secc.cost.model.dataset_load import Crossing, Pattern, crossings, is_active, micro_batch, patterns
 from secc.cost.model.memory import Memory, memory
+from secc.cost.model.patterns_and_transfers import (
+    Crossing,
+    Pattern,
+    crossings,
+    is_active,
+    micro_batch,
+    patterns,
+)
 from secc.cost.model.section_cost import SectionCost, section_cost
 from secc.cost.model.zero3_cost import Passing, passing
 from secc.errors import UserError

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from secc.cost.model.dataset_load import Pattern, micro_batch
+from secc.cost.model.patterns_and_transfers import Pattern, micro_batch
 from secc.ir.analysis import sample_sizes
 from secc.ir.dialect.ops import GraphOp
 from secc.runtime.plan.expr_eval import evaluate

@@ -19,7 +19,7 @@ from math import ceil
 from secc.alloc.problem.candidates import Workload
 from secc.alloc.problem.closed_form import Value
 from secc.alloc.problem.types import Assignment, Candidate, Edge, Problem
-from secc.cost.model.dataset_load import micro_batch
+from secc.cost.model.patterns_and_transfers import micro_batch
 from secc.errors import UserError
 from secc.runtime.plan.expr_eval import evaluate
 

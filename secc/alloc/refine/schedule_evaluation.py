@@ -27,7 +27,7 @@ from secc.alloc.refine import prefetch_memory as ahead
 from secc.alloc.refine.in_flight_limits import Room, room
 from secc.cluster import GIB
 from secc.cost.model import roofline
-from secc.cost.model.dataset_load import Pattern, is_active, micro_batch, patterns
+from secc.cost.model.patterns_and_transfers import Pattern, is_active, micro_batch, patterns
 from secc.ir.analysis import sample_sizes as drawn_samples
 from secc.ir.dialect.ops import strings
 from secc.runtime.host.gc_control import collector_paused

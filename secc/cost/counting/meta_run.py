@@ -36,8 +36,8 @@ from secc.cost.counting.repeated_layers import Counted, alike
 from secc.cost.counting.saved_tensors import Saved, storage
 from secc.cost.model.gemm_efficiency import DEFAULT, Efficiency
 from secc.runtime.recorder import meta_rules
-from secc.runtime.recorder.fakes import dense, fresh
-from secc.runtime.recorder.glue import grouped_mm
+from secc.runtime.recorder.block_results import dense, fresh
+from secc.runtime.recorder.glue_ops import grouped_mm
 
 NOTHING = frozenset(
     {"_unsafe_view", "new_empty", "empty", "empty_like", "empty_strided"}

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from secc.cost.counting.fused_attention import valueless
-from secc.runtime.recorder.fakes import Digests
+from secc.runtime.recorder.block_results import Digests
 
 
 @dataclass(frozen=True)

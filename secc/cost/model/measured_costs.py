@@ -111,7 +111,7 @@ class Entry:
 class Table:
     """Entries by `key`, the hardware, and what a step took beside its blocks, where that was measured.
 
-    All times are of a processor on which the gauge (`secc.profile.speed`) takes `gauge_ns`; 0 where it was
+    All times are of a processor on which the gauge (`secc.profile.speed_gauge`) takes `gauge_ns`; 0 where it was
     not taken.
     """
 

@@ -19,9 +19,9 @@ from xdsl.dialects.builtin import IntegerAttr, StringAttr
 from xdsl.ir import Operation, SSAValue
 
 from secc.cost.model.cost_expressions import estimated, largest, total
-from secc.cost.model.dataset_load import micro_batch, patterns
 from secc.cost.model.default_estimate import ZERO, CallCost, default, entries
 from secc.cost.model.linear_loss import FusedCost, fused_cost
+from secc.cost.model.patterns_and_transfers import micro_batch, patterns
 from secc.cost.model.recompute_cost import Again, AgainSum, recomputed, selected
 from secc.ir.analysis.dataflow import abouts, text_of
 from secc.ir.analysis.vocab_sharding import Spread, heads

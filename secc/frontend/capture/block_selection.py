@@ -18,7 +18,7 @@ from torch import nn
 
 from secc.errors import UserError
 from secc.runtime.recorder import BlockError, Observer, Recorder
-from secc.runtime.recorder.structure import tensors
+from secc.runtime.recorder.nested_values import tensors
 from secc.runtime.sections.recompute import is_stack
 
 _WIDER = 1.25  # times as many features out as in: a head over a vocabulary, not a layer

@@ -29,9 +29,9 @@ from secc.runtime.model.source_lines import class_place
 from secc.runtime.model.user_file import UserModel
 from secc.runtime.plan.schema import Draw
 from secc.runtime.recorder import BlockError, Hazard, Recorder
-from secc.runtime.recorder.loops import loops as loops_in
-from secc.runtime.recorder.loops import of_samples, rolled
-from secc.runtime.recorder.match import digest
+from secc.runtime.recorder.loss_loops import loops as loops_in
+from secc.runtime.recorder.loss_loops import of_samples, rolled
+from secc.runtime.recorder.match_outline import digest
 from secc.runtime.recorder.recording import is_read
 
 _IDLE = "autocast for CUDA does nothing on this machine, so the plan's ranks compute without it: compile on a machine with a GPU"

@@ -19,16 +19,16 @@ from torch import fx
 from torch._ops import OpOverload
 
 from secc.frontend.capture.control_flow_paths import FEWEST, Diagnostic, Observed, difference, signature, way
+from secc.frontend.capture.data_numbers import Counts, Source
 from secc.frontend.capture.shared_explanations import Known
 from secc.frontend.capture.size_fit import Fitter
-from secc.frontend.capture.value_dependent_sizes import Counts, Source
 from secc.ir.dialect import argument_template
 from secc.ir.dialect.readable_names import DATA
 from secc.ir.dialect.size_expr import Expr, symbol, symbols
 from secc.runtime.model.nested_batch import SEPARATOR
 from secc.runtime.plan.schema import SIZES
 from secc.runtime.recorder import Read, is_read, take
-from secc.runtime.recorder.finish import needed
+from secc.runtime.recorder.finalize import needed
 from secc.runtime.recorder.recording import behind
 
 _PROBES = 24  # further captures at most to put explanations to the test

@@ -21,9 +21,9 @@ from secc.frontend.dataset.survey import Pattern, Sample, Survey, by_volume
 from secc.runtime.model.user_file import UserModel
 from secc.runtime.plan.batch_sizes import pad_batch, sizes_of
 from secc.runtime.recorder import Recorder
-from secc.runtime.recorder.fold import fold
+from secc.runtime.recorder.fold_joins import fold
 from secc.runtime.recorder.outline import Outline
-from secc.runtime.recorder.travel import pack, unpack
+from secc.runtime.recorder.serialization import pack, unpack
 
 _TURNS = 3  # choices of samples that are tried for micro-batches whose sizes move independently
 LONG = 0.1  # seconds of recordings beside which a copy of this process is cheap

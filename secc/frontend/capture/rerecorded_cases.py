@@ -31,8 +31,8 @@ from secc.frontend.dataset.survey import Sample, Survey
 from secc.ir.dialect import size_expr
 from secc.ir.dialect.readable_names import identifier, tail, unique
 from secc.runtime.plan import schema
-from secc.runtime.recorder.loops import rolled
-from secc.runtime.recorder.match import kind, mismatch
+from secc.runtime.recorder.loss_loops import rolled
+from secc.runtime.recorder.match_outline import kind, mismatch
 from secc.runtime.recorder.outline import Outline
 from secc.runtime.recorder.recording import Recording
 
@@ -194,7 +194,7 @@ def counted(inputs: Inputs, rows: Rows, survey: Survey, alone: Callable[[Sample]
 
 def outline_nodes(generic: Generic) -> tuple[dict[str, Any], ...]:
     """The outline of a case as plain data for `plan.json`, with sizes as expressions; see
-    `secc.runtime.recorder.match`."""
+    `secc.runtime.recorder.match_outline`."""
     number = {n: i for i, n in enumerate(generic.graph.nodes)}
     return tuple(_node(n, number, generic.data) for n in generic.graph.nodes)
 

@@ -17,7 +17,7 @@ from secc.runtime.model.user_file import UserModel, loss_of
 from secc.runtime.plan.batch_sizes import sizes_of
 from secc.runtime.plan.schema import Draw, Symbol
 from secc.runtime.plan.step_program import SampleMeta
-from secc.runtime.randomness.draws import Draws, Randomness, backward_of, forward_of, sample_keys
+from secc.runtime.randomness.micro_batch_draws import Draws, Randomness, backward_of, forward_of, sample_keys
 
 LOSS_TOLERANCE = 1e-6  # relative
 GRADIENT_TOLERANCE = 1e-5  # of the parameter's own gradient norm, plus

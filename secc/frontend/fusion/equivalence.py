@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from secc.frontend.fusion.rules import H, Trial
+from secc.frontend.fusion.fusion_rules import H, Trial
 
 Values = dict[fx.Node, torch.Tensor]
 Results = tuple[torch.Tensor, ...]

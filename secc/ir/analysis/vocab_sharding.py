@@ -24,7 +24,7 @@ from secc.ir.dialect.ops import CallOp, GlueOp, GraphOp, ParamOp, TieOp, strings
 from secc.ir.dialect.size_expr import Expr
 from secc.ir.dialect.tensor_type import TensorType, tensor
 
-PREFIX = "parts."  # of glue that `secc.runtime.tensor_parallel.parts` computes
+PREFIX = "parts."  # of glue that `secc.runtime.tensor_parallel.vocab_parallel_ops` computes
 SIZE = "parts"  # the attribute of glue that works on parts: the entries of the whole
 LENGTH = Name("parts.length")  # in arguments: this rank's entries
 WIDE = 2  # a linear map with more outputs than so many times its inputs is a head, an embedding alike

@@ -1,0 +1,244 @@
+"""The cheapest boundary between two sections: which of their ops the consumer computes, as a minimum cut.
+
+Every op of the producer section `src` and of the consumer section `dst` is a node, on the sink's side if
+`dst` computes it. A value whose producer is on the source's side and that is wanted on the other is sent:
+that costs its expected bytes per sample, twice if its gradient comes back, and is forbidden where no edge can
+carry it. A block of `src` may move to `dst` where there is room for its weights: its work is then done once
+as before, by the ranks that `allocate` gives it there. The blocks that `src` starts with stay, so that it has
+work: whether it shares the ranks of `dst` is for `allocate` to say. Computing a block in both costs its work.
+An op of `dst` may move to `src` if all it needs is there. Cases share their nodes (ops at the same place in
+the user's code), so that all are cut alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from xdsl.ir import Operation, OpResult, SSAValue
+
+from secc.ir.analysis.dataflow import (
+    Origin,
+    Statistics,
+    flops_of,
+    is_random,
+    mode_of,
+    nbytes,
+    number_of,
+    origins,
+    producer,
+    with_gradient,
+)
+from secc.ir.analysis.recorded_glue import SPARE, label
+from secc.ir.analysis.row_order import Order
+from secc.ir.analysis.transferable_values import can_send
+from secc.ir.dialect.digraph import Cut
+from secc.ir.dialect.ops import BlockOp, CallOp, CaseOp, GlueOp, GraphOp, ParamOp, section_of, strings
+from secc.ir.dialect.size_expr import Expr
+from secc.ir.dialect.tensor_type import TensorType, tensor
+from secc.passes.boundaries.section_edges import places
+
+# price of glue computed elsewhere, in bytes sent for each byte of its results: memory is this much faster
+# than a network
+_GLUE = 0.02
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What a FLOP is worth in bytes sent (their quotient), and the weights that a section may take over:
+    bytes, or where `room` is None a share of its own."""
+
+    flops_per_byte: int = 20000
+    growth: float = 0.25
+    room: int | None = None
+
+
+class Boundary:
+    """The cut between one pair of sections, `src` before `dst`."""
+
+    def __init__(self, graph: GraphOp, src: str, dst: str, prices: Prices) -> None:
+        self.graph, self.src, self.dst = graph, src, dst
+        self.statistics, self.cut = Statistics(graph), Cut()
+        self.sections = {s.sym.data: s for s in graph.sections}
+        self.prices, self._sendable, self.blocks = (
+            prices,
+            dict[tuple[TensorType, str, bool], bool](),
+            graph.blocks,
+        )
+        own = sum(weight_bytes(self.blocks[b]) for b in strings(self.sections[dst].blocks))
+        self.room = prices.growth * own if prices.room is None else prices.room
+
+    def can_send(self, kind: TensorType, src: str, mixed: bool) -> bool:
+        """Whether a tensor of a type, its rows out of order or not, can be sent from a section to `dst`."""
+        key = kind, src, mixed
+        if key not in self._sendable:
+            self._sendable[key] = can_send(
+                self.graph, kind, self.sections[src], self.sections[self.dst], mixed
+            )
+        return self._sendable[key]
+
+    def computed_by_dst(self) -> set[Operation] | None:
+        """The ops of the two sections that `dst` is to compute, in all cases; None if there is no possible
+        boundary."""
+        networks = [_Network(self, case) for case in self.graph.cases]
+        for network in networks:
+            network.build()
+        side = self.cut.sink_side()
+        if side is None:
+            return None
+        return {op for network in networks for op in network.case.ops if network.at[op] in side}
+
+
+class _Network:
+    """The part of the network that one case adds."""
+
+    def __init__(self, boundary: Boundary, case: CaseOp) -> None:
+        self.b, self.case, self.cut = boundary, case, boundary.cut
+        self.at, self.origin, self.wanted = places(case), origins(case), with_gradient(case)
+        self.first, self.mixed = _first_calls(case, boundary.src), Order(boundary.graph, case).mixed
+        self.movable = {op for op in case.ops if section_of(op) == boundary.src and self._may_move_down(op)}
+        self.blocks_move = any(isinstance(op, CallOp) for op in self.movable)
+
+    def build(self) -> None:
+        for op in self.case.ops:
+            section = section_of(op)
+            if section == self.b.src:
+                self._producer_op(op)
+            elif section == self.b.dst:
+                self._consumer_op(op)
+            elif section is not None and any(
+                section_of(u.operation) == self.b.src for r in op.results for u in r.uses
+            ):
+                self.cut.source(self.at[op], None)
+                self._values(op)
+
+    def _producer_op(self, op: Operation) -> None:
+        movable = op in self.movable
+        once = 1.0 if isinstance(op, CallOp) else self._price(op)
+        self.cut.source(self.at[op], once if movable else None)
+        if movable and self.blocks_move:
+            self._own_copy(op)
+        self._operands(op)
+        self._values(op)
+
+    def _own_copy(self, op: Operation) -> None:
+        """A node for what `src` computes of an op, where others need it there. A block that is computed in
+        both costs its work."""
+        copy = self._copy(op)
+        self.cut.arc(self.at[op], copy, None)
+        if isinstance(op, CallOp):
+            self.cut.arc(copy, self.at[op], self._price(op))
+        for user in (u.operation for r in op.results for u in r.uses):
+            if section_of(user) in {self.b.src, self.b.dst}:
+                self.cut.arc(self._copy(user), copy, None)
+            else:
+                self.cut.source(copy, None)
+
+    def _copy(self, op: Operation) -> object:
+        return ("copy", self.at[op]) if self.blocks_move and op in self.movable else self.at[op]
+
+    def _consumer_op(self, op: Operation) -> None:
+        movable = self._may_move_up(op)
+        self.cut.sink(self.at[op], self._price(op) if movable else None)
+        for operand in self._operands(op):
+            if movable and section_of(operand.owner) == self.b.dst:
+                self.cut.arc(self.at[op], self.at[operand.owner], None)
+        self._values(op)
+
+    def _operands(self, op: Operation) -> list[OpResult]:
+        """Computing an op needs its operands, other than inputs and parameters, on its side."""
+        found = [o for o in op.operands if isinstance(o, OpResult) and section_of(o.owner) is not None]
+        for operand in found:
+            self.cut.arc(self._value(operand), self.at[op], None)
+        return found
+
+    def _values(self, op: Operation) -> None:
+        """Sending a value costs its bytes; one that goes to `dst` from elsewhere anyway is free."""
+        for result in op.results:
+            section = section_of(op) or ""
+            elsewhere = section not in {self.b.src, self.b.dst}
+            if elsewhere and any(section_of(u.operation) == self.b.dst for u in result.uses):
+                price = 0.0
+            elif self.b.can_send(tensor(result), section if elsewhere else self.b.src, result in self.mixed):
+                price = self._bytes(result)
+            else:
+                price = None
+            self.cut.arc(self.at[op], self._value(result), price)
+
+    def _value(self, value: OpResult) -> tuple[object, int]:
+        return self.at[value.owner], value.index
+
+    def _bytes(self, value: SSAValue) -> float:
+        """Expected bytes of a value for one sample, both ways; at least one, so that nothing is sent in
+        vain."""
+        return max(
+            1.0, self.b.statistics.mean_in(self.case, nbytes(value)) * (2 if value in self.wanted else 1)
+        )
+
+    def _price(self, op: Operation) -> float:
+        """What it costs to compute an op in the other section, in bytes; at least one, so that nothing moves
+        in vain."""
+        if isinstance(op, CallOp):
+            return max(
+                1.0,
+                self.b.statistics.mean_in(self.case, work_of(self.b.graph, op))
+                / self.b.prices.flops_per_byte,
+            )
+        return max(1.0, _GLUE * sum(self._bytes(r) for r in op.results))
+
+    def _may_move_down(self, op: Operation) -> bool:
+        """Glue that reads no parameter that trains, and frozen blocks that the consumer has room for."""
+        if isinstance(op, CallOp):
+            room = weight_bytes(self.b.blocks[op.target.data]) <= self.b.room
+            return mode_of(op) == "forward" and room and op not in self.first
+        return isinstance(op, GlueOp) and not is_random(op) and not reads_parameters(op)
+
+    def _may_move_up(self, op: Operation) -> bool:
+        """Glue on values of the two sections alone, used in `dst` alone."""
+        if SPARE in self.case.attributes and label(op) is not None:
+            return False
+        if (
+            not isinstance(op, GlueOp)
+            or is_random(op)
+            or reads_parameters(op)
+            or self.origin[op.results[0]] is not Origin.MODEL
+        ):
+            return False
+        near = {section_of(producer(o)) for o in op.operands} - {None}
+        return near <= {self.b.src, self.b.dst} and all(
+            section_of(u.operation) == self.b.dst for r in op.results for u in r.uses
+        )
+
+
+def _first_calls(case: CaseOp, section: str) -> set[Operation]:
+    """The calls of a section that need none of its others."""
+    made, first = set[SSAValue](), set[Operation]()
+    for op in case.ops:
+        behind = any(o in made for o in op.operands)
+        if isinstance(op, CallOp) and section_of(op) == section:
+            made.update(op.results)
+            first |= set() if behind else {op}
+        elif behind:
+            made.update(op.results)
+    return first
+
+
+def reads_parameters(op: Operation) -> bool:
+    """Whether an op reads parameters that train: their gradients belong to one section."""
+    return any(isinstance(producer(o), ParamOp) and tensor(o).requires_grad for o in op.operands)
+
+
+def weight_bytes(block: BlockOp) -> int:
+    """Bytes of a block's weights; in float32 where nobody noted their dtype."""
+    known = number_of(block, "bytes")
+    return 4 * block.params.data if known is None else int(known)
+
+
+def work_of(graph: GraphOp, call: CallOp) -> Expr | int:
+    """FLOPs of a call; before they are measured, two for each parameter and row of its first result."""
+    known = flops_of(call)
+    if known is not None:
+        return known
+    rows: Expr | int = 2 * graph.blocks[call.target.data].params.data
+    for dim in tensor(call.results[0]).shape[:-1]:
+        rows = dim * rows
+    return rows

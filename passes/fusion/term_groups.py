@@ -1,0 +1,103 @@
+"""Which terms of a loss are one loss to the rules: a term alone, or several with one coefficient up to a
+number.
+
+Label smoothing and the Jensen-Shannon divergence reach `normalize-loss` as two sums each, with a coefficient
+each; the rules see them as one formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from xdsl.ir import SSAValue
+
+from secc.ir.dialect.ops import CaseOp, GlueOp, LeafOp, TermOp
+from secc.ir.dialect.tensor_type import tensor
+from secc.passes.fusion.formula import TOTAL, Formula, Logits, Parameter, source, unshaped
+from secc.passes.fusion.formula_reader import Reader
+from secc.passes.fusion.operator_rules import Piece, pieces
+from secc.passes.loss.term_names import Structure
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Terms whose numerators, times numbers relative to the first coefficient, are the sum of `pieces`."""
+
+    terms: tuple[TermOp, ...]
+    pieces: tuple[Piece, ...]
+
+    def reads(self) -> Iterator[SSAValue]:
+        """The values of the case that operators for the pieces read."""
+        for piece in self.pieces:
+            for logits in piece.logits:
+                yield from _behind(logits)
+            for rows in (*piece.masks, *([piece.label] if piece.label is not None else [])):
+                yield rows.value
+                yield from (o for view in rows.views for o in view.operands)
+
+
+def _behind(logits: Logits) -> Iterator[SSAValue]:
+    yield logits.head.hidden
+    yield from (
+        p for p in (logits.head.weight, logits.head.bias) if p is not None and not isinstance(p, Parameter)
+    )
+    yield from (o for view in logits.views for o in view.operands)
+
+
+def of(case: CaseOp, reader: Reader) -> list[Group]:
+    """The terms of a case that rules match, in groups."""
+    formulas = {
+        op: f
+        for op in case.ops
+        if isinstance(op, TermOp) and (f := reader.formula(op.numerator)) is not None and f.kind == TOTAL
+    }
+    alone = {op: found for op, f in formulas.items() if (found := pieces(f.terms)) is not None}
+    joined: list[Group] = []
+    for terms in _alike(list(formulas)):
+        if len(terms) > 1 and any(op not in alone for op, _ in terms):
+            found = pieces(_sum([(formulas[op], number / terms[0][1]) for op, number in terms]).terms)
+            if found is not None:
+                joined.append(Group(tuple(op for op, _ in terms), tuple(found)))
+    taken = {op for group in joined for op in group.terms}
+    return joined + [Group((op,), tuple(found)) for op, found in alone.items() if op not in taken]
+
+
+def _sum(parts: Sequence[tuple[Formula, float]]) -> Formula:
+    total, *others = (formula.scaled(number) for formula, number in parts)
+    for other in others:
+        total = total.plus(other)
+    return total
+
+
+def _alike(terms: Sequence[TermOp]) -> list[list[tuple[TermOp, float]]]:
+    """Terms by what their coefficients have in common, each with the number by which its own differs."""
+    structure = Structure()
+    found: dict[object, list[tuple[TermOp, float]]] = {}
+    for op in terms:
+        base, number = _factored(op.coefficient)
+        found.setdefault(None if base is None else _identity(structure, base), []).append((op, number))
+    return list(found.values())
+
+
+def _identity(structure: Structure, value: SSAValue) -> object:
+    """Equal for coefficients that are computed alike; the shape of labels does not matter to how many of them
+    count."""
+    op = value.owner
+    if isinstance(op, LeafOp):
+        return _identity(structure, op.value)
+    if isinstance(op, GlueOp) and op.base in {"reciprocal", "sum", "ne", "eq"} and len(op.operands) == 1:
+        return op.callee, op.args.data, _identity(structure, op.operands[0])
+    return unshaped(source(value)) if tensor(value).dims else structure.value(value)
+
+
+def _factored(value: SSAValue | None) -> tuple[SSAValue | None, float]:
+    """A coefficient as a value times a number."""
+    number = 1.0
+    while value is not None and isinstance(op := value.owner, GlueOp) and len(op.operands) == 1:
+        args = op.arguments.args
+        if op.base not in {"mul", "div"} or len(args) != 2 or not isinstance(args[1], int | float):
+            break
+        number = number * args[1] if op.base == "mul" else number / args[1]
+        value = op.operands[0]
+    return value, number

@@ -1,0 +1,40 @@
+"""Buffers that coefficients are made of, such as the weights of classes: their values when the plan is made
+are constants of the plan.
+
+Coefficients are computed where no model is. A run compares its model's buffers with the plan's before it
+starts (`secc.runtime.training.rank_context`).
+"""
+
+from __future__ import annotations
+
+from xdsl.ir import Operation, SSAValue
+
+from secc.ir.dialect.ops import ConstOp, ParamOp
+from secc.ir.dialect.readable_names import BUFFER, KNOWN_BUFFER
+from secc.ir.dialect.tensor_type import tensor
+from secc.passes.loss.pending_ops import Workshop
+
+
+def is_known(op: Operation) -> bool:
+    """Whether an op reads a buffer that a plan may take as a constant."""
+    return isinstance(op, ParamOp) and KNOWN_BUFFER in op.attributes
+
+
+def with_constants(shop: Workshop, value: SSAValue) -> SSAValue:
+    """An input-only value computed anew with constants in the place of buffers; the value itself if it
+    depends on none."""
+    copies: dict[SSAValue, SSAValue] = {}
+
+    def copied(value: SSAValue) -> SSAValue:
+        if value not in copies:
+            copies[value] = value
+            owner = value.owner
+            assert isinstance(owner, Operation)
+            if isinstance(owner, ParamOp):
+                copies[value] = shop.add(ConstOp.of(BUFFER + owner.path.data, tensor(value))).results[0]
+            elif any(copied(o) is not o for o in owner.operands):
+                new = owner.clone(value_mapper={o: copied(o) for o in owner.operands})
+                copies.update(zip(owner.results, shop.add(new).results, strict=True))
+        return copies[value]
+
+    return copied(value)

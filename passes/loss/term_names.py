@@ -1,0 +1,142 @@
+"""Names that all cases share: a term or a leaf that two captures have in common has one id, found from what
+computes it."""
+
+from __future__ import annotations
+
+import hashlib
+
+from xdsl.ir import Operation, SSAValue
+
+from secc.ir.dialect.ops import CallOp, Computation
+from secc.ir.text_io.verifier import where
+from secc.passes.loss.coefficient import Applied, Coefficient, Factor, Given, Leaf, Total
+from secc.passes.loss.op_tables import NAMES
+from secc.passes.loss.value_states import Part
+
+CONSTANT = "constant"
+
+
+class Structure:
+    """How values are computed, as digests: equal for values that the same ops compute from the same sources,
+    in any case."""
+
+    def __init__(self) -> None:
+        self.known: dict[SSAValue, str] = {}
+
+    def value(self, value: SSAValue) -> str:
+        """The digest of a value."""
+        pending = [value]
+        while pending:
+            current = pending[-1]
+            missing = [o for o in _operands(current) if o not in self.known]
+            if missing:
+                pending.extend(missing)
+                continue
+            pending.pop()
+            self.known[current] = self._digest(current)
+        return self.known[value]
+
+    def _digest(self, value: SSAValue) -> str:
+        owner = value.owner
+        assert isinstance(owner, Operation)
+        kept = sorted(f"{k}={v}" for k, v in owner.properties.items() if k not in {"where", "section"})
+        index = next(i for i, r in enumerate(owner.results) if r is value)
+        text = "|".join([owner.name, str(index), *kept, *(self.known[o] for o in owner.operands)])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def coefficient(self, coefficient: Coefficient) -> str:
+        """A text that is equal for equal coefficients of two cases."""
+        factors = sorted(f"{self._factor(f)}^{p}" for f, p in coefficient.factors)
+        return " ".join([repr(coefficient.number), str(coefficient.size), *factors])
+
+    def _factor(self, factor: Factor) -> str:
+        match factor:
+            case Leaf(value) | Given(value):
+                return self.value(value)
+            case Applied(op, operands):
+                return f"{op.target.data}({op.args.data})[{', '.join(self.coefficient(o) for o in operands)}]"
+            case Total(parts):
+                return f"({' + '.join(sorted(self.coefficient(p) for p in parts))})"
+
+
+def _operands(value: SSAValue) -> list[SSAValue]:
+    return list(value.owner.operands) if isinstance(value.owner, Operation) else []
+
+
+class Names:
+    """Ids of terms and leaves, given out in the order in which the cases show them."""
+
+    def __init__(self) -> None:
+        self.terms: dict[tuple[object, ...], str] = {}
+        self.labels: dict[str, int] = {}
+        self.leaves: dict[str, str] = {}
+
+    def term(self, key: tuple[object, ...], label: str) -> str:
+        """The id of the term with an identity; the first of a label is called by it alone."""
+        if key not in self.terms:
+            number = self.labels.get(label, 0)
+            self.labels[label] = number + 1
+            self.terms[key] = f"{label}_{number}" if number else label
+        return self.terms[key]
+
+    def leaf(self, structure: str, term: str) -> str:
+        """The name of the leaf with a structure, after the first term that needs it."""
+        if structure not in self.leaves:
+            number = sum(name.startswith(f"{term}.count") for name in self.leaves.values())
+            self.leaves[structure] = f"{term}.count_{number}" if number else f"{term}.count"
+        return self.leaves[structure]
+
+
+def keys(parts: list[Part]) -> list[tuple[object, ...]]:
+    """An identity for each part of one case: where it is summed, by which op, what blocks feed it, and which
+    of those it is."""
+    seen: dict[tuple[object, ...], int] = {}
+    found: list[tuple[object, ...]] = []
+    for part in parts:
+        source = part.origin or (part.atom.owner if part.atom is not None else None)
+        key: tuple[object, ...] = (CONSTANT,)
+        if isinstance(source, Computation):
+            key = (part.summed, where(source), source.base, nearest_blocks(source))
+        seen[key] = seen.get(key, -1) + 1
+        found.append((*key, seen[key]))
+    return found
+
+
+def nearest_blocks(op: Operation) -> tuple[str, ...]:
+    """The blocks whose results reach an op through glue alone."""
+    found: set[str] = set()
+    seen: set[Operation] = set()
+    stack = [op]
+    while stack:
+        current = stack.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        if isinstance(current, CallOp):
+            found.add(current.target.data)
+        else:
+            stack.extend(o.owner for o in current.operands if isinstance(o.owner, Operation))
+    return tuple(sorted(found))
+
+
+def label(part: Part) -> str:
+    """What a term is called after."""
+    if not part.summed or part.origin is None:
+        return CONSTANT
+    name = part.origin.base
+    if name in NAMES:
+        return NAMES[name]
+    return "kl" if _is_kl(part.origin) else "loss"
+
+
+def _is_kl(op: Operation) -> bool:
+    """Whether what is summed is a Kullback-Leibler divergence, by the ops that torch makes of it."""
+    near: set[str] = set()
+    stack, depth = [(op, 0)], 6
+    while stack:
+        current, level = stack.pop()
+        if level > depth or not isinstance(current, Computation) or isinstance(current, CallOp):
+            continue
+        near.add(current.base)
+        stack.extend((o.owner, level + 1) for o in current.operands if isinstance(o.owner, Operation))
+    return {"xlogy", "mul", "sub"} <= near or {"exp", "mul", "sub", "_log_softmax"} <= near

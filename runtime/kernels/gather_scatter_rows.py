@@ -1,0 +1,273 @@
+"""Rows picked out of a tensor and rows put into one: packing and unpacking ragged edges, image features into
+embeddings.
+
+`gather_rows` and `scatter_rows` each read and write every row once. Their backward is exact and
+deterministic: rows that were picked several times have their gradients summed in order of picking, by sorting
+the index instead of adding atomically; a row that was replaced passes no gradient to what it replaced.
+`ragged_index` turns offsets and a choice of samples into the index of their rows.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from secc.runtime.kernels import launch_tuning
+from secc.runtime.kernels.backend import (
+    accumulator,
+    ceil_div,
+    has_kernels,
+    jit,
+    next_power_of_2,
+    on_device,
+    require,
+    tl,
+    unit_rows,
+)
+from secc.runtime.kernels.launch_tuning import Launch
+
+NAME = "rows"
+
+
+@jit
+def _pick(x, index, base, out, count, width, x_stride, base_stride, BASE: tl.constexpr, BLOCK: tl.constexpr):
+    """out[i] = x[index[i]]; for a negative index base[i], or zeros without a base; not a number past the end
+    of x."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    source = tl.load(index + row).to(tl.int64)
+    held = tl.where((source >= 0) & (source < count), width, 0)
+    value = tl.load(x + source * x_stride + columns, mask=columns < held, other=0.0)
+    if BASE:
+        value += tl.load(
+            base + row * base_stride + columns, mask=columns < tl.where(source < 0, width, 0), other=0.0
+        )
+    value = tl.where(source < count, value, float("nan"))
+    tl.store(out + row * width + columns, value.to(out.dtype.element_ty), mask=inside)
+
+
+@jit
+def _sum_picked(upstream, order, starts, out, width, stride, BLOCK: tl.constexpr):
+    """out[r] = the sum of upstream[order[j]] for j in starts[r] … starts[r + 1]."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    total = tl.zeros((BLOCK,), tl.float32)
+    for j in range(tl.load(starts + row), tl.load(starts + row + 1)):
+        source = tl.load(order + j).to(tl.int64)
+        total += tl.load(upstream + source * stride + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + columns, total.to(out.dtype.element_ty), mask=inside)
+
+
+def _pick_reference(x: torch.Tensor, index: torch.Tensor, base: torch.Tensor | None) -> torch.Tensor:
+    picked = x.index_select(0, index.clamp(min=0)) if x.shape[0] else x.new_zeros(index.shape[0], x.shape[1])
+    other = x.new_zeros(()) if base is None else base
+    return torch.where((index < 0).unsqueeze(1), other, picked)
+
+
+def _picked(x: torch.Tensor, index: torch.Tensor, base: torch.Tensor | None) -> torch.Tensor:
+    """[index, H]: rows of x, and rows of `base` (or zeros) where the index is negative."""
+    if not has_kernels(x):
+        return _pick_reference(x, index, base)
+    rows, width = index.shape[0], x.shape[1]
+    out = x.new_empty(rows, width)
+    launch = launch_tuning.launch(NAME, width or 1, x)
+    x = unit_rows(x)
+    other = x if base is None else unit_rows(base)
+    if out.numel():
+        with on_device(x):
+            _pick[(rows, ceil_div(width, launch.block))](
+                x, index.contiguous(), other, out, x.shape[0], width, x.stride(0), other.stride(0),
+                BASE=base is not None, BLOCK=launch.block, num_warps=launch.warps,
+            )  # fmt: skip
+    return out
+
+
+@torch.library.custom_op("secc::gather_rows", mutates_args=())
+def _gather(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    _check_index(index, x.shape[0])
+    return _picked(x, index, None)
+
+
+@_gather.register_fake
+def _(x, index):
+    return x.new_empty(index.shape[0], x.shape[1])
+
+
+@torch.library.custom_op("secc::gather_rows_backward", mutates_args=())
+def _gather_backward(upstream: torch.Tensor, index: torch.Tensor, rows: int) -> torch.Tensor:
+    if not has_kernels(upstream):
+        kept = upstream.to(accumulator(upstream.dtype)) * (index >= 0).unsqueeze(1)
+        total = kept.new_zeros(rows, upstream.shape[1])
+        return (total.index_add_(0, index.clamp(min=0), kept) if rows else total).to(upstream.dtype)
+    width = upstream.shape[1]
+    out = upstream.new_empty(rows, width)
+    picked, order = index.sort(stable=True)
+    starts = torch.searchsorted(picked, torch.arange(rows + 1, device=index.device, dtype=index.dtype))
+    launch, upstream = launch_tuning.launch(NAME, width or 1, upstream), unit_rows(upstream)
+    if out.numel():
+        with on_device(upstream):
+            _sum_picked[(rows, ceil_div(width, launch.block))](
+                upstream,
+                order,
+                starts,
+                out,
+                width,
+                upstream.stride(0),
+                BLOCK=launch.block,
+                num_warps=launch.warps,
+            )
+    return out
+
+
+@_gather_backward.register_fake
+def _(upstream, index, rows):
+    return upstream.new_empty(rows, upstream.shape[1])
+
+
+def _setup_gather(ctx, inputs, output):
+    x, index = inputs
+    ctx.rows = x.shape[0]
+    ctx.save_for_backward(index)
+
+
+def _derive_gather(ctx, upstream):
+    return _gather_backward(upstream, *ctx.saved_tensors, ctx.rows), None
+
+
+_gather.register_autograd(_derive_gather, setup_context=_setup_gather)
+
+
+@torch.library.custom_op("secc::scatter_rows", mutates_args=())
+def _scatter(
+    base: torch.Tensor, index: torch.Tensor, rows: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(base with rows put in, source): source[r] is the entry of `rows` that row r took, -1 where it kept its
+    own."""
+    _check_index(index, base.shape[0])
+    count = base.shape[0]
+    put, order = index.sort(stable=True)
+    last = torch.ones_like(put, dtype=torch.bool)
+    last[:-1] = put[:-1] != put[1:]  # of entries for one row the last counts
+    source = order.new_full((count + 1,), -1)
+    source.scatter_(
+        0, torch.where(last & (put >= 0) & (put < count), put, count), order
+    )  # what does not count goes to a row that is cut off
+    return _picked(rows, source[:count], base), source[:count].clone()
+
+
+@_scatter.register_fake
+def _(base, index, rows):
+    return base.new_empty(base.shape), index.new_empty(base.shape[0])
+
+
+@torch.library.custom_op("secc::scatter_rows_backward", mutates_args=())
+def _scatter_backward(
+    upstream: torch.Tensor, index: torch.Tensor, source: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    everywhere = torch.arange(source.shape[0], device=source.device)
+    counts = torch.arange(index.shape[0], device=index.device)
+    if source.shape[0]:
+        counts = source.index_select(0, index.clamp(min=0)) == counts
+    taken = torch.where(counts & (index >= 0), index, -1)
+    return _picked(upstream, torch.where(source < 0, everywhere, -1), None), _picked(upstream, taken, None)
+
+
+@_scatter_backward.register_fake
+def _(upstream, index, source):
+    return upstream.new_empty(upstream.shape), upstream.new_empty(index.shape[0], upstream.shape[1])
+
+
+def _setup_scatter(ctx, inputs, output):
+    index = inputs[1]
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(index, output[1])
+
+
+def _derive_scatter(ctx, upstream, _):
+    if upstream is None:
+        return None, None, None
+    base, rows = _scatter_backward(upstream, *ctx.saved_tensors)
+    return base, None, rows
+
+
+_scatter.register_autograd(_derive_scatter, setup_context=_setup_scatter)
+
+
+def _check_index(index: torch.Tensor, rows: int) -> None:
+    """Raise UserError for a row that does not exist. On a GPU looking would stall it: such a picked row is
+    not a number instead."""
+    if not index.is_cuda and index.numel():
+        require(int(index.max()) < rows, f"row {int(index.max())} of {rows} does not exist")
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(x.shape[0], x.shape[1:].numel())
+
+
+def _index(index: torch.Tensor) -> torch.Tensor:
+    require(
+        index.dim() == 1 and not index.is_floating_point() and index.dtype != torch.bool,
+        "an index of rows is a list of integers",
+    )
+    return index.long()
+
+
+def gather_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """[M, ...]: x[index[i]] for each i; a negative index gives a row of zeros.
+
+    `x` [N, ...] of any dtype, `index` [M] integers. The gradient of a row picked several times is the sum, in
+    order of picking. Raises UserError on the CPU for an index past the end; on a GPU such a row is not a
+    number.
+    """
+    require(x.dim() > 0, "gather_rows: x has no rows")
+    return _gather(_flat(x), _index(index)).view(index.shape[0], *x.shape[1:])
+
+
+def scatter_rows(base: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """A copy of `base` in which row index[i] is rows[i]; a negative index puts nothing, and of several for
+    one row the last counts.
+
+    `base` [N, ...], `index` [M] integers, `rows` [M, ...] of base's dtype. Gradients reach base where it was
+    kept and rows where they were put. Raises UserError for shapes and dtypes that do not fit, and on the CPU
+    for an index past the end (on a GPU nothing is put).
+    """
+    require(
+        base.dim() > 0 and rows.shape == (index.shape[0], *base.shape[1:]),
+        f"rows {list(rows.shape)} do not fit {list(base.shape)}",
+    )
+    require(
+        base.dtype == rows.dtype, f"scatter_rows: rows of {rows.dtype} into {base.dtype}", "cast them first"
+    )
+    return _scatter(_flat(base), _index(index), _flat(rows))[0].view(base.shape)
+
+
+def ragged_index(offsets: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:
+    """The rows of `samples`, one after another, where sample s has rows offsets[s] … offsets[s + 1]; both
+    integer lists."""
+    starts, lengths = offsets[samples], offsets[samples + 1] - offsets[samples]
+    ends = lengths.cumsum(0)
+    shift = (starts - (ends - lengths)).repeat_interleave(lengths)
+    return torch.arange(shift.shape[0], device=offsets.device) + shift
+
+
+def _default(width: int, _: torch.device) -> Launch:
+    return Launch(min(next_power_of_2(width), 4096), warps=4)
+
+
+def _candidates(width: int, _: torch.device) -> list[Launch]:
+    return [
+        Launch(b, warps=w)
+        for b in (512, 1024, 2048, 4096, 8192)
+        if b <= next_power_of_2(width)
+        for w in (2, 4, 8)
+    ]
+
+
+def _trial(rows: int, size: int, dtype: torch.dtype, device: torch.device):
+    x, index = torch.randn(rows, size, dtype=dtype, device=device), torch.randperm(rows, device=device)
+    return lambda: gather_rows(x, index)
+
+
+launch_tuning.register(launch_tuning.Tunable(NAME, _default, _candidates, _trial))

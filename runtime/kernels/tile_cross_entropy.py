@@ -1,0 +1,276 @@
+"""Cross entropy of rows from tiles of logits: kernels and their PyTorch reference.
+
+    logits = capped(hidden @ weight.T + bias)          capped(x) = softcap * tanh(x / softcap) loss of a row =
+    logsumexp(logits) - (1 - s) * logits[target] - s * mean(logits)         s = label_smoothing
+
+A tile is some rows of some tokens. `statistics` reads a tile once, `row_losses` joins the tiles of a row,
+`gradient_` overwrites a tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from secc.runtime.kernels import launch_tuning
+from secc.runtime.kernels.activations import capped
+from secc.runtime.kernels.backend import accumulator, ceil_div, has_kernels, jit, on_device, require, tl
+from secc.runtime.kernels.vocab_group import combine
+
+NAME = "linear_cross_entropy"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a row's loss compares with: labels, which are left out, smoothing, the cap, and where this shard's
+    vocabulary starts."""
+
+    ignore_index: int
+    label_smoothing: float
+    softcap: float  # 0: none
+    first: int
+    vocabulary: int  # of all shards
+
+    def check_options(self, name: str) -> None:
+        """Raise UserError for options that mean nothing."""
+        require(self.vocabulary > 0, f"{name}: an empty vocabulary")
+        require(
+            0.0 <= self.label_smoothing <= 1.0,
+            f"{name}: label_smoothing {self.label_smoothing} is outside 0 … 1",
+        )
+        require(self.softcap >= 0, f"{name}: softcap must be positive", "None means no cap")
+
+    def check(self, target: torch.Tensor) -> None:
+        """Raise UserError for a label that is no token. On a GPU such a row's loss is NaN instead, since
+        looking would stall it."""
+        if not target.is_cuda and bool(((target != self.ignore_index) & self.outside(target)).any()):
+            bad = target[(target != self.ignore_index) & self.outside(target)][0].item()
+            require(
+                False,
+                f"target {bad} is not in a vocabulary of {self.vocabulary}",
+                "is ignore_index what the labels use?",
+            )
+
+    def outside(self, target: torch.Tensor) -> torch.Tensor:
+        """Which labels are no tokens of the vocabulary (`ignore_index` too, as a rule)."""
+        return (target < 0) | (target >= self.vocabulary)
+
+
+@jit
+def _statistics(
+    logits,
+    bias,
+    target,
+    out,
+    stride,
+    width,
+    first,
+    cap,
+    BIAS: tl.constexpr,
+    CAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    top = tl.full((), float("-inf"), tl.float32)
+    total = tl.zeros((), tl.float32)
+    plain = tl.zeros((), tl.float32)
+    for start in range(0, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < width
+        z = tl.load(logits + row * stride + columns, mask=inside, other=0.0).to(tl.float32)
+        if BIAS:
+            z += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+        z = capped(z, cap, CAP)
+        plain += tl.sum(tl.where(inside, z, 0.0), 0)
+        z = tl.where(inside, z, float("-inf"))
+        higher = tl.maximum(top, tl.max(z, 0))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp(top - base) + tl.sum(tl.exp(z - base), 0)
+        top = higher
+    label = tl.load(target + row).to(tl.int64) - first
+    here = (label >= 0) & (label < width)
+    picked = tl.load(logits + row * stride + label, mask=here, other=0.0).to(tl.float32)
+    if BIAS:
+        picked += tl.load(bias + label, mask=here, other=0.0).to(tl.float32)
+    picked = tl.where(here, capped(picked, cap, CAP), 0.0)
+    tl.store(out + row * 4, top)
+    tl.store(out + row * 4 + 1, total)
+    tl.store(out + row * 4 + 2, picked)
+    tl.store(out + row * 4 + 3, plain)
+
+
+def statistics(
+    logits: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, rule: Target
+) -> torch.Tensor:
+    """[rows, 4] of a tile: greatest logit, sum of exp(logit - greatest), the target's logit (0 if not here),
+    sum of logits.
+
+    `logits` [rows, width] are the products of the tokens from `rule.first` on, `bias` [width] theirs.
+    """
+    rows, width = logits.shape
+    if not has_kernels(logits):
+        return _statistics_reference(logits, bias, target, rule)
+    out = logits.new_empty(rows, 4, dtype=torch.float32)
+    launch = launch_tuning.launch(NAME, width or 1, logits)
+    with on_device(logits):
+        _statistics[(rows,)](
+            logits, logits if bias is None else bias, target, out, logits.stride(0), width, rule.first, rule.softcap or 1.0,
+            BIAS=bias is not None, CAP=rule.softcap != 0, BLOCK=launch.block, num_warps=launch.warps,
+        )  # fmt: skip
+    return out
+
+
+def _final_logits(logits: torch.Tensor, bias: torch.Tensor | None, softcap: float) -> torch.Tensor:
+    z = logits.to(accumulator(logits.dtype))
+    z = z if bias is None else z + bias
+    return softcap * torch.tanh(z / softcap) if softcap else z
+
+
+def _statistics_reference(
+    logits: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, rule: Target
+) -> torch.Tensor:
+    z = _final_logits(logits, bias, rule.softcap)
+    rows, width = z.shape
+    if not width:
+        return torch.tensor([-torch.inf, 0.0, 0.0, 0.0], dtype=z.dtype, device=z.device).expand(rows, 4)
+    label = target - rule.first
+    here = (label >= 0) & (label < width)
+    picked = z.gather(1, label.clamp(0, width - 1).unsqueeze(1)).squeeze(1)
+    top = z.amax(1)
+    total = (z - torch.where(top == -torch.inf, 0.0, top).unsqueeze(1)).exp().sum(1)
+    return torch.stack([top, total, torch.where(here, picked, 0.0), z.sum(1)], 1)
+
+
+@jit
+def _row_losses(partials, target, out, shards, rows, ignored, vocabulary, smoothing, BLOCK: tl.constexpr):
+    row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    inside = row < rows
+    top = tl.full((BLOCK,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    picked = tl.zeros((BLOCK,), tl.float32)
+    plain = tl.zeros((BLOCK,), tl.float32)
+    for shard in range(0, shards):
+        place = partials + (shard * rows + row) * 4
+        here = tl.load(place, mask=inside, other=float("-inf"))
+        higher = tl.maximum(top, here)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp(top - base) + tl.load(place + 1, mask=inside, other=0.0) * tl.exp(here - base)
+        picked += tl.load(place + 2, mask=inside, other=0.0)
+        plain += tl.load(place + 3, mask=inside, other=0.0)
+        top = higher
+    top = tl.where(top == float("-inf"), 0.0, top)
+    label = tl.load(target + row, mask=inside, other=0).to(tl.int64)
+    loss = top - picked + tl.log(total)
+    if smoothing > 0:
+        loss += smoothing * (picked - plain / vocabulary)
+    loss = tl.where((label >= 0) & (label < vocabulary), loss, float("nan"))
+    tl.store(out + row, tl.where(label == ignored, 0.0, loss), mask=inside)
+    tl.store(out + rows + row, top, mask=inside)
+    tl.store(out + 2 * rows + row, tl.log(total), mask=inside)
+
+
+def row_losses(
+    partials: torch.Tensor, target: torch.Tensor, rule: Target
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(losses [rows], norms [2, rows] as `combine` gives them) from all tiles' partials [tiles, rows, 4] (see
+    `statistics`)."""
+    shards, rows, _ = partials.shape
+    if not has_kernels(partials):
+        return _row_losses_reference(partials, target, rule)
+    out = partials.new_empty(3, rows)
+    with on_device(partials):
+        _row_losses[(ceil_div(rows, 128),)](
+            partials,
+            target,
+            out,
+            shards,
+            rows,
+            rule.ignore_index,
+            rule.vocabulary,
+            float(rule.label_smoothing),
+            BLOCK=128,
+        )
+    return out[0], out[1:]
+
+
+def _row_losses_reference(
+    partials: torch.Tensor, target: torch.Tensor, rule: Target
+) -> tuple[torch.Tensor, torch.Tensor]:
+    norms = combine(partials[:, :, 0], partials[:, :, 1])
+    picked, total = partials[:, :, 2].sum(0), partials[:, :, 3].sum(0)
+    loss = norms[0] - picked + norms[1]
+    if rule.label_smoothing:
+        loss = loss + rule.label_smoothing * (picked - total / rule.vocabulary)
+    loss = loss.masked_fill(rule.outside(target), torch.nan)
+    return loss.masked_fill(target == rule.ignore_index, 0.0), norms
+
+
+@jit
+def gradient_of_logit(log_q, columns, label, peak, spread):
+    """d loss / d logit: softmax minus the smoothed target distribution."""
+    return tl.exp(log_q) - tl.where(columns == label, peak, 0.0) - spread
+
+
+@jit
+def _gradient(
+    logits, bias, target, norms, upstream, norms_stride, stride, width, first, ignored, peak, spread, cap,
+    BIAS: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    place = logits + row * stride + columns
+    z = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    if BIAS:
+        z += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    z = capped(z, cap, CAP)
+    label = tl.load(target + row).to(tl.int64)
+    log_q = z - tl.load(norms + row) - tl.load(norms + norms_stride + row)
+    change = gradient_of_logit(log_q, columns, label - first, peak, spread)
+    if CAP:
+        change *= 1.0 - (z / cap) * (z / cap)
+    change = tl.where(label == ignored, 0.0, tl.load(upstream) * change)
+    tl.store(place, change.to(logits.dtype.element_ty), mask=inside)
+
+
+def gradient_(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    norms: torch.Tensor,
+    upstream: torch.Tensor,
+    rule: Target,
+) -> None:
+    """Replace a tile's products hidden @ weight.T by the gradient of `upstream` (one number) times the summed
+    loss by them."""
+    rows, width = logits.shape
+    if not has_kernels(logits):
+        _gradient_reference_(logits, bias, target, norms, upstream, rule)
+    elif width:
+        launch = launch_tuning.launch(NAME, width, logits)
+        with on_device(logits):
+            _gradient[(rows, ceil_div(width, launch.block))](
+                logits, logits if bias is None else bias, target, norms, upstream, norms.stride(0), logits.stride(0), width,
+                rule.first, rule.ignore_index, 1 - rule.label_smoothing, rule.label_smoothing / rule.vocabulary, rule.softcap or 1.0,
+                BIAS=bias is not None, CAP=rule.softcap != 0, BLOCK=launch.block, num_warps=launch.warps,
+            )  # fmt: skip
+
+
+def _gradient_reference_(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    norms: torch.Tensor,
+    upstream: torch.Tensor,
+    rule: Target,
+) -> None:
+    z = _final_logits(logits, bias, rule.softcap)
+    change = (z - norms[0].unsqueeze(1) - norms[1].unsqueeze(1)).exp_()
+    columns = torch.arange(rule.first, rule.first + z.shape[1], device=z.device)
+    change -= (columns == target.unsqueeze(1)) * (
+        1 - rule.label_smoothing
+    ) + rule.label_smoothing / rule.vocabulary
+    if rule.softcap:
+        change *= 1 - (z / rule.softcap) ** 2
+    logits.copy_(upstream * change.masked_fill_((target == rule.ignore_index).unsqueeze(1), 0.0))

@@ -1,0 +1,216 @@
+"""The random numbers of one micro-batch: intercepts random ops while a section runs and gives each sample its
+own numbers.
+
+Recomputation (`torch.utils.checkpoint`) must draw what the forward drew. It restores the state of torch's CPU
+generator, so that generator's seed is used as a register that holds the number of the next draw: the forward
+writes down the name of each draw, and a recomputation in the backward, whose register says where it starts,
+reads the names again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from secc.runtime.errors import UserError
+from secc.runtime.model.source_lines import Lines, call_name, drawer, paths_of, place
+from secc.runtime.plan.batch_sizes import combine
+from secc.runtime.plan.expr_eval import evaluate
+from secc.runtime.plan.schema import Draw, Symbol
+from secc.runtime.plan.step_program import SampleMeta
+from secc.runtime.randomness import random_op_values, shard_coordinates
+from secc.runtime.randomness.bits import bits, coordinates, key
+
+_NO_DRAW = 1 << 62  # in the register: no recomputation is running
+_RNNS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+_UNSEEN = "compile the model again with more --stats-samples, or switch the random op off"
+
+
+def sample_keys(seed: int, samples: Sequence[SampleMeta]) -> list[int]:
+    """The key of each sample of a global batch: by the step's seed and the dataset index; a sample that comes
+    twice has two keys."""
+    met: Counter[int] = Counter()
+    keys: list[int] = []
+    for sample in samples:
+        keys.append(key(seed, "sample", sample.id, met[sample.id]))
+        met[sample.id] += 1
+    return keys
+
+
+class Randomness:
+    """What is known of a model's random ops: the draws of a plan, by name, and the paths of the model's
+    modules."""
+
+    def __init__(self, model: nn.Module, draws: Iterable[Draw], symbols: Sequence[Symbol]) -> None:
+        self.paths, self.symbols = paths_of(model), symbols
+        self.draws = {d.call: d for d in draws}
+
+    def micro_batch(self, seed: int, keys: Sequence[int], sizes: Sequence[Mapping[str, int]]) -> Draws:
+        """The numbers of a micro-batch, from its samples' keys and sizes, which have the widths that it is
+        padded to beyond its own."""
+        together = combine(sizes, self.symbols)
+        common = {s.name: together[s.name] for s in self.symbols if s.kind == "width"}
+        return Draws(self, seed, keys, [{**own, **common} for own in sizes])
+
+
+def forward_of(draws: Draws | None) -> AbstractContextManager[None]:
+    """The context of a micro-batch's forward."""
+    return nullcontext() if draws is None else draws.forward()
+
+
+def backward_of(draws: Draws | None) -> AbstractContextManager[None]:
+    """The context of a micro-batch's backward."""
+    return nullcontext() if draws is None else draws.backward()
+
+
+class Draws:
+    """The random numbers of one micro-batch in one section, in its forward and, for recomputation, in its
+    backward."""
+
+    def __init__(
+        self, known: Randomness, seed: int, keys: Sequence[int], sizes: Sequence[Mapping[str, int]]
+    ) -> None:
+        self._known, self._seed, self._keys, self._sizes = known, seed, keys, sizes
+        self._names: list[str] = []  # of the draws so far
+        self._met: Counter[str] = Counter()
+        self._given: str | None = None
+        self._site: Lines = ()
+        self._backward = False
+        self._rows: dict[tuple[str, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Random ops inside draw this micro-batch's numbers."""
+        torch.default_generator.manual_seed(len(self._names))
+        with _Unfused(), _Keyed(self):
+            yield
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Recomputation inside draws again what the forward drew."""
+        self._backward = True
+        torch.default_generator.manual_seed(_NO_DRAW)
+        with _Unfused(), _Keyed(self):
+            yield
+
+    def named(self, call: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`function(*args, **kwargs)`, a random op of a section's glue, under the name it has in the user's
+        forward."""
+        self._given = call
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._given = None
+
+    @contextmanager
+    def called(self, site: str) -> Iterator[None]:
+        """Random ops inside belong to blocks that the user's forward calls at these lines, which the
+        section's own code hides."""
+        self._site = tuple(site.split("<"))
+        try:
+            yield
+        finally:
+            self._site = ()
+
+    def draw(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What a random op returns. Raises UserError for an op, a place or a shape that the plan does not
+        know."""
+        if not random_op_values.supported(func):
+            raise UserError(
+                f"{func} draws random numbers that cannot be tied to samples",
+                place(),
+                "use another op, or switch dropout off",
+            )
+        call = self._name(func)
+        known = self._known.draws.get(call)
+        if known is None:
+            raise UserError(f"{func} draws random numbers where no capture saw it ({call})", place(), _UNSEEN)
+        return random_op_values.draw(
+            func, args, kwargs, lambda shape, device: self._bits(known, shape, device)
+        )
+
+    def _name(self, func: Any) -> str:
+        number = torch.default_generator.initial_seed() if self._backward else len(self._names)
+        torch.default_generator.manual_seed(number + 1)
+        if number < len(self._names):
+            return self._names[number]
+        if self._backward:
+            remedy = "draw in forward, and leave torch.utils.checkpoint its preserve_rng_state"
+            raise UserError(
+                f"{func} draws random numbers in the backward that the forward did not draw", place(), remedy
+            )
+        call = self._given
+        if call is None:
+            path, lines = drawer(self._known.paths)
+            name = call_name(path, lines + self._site)
+            call = f"{name}#{self._met[name]}"
+            self._met[name] += 1
+        self._names.append(call)
+        return call
+
+    def _bits(self, draw: Draw, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+        """64 bits for each entry of a result of `shape`."""
+        places = shard_coordinates.places(shape, device)
+        if not draw.dims:
+            return bits(
+                [coordinates(d, at) for d, at in enumerate(places)], key(self._seed, "all", draw.call), device
+            )
+        owner, within = self._cut(draw.rows, device)
+        if any(d >= len(shape) or shape[d] != len(owner) for d in draw.dims):
+            message = f"the random op {draw.call} has a result of shape {list(shape)}, but the samples' rows are {len(owner)}"
+            raise UserError(message, draw.where, _UNSEEN)
+        for d in draw.dims:
+            places[d] = within
+        parts = [coordinates(d, at) for d, at in enumerate(places)]
+        keys = torch.tensor([key(k, draw.call) for k in self._keys], dtype=torch.int64, device=device)
+        parts[draw.dims[0]] = parts[draw.dims[0]] + keys[owner]
+        return bits(parts, 0, device)
+
+    def _cut(self, rows: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """For each row of the micro-batch: which sample it belongs to, and its place among that sample's
+        rows."""
+        if (rows, device) not in self._rows:
+            counts = torch.tensor([evaluate(rows, sizes) for sizes in self._sizes])
+            owner = torch.arange(len(counts)).repeat_interleave(counts)
+            within = torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
+            self._rows[rows, device] = owner.to(device), within.to(device)
+        return self._rows[rows, device]
+
+
+class _Keyed(TorchDispatchMode):
+    """Hands random ops to the micro-batch's draws."""
+
+    def __init__(self, draws: Draws) -> None:
+        super().__init__()
+        self._draws = draws
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if random_op_values.is_random(func, args, kwargs):
+            return self._draws.draw(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+class _Unfused(TorchFunctionMode):
+    """Keeps dropout out of kernels that draw by themselves: attention takes the way of plain ops, recurrent
+    layers leave cuDNN."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is nn.functional.scaled_dot_product_attention and (
+            args[4] if len(args) > 4 else kwargs.get("dropout_p")
+        ):
+            with sdpa_kernel(SDPBackend.MATH):
+                return func(*args, **kwargs)
+        if getattr(func, "__name__", "") in _RNNS and any(isinstance(a, float) and a for a in args):
+            with torch.backends.cudnn.flags(enabled=False):
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)

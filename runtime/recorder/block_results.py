@@ -1,0 +1,361 @@
+"""Blocks without weights: a copy of the model whose parameters are fake, and what a block's call would
+return.
+
+A block's result is learnt by calling the module of that copy with fake tensors where values depend on a
+block, and with the real tensors where they depend on inputs alone (vision blocks read `cu_seqlens.tolist()`).
+The answer is kept, so that sixty-four equal layers cost one.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import copy
+import hashlib
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from secc.runtime.errors import UserError
+from secc.runtime.model.source_lines import class_place
+from secc.runtime.recorder import nested_values
+from secc.runtime.recorder.recording import Drawn, Hazard
+from secc.runtime.sections import forward_hooks
+from secc.runtime.sections.module_settings import Setting
+
+Extents = Mapping[str, tuple[int, ...]]  # shapes of tensors by their access paths
+LARGE = (
+    1 << 20
+    # entries of floating-point inputs (pictures, sounds) whose values hardly any forward reads and that cost time
+    # and memory
+)
+_CPU = torch.device("cpu")
+_LEAF = torch.zeros((), requires_grad=True)
+# A result, the ids of those tensors in it that are alone (`Leaf`), whether values of real tensors were read,
+# hazards, random ops.
+Run = tuple[Any, frozenset[int], bool, tuple[Hazard, ...], tuple[Drawn, ...]]
+
+logging.getLogger(FakeTensorMode.__module__).setLevel(
+    logging.CRITICAL
+)  # what fails is told in messages, without torch's traceback
+
+
+class Guess(BaseException):
+    """Something depends on the shape of a block's result, which no rule gives: the forward has to be recorded
+    without rules.
+
+    No Exception: the user's forward is not to catch it.
+    """
+
+
+def is_fake(tensor: object) -> bool:
+    """Whether a tensor has no values: it depends on a parameter or on a block's result."""
+    return isinstance(tensor, FakeTensor)
+
+
+def autocast() -> str:
+    """The autocast state: "cuda bfloat16", "cpu bfloat16", or "" if it is off."""
+    for device in ("cuda", "cpu"):
+        if torch.is_autocast_enabled(device):
+            return f"{device} {str(torch.get_autocast_dtype(device)).removeprefix('torch.')}"
+    return ""
+
+
+def is_large(tensor: torch.Tensor) -> bool:
+    """Whether an input is recorded without its values as long as that will do."""
+    return tensor.is_floating_point() and tensor.numel() > LARGE
+
+
+def valueless(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    """A copy without values, laid out as `clone` lays it out."""
+    with mode:
+        return mode.from_tensor(tensor.detach()).clone()
+
+
+def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """A copy of `model` with fake parameters on the CPU. Buffers keep their values; those on the meta device
+    become fake.
+
+    Nothing of the user's model is shared but configurations. Raises UserError if the model cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    for p in model.parameters():
+        memo[id(p)] = nn.Parameter(_empty(mode, p), requires_grad=p.requires_grad)
+    for b in model.buffers():
+        memo[id(b)] = _empty(mode, b) if b.is_meta else b.detach().clone()
+    for m in model.modules():
+        for value in vars(
+            m
+        ).values():  # a weight that a hook computes before each call (`torch.nn.utils.weight_norm`)
+            if isinstance(value, torch.Tensor) and not value.is_leaf:
+                memo[id(value)] = _empty(mode, value)
+        if (config := getattr(m, "config", None)) is not None:
+            memo[id(config)] = config
+    try:
+        copied = copy.deepcopy(model, memo)
+        forward_hooks.rebind(copied, memo)
+        return copied
+    except Exception as error:
+        remedy = "keep what cannot be copied (locks, files, generators, closures over tensors) out of the model's attributes"
+        raise UserError(
+            f"the model cannot be copied: {type(error).__name__}: {error}", class_place(type(model)), remedy
+        ) from error
+
+
+def _empty(mode: FakeTensorMode, like: torch.Tensor) -> torch.Tensor:
+    with mode, torch.no_grad():
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
+
+
+class Leaf:
+    """A tensor in a block's result. `argument` is the number of the tensor argument that it is, or None.
+    `alone`: what the block is called with decides its shape, but not what it holds.
+
+    No dataclass: those are containers here.
+    """
+
+    def __init__(
+        self, path: str, tensor: torch.Tensor, argument: int | None = None, alone: bool = False
+    ) -> None:
+        self.path, self.argument, self.alone = path, argument, alone
+        self.shape, self.stride, self.dtype = tuple(tensor.shape), tensor.stride(), tensor.dtype
+        self.requires_grad, self.guessed = tensor.requires_grad, False
+
+    def sized(self, shape: tuple[int, ...] | None) -> Leaf:
+        """The same without gaps in another shape; with None its shape is a guess."""
+        found = copy.copy(self)
+        found.guessed = shape is None
+        if shape is not None:
+            found.shape, found.stride = shape, dense(shape)
+        return found
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether entries lie one behind the other in the order of the dims."""
+        return self.stride == dense(self.shape)
+
+
+def dense(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a tensor whose entries lie one behind the other in the order of the dims."""
+    return tuple(math.prod(max(1, d) for d in shape[i + 1 :]) for i in range(len(shape)))
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a block's call returns: `skeleton` holds Leaf objects where tensors are. `reads`: values of real
+    arguments decided something."""
+
+    skeleton: Any
+    reads: bool
+    hazards: tuple[Hazard, ...]
+    draws: tuple[Drawn, ...]
+
+    def build(
+        self, mode: FakeTensorMode, arguments: list[torch.Tensor]
+    ) -> tuple[Any, list[tuple[Leaf, torch.Tensor]]]:
+        """A fresh result, and the new fake tensors in it with their leaves. A tensor met twice is one
+        tensor."""
+        new: list[tuple[Leaf, torch.Tensor]] = []
+
+        def tensor(_: str, leaf: Any) -> Any:
+            if not isinstance(leaf, Leaf):
+                return leaf
+            if leaf.argument is not None:
+                return arguments[leaf.argument]
+            known = next((t for known, t in new if known is leaf), None)
+            if known is None:
+                known = fresh(mode, leaf.shape, leaf.stride, leaf.dtype, leaf.requires_grad)
+                new.append((leaf, known))
+            return known
+
+        return nested_values.replace(self.skeleton, tensor), new
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it holds tensors and None alone, in containers that have as many of them always."""
+        return _is_plain(self.skeleton)
+
+    def sized(self, shapes: Extents) -> Result | None:
+        """The same result in other shapes, by access path; None where it has more to it than the shapes of
+        its tensors."""
+        new: dict[Leaf, Leaf] = {}
+
+        def sized(_: str, leaf: Any) -> Any:
+            if isinstance(leaf, Leaf) and leaf.argument is None and leaf not in new:
+                new[leaf] = leaf.sized(shapes.get(leaf.path))
+            return new.get(leaf, leaf) if isinstance(leaf, Leaf) else leaf
+
+        if not self.is_plain:
+            return None
+        skeleton = nested_values.replace(self.skeleton, sized)
+        fits = all(
+            old.is_dense and len(leaf.shape) == len(old.shape)
+            for old, leaf in new.items()
+            if not leaf.guessed
+        )
+        return replace(self, skeleton=skeleton, reads=False) if fits else None
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return False
+    found = nested_values.children(value)
+    return (
+        value is None or isinstance(value, Leaf)
+        if found is None
+        else all(_is_plain(child) for _, child in found)
+    )
+
+
+def fresh(
+    mode: FakeTensorMode,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    requires_grad: bool = False,
+) -> torch.Tensor:
+    """A new fake tensor; not a leaf of autograd, since glue may change a block's result in place. No mode
+    sees how it is made."""
+
+    def made() -> torch.Tensor:
+        return FakeTensor(mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), _CPU)
+
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.enable_grad():
+        return _Made.apply(_LEAF, made) if requires_grad and not torch.is_inference_mode_enabled() else made()
+
+
+class _Made(torch.autograd.Function):
+    """Gives a new tensor a place in autograd's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor, made: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return made()
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        raise NotImplementedError("nothing is differentiated that has no values")
+
+
+class Shapes:
+    """Results of blocks, learnt once: by class, parameters, arguments and, where the block read values, the
+    values of real arguments.
+
+    Where a rule gives the shapes of a result, one that arguments of other sizes gave says all else about it.
+    """
+
+    def __init__(self) -> None:
+        self._results: dict[Any, Result] = {}
+        self._alike: dict[Any, Result] = {}  # without the sizes of the arguments
+        self._reading: set[Any] = set()
+        self._signatures: dict[str, Any] = {}
+        self._digests = Digests()
+
+    def result(
+        self,
+        path: str,
+        module: nn.Module,
+        arguments: Any,
+        run: Callable[[], Run],
+        rule: Extents | None = None,
+        settings: tuple[Setting, ...] = (),
+    ) -> Result:
+        """The result of `module(*arguments)` under `settings`; `run` calls it. `rule` has the shapes of
+        tensors in it."""
+        now = self._signature(path, module), _moment(), repr(settings)
+        if (
+            rule is not None
+            and (alike := self._alike.get((*now, _shape_key(arguments, sizes=False)))) is not None
+        ):
+            found = alike.sized(rule)
+            if found is not None:
+                return found
+        return self._learnt(path, now, arguments, run)
+
+    def _learnt(self, path: str, now: tuple[Any, ...], arguments: Any, run: Callable[[], Run]) -> Result:
+        inputs = [t for _, t in nested_values.tensors(arguments)]
+        key = (*now, _shape_key(arguments))
+        known = (key, self._values(inputs)) if key in self._reading else key
+        if known in self._results:
+            return self._results[known]
+        # An empty context: Hugging Face's output recorders gather what runs in the caller's context, and this
+        # run is not the user's.
+        out, alone, reads, hazards, draws = contextvars.Context().run(run)
+        found = Result(skeleton(out, inputs, alone), reads, hazards, tuple(d.inside(path) for d in draws))
+        if reads:
+            self._reading.add(key)
+        self._results[(key, self._values(inputs)) if reads else key] = found
+        self._alike[(*now, _shape_key(arguments, sizes=False))] = found
+        return found
+
+    def _values(self, inputs: list[torch.Tensor]) -> tuple[bytes, ...]:
+        return tuple(self._digests.of(t) for t in inputs if not is_fake(t))
+
+    def _signature(self, path: str, module: nn.Module) -> Any:
+        if path not in self._signatures:
+            self._signatures[path] = tuple(map(_nature, module.modules())), tuple(_parameters(module))
+        return self._signatures[path]
+
+
+class Digests:
+    """Digests of the values of real tensors, made once: all layers of a tower are called with the same
+    ones."""
+
+    def __init__(self) -> None:
+        self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # with the version that they are of
+
+    def of(self, tensor: torch.Tensor) -> bytes:
+        if torch.is_inference(tensor):
+            return _digest(tensor)
+        known = self._known.get(tensor)
+        if known is None or known[0] != tensor._version:
+            known = tensor._version, _digest(tensor)
+            self._known[tensor] = known
+        return known[1]
+
+
+def _nature(module: nn.Module) -> Any:
+    """What tells a module from others of its class: dropout probabilities often grow from layer to layer."""
+    numbers = tuple(sorted((k, v) for k, v in vars(module).items() if isinstance(v, float)))
+    return type(module), module.training, str(module.extra_repr()), numbers
+
+
+def _parameters(module: nn.Module) -> Iterator[Any]:
+    for name, t in (*module.named_parameters(), *module.named_buffers()):
+        yield name, tuple(t.shape), t.dtype, t.requires_grad
+
+
+def _moment() -> Any:
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast()
+
+
+def _shape_key(arguments: Any, sizes: bool = True) -> str:
+    def describe(t: torch.Tensor) -> Any:
+        return f"{(tuple(t.shape), t.stride()) if sizes else t.ndim} {t.dtype} {t.requires_grad} {is_fake(t)}"
+
+    return repr(nested_values.arguments(arguments, describe))
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    return hashlib.sha256(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data).digest()
+
+
+def skeleton(out: Any, inputs: list[torch.Tensor], alone: frozenset[int]) -> Any:
+    """A block's result with Leaf objects for tensors; the same Leaf for the same tensor."""
+    leaves: dict[int, Leaf] = {}
+    position = {id(t): i for i, t in enumerate(inputs)}
+
+    def leaf(path: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) not in leaves:
+            leaves[id(value)] = Leaf(path, value, position.get(id(value)), id(value) in alone)
+        return leaves[id(value)]
+
+    return nested_values.replace(out, leaf)

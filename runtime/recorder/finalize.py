@@ -1,0 +1,85 @@
+"""What is done to a recorded graph at last: dead nodes go, layouts stop mattering, and each node learns
+whether it carries a gradient."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from secc.runtime.recorder.nested_values import take
+from secc.runtime.recorder.recording import is_read
+
+aten = torch.ops.aten
+
+# A view needs strides that the fake result of a block had at capture; received tensors and fused kernels may
+# have others.
+_LAYOUT_FREE = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
+
+_VIEWS = {aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, aten.alias.default}
+
+_CUTS = {
+    "detach", "bernoulli", "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like", "new_zeros",
+    "new_ones", "new_full", "new_empty",
+}  # fmt: skip
+
+
+def finish(graph: fx.Graph) -> fx.Graph:
+    """Clean the graph in place and return it."""
+    for node in graph.nodes:
+        if node.target in _LAYOUT_FREE:
+            node.target = _LAYOUT_FREE[node.target]
+    _drop_aliases(graph)
+    graph.eliminate_dead_code(needed)
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is not take:
+            node.meta["requires_grad"] = _requires_grad(node)
+    graph.lint()
+    return graph
+
+
+def needed(node: fx.Node) -> bool:
+    """Whether a node stays though nothing uses it."""
+    return node.op in ("placeholder", "output") or is_read(node) or "log" in node.meta or "kept" in node.meta
+
+
+def _needs_layout(node: fx.Node) -> bool:
+    """Whether what is computed of a value, through views, works on entries in a row only: the loss of images,
+    in its backward."""
+    return any(
+        user.target is aten.nll_loss2d_forward.default or (user.target in _VIEWS and _needs_layout(user))
+        for user in node.users
+    )
+
+
+def _drop_aliases(graph: fx.Graph) -> None:
+    """Copies that only lay a tensor out anew go, too: whether a reshape needs one depends on sizes."""
+    for node in list(graph.nodes):
+        laid_out = (
+            node.target is aten.clone.default
+            and node.kwargs.get("memory_format") is torch.contiguous_format
+            and not _needs_layout(node)
+        )
+        if laid_out or node.target in (
+            aten.alias.default,
+            aten.lift_fresh.default,
+            aten.lift_fresh_copy.default,
+        ):
+            node.replace_all_uses_with(node.args[0])
+
+
+def _requires_grad(node: fx.Node) -> bool:
+    """As autograd would decide: grad mode, an input that requires a gradient, an op and a dtype that pass it
+    on."""
+    if not node.meta["grad"] or is_read(node):
+        return False
+    if "carries" in node.meta:
+        return node.meta["carries"]
+    dtype = node.meta.get("dtype")
+    if dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
+        return False
+    if (
+        isinstance(node.target, torch._ops.OpOverload)
+        and node.target._schema.name.removeprefix("aten::") in _CUTS
+    ):
+        return False
+    return any(n.meta.get("requires_grad", False) for n in node.all_input_nodes)

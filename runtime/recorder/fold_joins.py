@@ -1,0 +1,89 @@
+"""Glue whose number of ops depends on the batch only on its face: taking a tensor apart along a dim and
+joining all parts again.
+
+`torch.cat(list(features))` is one op for each image, and reads as a reshape. Folding it before captures are
+compared makes such glue the same at every size.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from secc.runtime.recorder.finalize import needed
+from secc.runtime.recorder.recording import Recording
+
+aten = torch.ops.aten
+_JOINS = (aten.cat.default, aten.stack.default)
+
+
+def fold(recording: Recording) -> Recording:
+    """Replace joins of all parts of one tensor, in place; the same recording."""
+    for node in list(recording.graph.nodes):
+        if node.target in _JOINS:
+            source = _whole(node.args[0])
+            dim = _dim(node, 1, node.meta["shape"])
+            if source is None:
+                continue
+            if source.target is aten.unbind.int:
+                _rejoin(recording.graph, node, source, dim)
+            elif node.target is aten.cat.default and dim == _dim(source, 2, node.meta["shape"]):
+                node.replace_all_uses_with(source.args[0])
+    recording.graph.eliminate_dead_code(needed)
+    return recording
+
+
+def _whole(parts: object) -> fx.Node | None:
+    """The unbind or split that `parts` are all results of, in order; None if they are anything else."""
+    if not isinstance(parts, (list, tuple)) or not parts:
+        return None
+    source = parts[0].args[0] if parts[0].target is operator.getitem else None
+    if source is None or source.target not in (
+        aten.unbind.int,
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+    ):
+        return None
+    if any(p.target is not operator.getitem or p.args != (source, i) for i, p in enumerate(parts)):
+        return None
+    return source if len(parts) == _count(source) else None
+
+
+def _count(source: fx.Node) -> int:
+    shape = source.args[0].meta["shape"]  # type: ignore[union-attr]
+    if source.target is aten.unbind.int:
+        return shape[_dim(source, 1, shape)]
+    if source.target is aten.split_with_sizes.default:
+        return len(source.args[1])  # type: ignore[arg-type]
+    size = int(source.args[1])  # type: ignore[call-overload]
+    return -(-shape[_dim(source, 2, shape)] // size)
+
+
+def _dim(node: fx.Node, position: int, shape: tuple[int, ...]) -> int:
+    dim = node.args[position] if len(node.args) > position else node.kwargs.get("dim", 0)
+    return int(dim) % len(shape)  # type: ignore[call-overload]
+
+
+def _rejoin(graph: fx.Graph, node: fx.Node, source: fx.Node, dim: int) -> None:
+    """Parts without their own dim, side by side along `dim`: that dim is moved there, and merged unless they
+    were stacked."""
+    whole: fx.Node = source.args[0]  # type: ignore[assignment]
+    taken = _dim(source, 1, whole.meta["shape"])
+    with graph.inserting_before(node):
+        if taken != dim:
+            order = [d for d in range(len(whole.meta["shape"])) if d != taken]
+            order.insert(dim, taken)
+            shape = tuple(whole.meta["shape"][d] for d in order)
+            whole = _insert(graph, aten.permute.default, (whole, order), node.meta | {"shape": shape})
+        if node.target is aten.cat.default:
+            whole = _insert(graph, aten.reshape.default, (whole, list(node.meta["shape"])), node.meta)
+    node.replace_all_uses_with(whole)
+
+
+def _insert(graph: fx.Graph, target: object, args: tuple[object, ...], meta: dict[str, Any]) -> fx.Node:
+    node = graph.call_function(target, args)  # type: ignore[arg-type]
+    node.meta = dict(meta)
+    return node

@@ -1,0 +1,94 @@
+"""The collectives of a tensor-parallel replica with their gradients: where activations that all ranks have
+meet those they have parts of.
+
+The gradient of what all ranks have is the same on all of them; that of a part belongs to the part. So what
+goes from the whole into parts sums gradients, what comes from parts sums values, and neither does both
+(Shoeybi et al., "Megatron-LM", 2019: f and g).
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from secc.runtime.tensor_parallel.replica_group import Group
+from secc.runtime.tensor_parallel.sequence_parallel import Positions
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ctx.group.sum(gradient.clone(memory_format=torch.contiguous_format)), None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return group.sum(x.clone(memory_format=torch.contiguous_format))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group, sizes: list[int]) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.start, ctx.length = sum(sizes[: group.index]), sizes[group.index]
+        rows = x.shape[:-1].numel()
+        flat = group.gather(x.contiguous().view(-1), [rows * size for size in sizes])
+        parts = flat.split([rows * size for size in sizes])
+        return torch.cat(
+            [part.view(*x.shape[:-1], size) for part, size in zip(parts, sizes, strict=True)], -1
+        )
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient.narrow(-1, ctx.start, ctx.length), None, None
+
+
+def enter(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """`x`, whose gradient will be the sum of all ranks' gradients."""
+    return _Enter.apply(x, group)  # pyright: ignore[reportUnknownMemberType,reportReturnType]
+
+
+def leave(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """The sum of all ranks' `x`."""
+    return _Leave.apply(x, group)  # pyright: ignore[reportUnknownMemberType,reportReturnType]
+
+
+class Entrance:
+    """Where whole activations go into parts. Modules that take the same tensor one after the other share one
+    sum of its gradients."""
+
+    def __init__(self, group: Group) -> None:
+        self.group, self.positions = group, Positions(group)
+        self._last: tuple[weakref.ref[torch.Tensor], bool, torch.Tensor] | None = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """`x`, whose gradient will be the sum of all ranks' gradients."""
+        grad = torch.is_grad_enabled()
+        if not (grad and x.requires_grad):
+            return x
+        if self._last is not None and self._last[0]() is x and self._last[1] == grad:
+            return self._last[2]
+        entered = enter(x, self.group)
+        self._last = weakref.ref(x), grad, entered
+        return entered
+
+    def leave(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' `x`."""
+        self._last = None
+        return leave(x, self.group)
+
+
+def gather_last(x: torch.Tensor, group: Group, sizes: list[int]) -> torch.Tensor:
+    """All ranks' tensors side by side along the last dim, in which they have `sizes`."""
+    return _Gather.apply(x, group, sizes)  # pyright: ignore[reportUnknownMemberType,reportReturnType]

@@ -1,0 +1,143 @@
+"""Pieces of parts, and parts put together."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from secc.runtime.tensor_parallel.rules.common import Args, all_marked, like, own_mark, places
+from secc.runtime.tensor_parallel.rules.mark import Mark, Refused, mark, set_mark, sources_of
+from secc.runtime.tensor_parallel.rules.views import FEW
+
+if TYPE_CHECKING:
+    from secc.runtime.tensor_parallel.shape_mode import Shapes
+
+
+def split(mode: Shapes, func: Any, args: Args, kwargs: dict[str, Any], found: list[Mark]) -> Any:
+    own, name = own_mark(found, args), func.__name__
+    how = (
+        args[1]
+        if len(args) > 1
+        else next(
+            kwargs[k]
+            for k in ("split_size_or_sections", "split_size", "split_sizes", "chunks")
+            if k in kwargs
+        )
+    )
+    dim = (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % args[0].ndim
+    if dim != own.dim:
+        return all_marked(func(*args, **kwargs), own)
+    size = -(-own.size // how) if name == "chunk" else how
+    sizes = (
+        [min(size, own.size - i) for i in range(0, own.size, size)] if isinstance(size, int) else list(size)
+    )
+    return tuple(
+        _piece(mode, args[0], own, end - n, end) for n, end in zip(sizes, accumulate(sizes), strict=True)
+    )
+
+
+def narrow(mode: Shapes, func: Any, args: Args, kwargs: dict[str, Any], found: list[Mark]) -> Any:
+    own = own_mark(found, args)
+    dim, start, count = (
+        args[i] if len(args) > i else kwargs[k] for i, k in ((1, "dim"), (2, "start"), (3, "length"))
+    )
+    if dim % args[0].ndim != own.dim:
+        return set_mark(func(*args, **kwargs), own)
+    return _piece(mode, args[0], own, start, start + count)
+
+
+def _piece(mode: Shapes, tensor: torch.Tensor, own: Mark, start: int, stop: int) -> torch.Tensor:
+    """Entries `start` to `stop` of the whole marked dim, which must be whole parts."""
+    if start == 0 and stop >= own.size:
+        return tensor
+    edges = [0, *accumulate(own.parts)]
+    if start not in edges or stop not in edges:
+        raise Refused(
+            "a piece of a dim of which ranks have parts is taken", own.sources, places(own, start, stop)
+        )
+    first, last = edges.index(start), edges.index(stop)
+    offset = mode.length(own.parts[:first])
+    piece = tensor.narrow(own.dim, offset, mode.length(own.parts[first:last]))
+    return set_mark(piece, own.at(own.dim, own.parts[first:last]))
+
+
+def select(mode: Shapes, func: Any, args: Args, kwargs: dict[str, Any], found: list[Mark]) -> Any:
+    own, dim = own_mark(found, args), (args[1] if len(args) > 1 else kwargs["dim"]) % args[0].ndim
+    _unless_few(own, dim)
+    return set_mark(func(*args, **kwargs), own.at(own.dim - (dim < own.dim)))
+
+
+def unbind(mode: Shapes, func: Any, args: Args, kwargs: dict[str, Any], found: list[Mark]) -> Any:
+    own, dim = own_mark(found, args), (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % args[0].ndim
+    _unless_few(own, dim)
+    return all_marked(func(*args, **kwargs), own.at(own.dim - (dim < own.dim)))
+
+
+def _unless_few(own: Mark, dim: int) -> None:
+    """Refuse to take single entries of the cut dim; where there are few, cutting each of them would help."""
+    if dim == own.dim:
+        edges = places(own, *range(own.size)) if own.size <= FEW else ()
+        raise Refused("one entry of a dim of which ranks have parts is taken", own.sources, edges)
+
+
+def getitem(mode: Shapes, func: Any, args: Args, kwargs: dict[str, Any], found: list[Mark]) -> Any:
+    tensor, index = args[0], args[1] if isinstance(args[1], tuple) else (args[1],)
+    own = own_mark(found, args)
+    if any(isinstance(i, torch.Tensor | list) for i in index):
+        raise Refused("a part is indexed by a tensor", own.sources)
+    taken = sum(i is not None and i is not Ellipsis for i in index)
+    rest = [slice(None)] * (tensor.ndim - taken)
+    where = index.index(Ellipsis) if Ellipsis in index else len(index)
+    index = (*index[:where], *rest, *index[where + 1 :])
+    local, dim, place = list(index), 0, -1
+    for position, i in enumerate(index):
+        if i is None:
+            continue
+        if dim == own.dim:
+            place = position
+        dim += 1
+    own_index = index[place]
+    if not isinstance(own_index, slice):
+        _unless_few(own, own.dim)
+    start, stop, step = own_index.indices(own.size)
+    if step != 1:
+        raise Refused("every second entry of a part is taken", own.sources)
+    if stop <= start:
+        raise Refused("no entry of a part is taken", own.sources)
+    tensor = _piece(mode, tensor, own, start, stop)
+    local[place] = slice(None)
+    kept = mark(tensor) or own
+    before = sum(not isinstance(i, int) for i in index[:place])
+    return set_mark(tensor[tuple(local)], kept.at(before))
+
+
+def cat(mode: Shapes, func: Any, args: Args, kwargs: dict[str, Any], found: list[Mark]) -> Any:
+    tensors = list(args[0] if args else kwargs["tensors"])
+    dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % tensors[0].ndim
+    first = found[0]
+    if dim == first.dim:
+        if any(mark(t) is None or mark(t).dim != dim for t in tensors):  # pyright: ignore[reportOptionalMemberAccess]
+            raise Refused("parts are joined with whole tensors", sources_of(found))
+        return set_mark(
+            torch.cat(tensors, dim), Mark(dim, tuple(p for m in found for p in m.parts), sources_of(found))
+        )
+    tensors = [like(mode, t, first) for t in tensors]
+    return set_mark(torch.cat(tensors, dim), Mark(first.dim, first.parts, sources_of(found)))
+
+
+def stack(mode: Shapes, func: Any, args: Args, kwargs: dict[str, Any], found: list[Mark]) -> Any:
+    tensors, first = list(args[0] if args else kwargs["tensors"]), found[0]
+    dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % (tensors[0].ndim + 1)
+    out = torch.stack([like(mode, t, first) for t in tensors], dim)
+    return set_mark(out, Mark(first.dim + (dim <= first.dim), first.parts, sources_of(found)))
+
+
+def repeat_interleave(mode: Shapes, func: Any, args: Args, kwargs: dict[str, Any], found: list[Mark]) -> Any:
+    own = own_mark(found, args)
+    times, dim = (args[i] if len(args) > i else kwargs.get(k) for i, k in ((1, "repeats"), (2, "dim")))
+    if not isinstance(times, int) or not isinstance(dim, int):
+        raise Refused("a part is repeated by a tensor or as a whole", own.sources)
+    parts = [p * times for p in own.parts] if dim % args[0].ndim == own.dim else own.parts
+    return set_mark(func(*args, **kwargs), own.at(own.dim, parts))

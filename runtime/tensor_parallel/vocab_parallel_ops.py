@@ -1,0 +1,239 @@
+"""Glue on parts of a vocabulary: what a loss needs of the other ranks' logits is a few numbers a row.
+
+Each rank of a replica has the logits of some tokens. Sections' methods compute on them as the user's code
+does on whole ones; where an op runs along the vocabulary, a method of `Parts` stands in its place
+(`secc.ir.analysis.vocab_sharding` says which). What comes out whole is the same on all ranks, bit for bit.
+Softmaxes are those of Shoeybi et al., "Megatron-LM", 2019: a row's greatest logit and sum of exponentials are
+exchanged, not its logits. Outside of a replica of several ranks there is one part, the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from secc.runtime import kernels
+from secc.runtime.kernels.backend import accumulator
+from secc.runtime.kernels.tile_cross_entropy import Target
+from secc.runtime.kernels.vocab_group import combine
+from secc.runtime.plan.replica_routes import bounds
+from secc.runtime.tensor_parallel.autograd_collectives import enter, gather_last, leave
+from secc.runtime.tensor_parallel.replica_group import ProcessGroup
+
+aten = torch.ops.aten
+IGNORED = -100  # in the place of labels that other ranks have
+
+
+class Alone:
+    """The `Group` of one rank."""
+
+    index, size = 0, 1
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def gather(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        return tensor
+
+    def scatter(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        return tensor
+
+
+class Parts:
+    """The parts of `size` entries that the ranks of `group` have: this one those from `start` to `stop`,
+    `length` of them."""
+
+    def __init__(self, size: int, group: ProcessGroup | None = None) -> None:
+        self.size, self.group = size, Alone() if group is None else group
+        self.start, self.stop = bounds(size, self.group.index, self.group.size)
+        self.length = self.stop - self.start
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """What operators have to know of a vocabulary that ranks share; nothing where there is one."""
+        return (
+            {}
+            if isinstance(self.group, Alone)
+            else {"group": self.group.handle, "first": self.start, "vocabulary": self.size}
+        )
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        """A whole tensor that meets parts: its gradient is the sum of all ranks'."""
+        return enter(x, self.group) if x.requires_grad and torch.is_grad_enabled() else x
+
+    def leave(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' `x`."""
+        return leave(x, self.group)
+
+    def take(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """This rank's part of a whole tensor."""
+        return self.enter(x).narrow(dim, self.start, self.length)
+
+    def whole(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """All ranks' parts side by side."""
+        return gather_last(x.movedim(dim, -1), self.group, self._lengths()).movedim(-1, dim).contiguous()
+
+    def _lengths(self) -> list[int]:
+        """How many entries each rank has."""
+        return [
+            stop - start
+            for start, stop in (bounds(self.size, i, self.group.size) for i in range(self.group.size))
+        ]
+
+    def _exchange(self, x: torch.Tensor) -> torch.Tensor:
+        """[...] of every rank in order: [ranks, ...]."""
+        return self.group.gather(x.contiguous().view(-1), [x.numel()] * self.group.size).view(
+            self.group.size, *x.shape
+        )
+
+    def norms(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """What normalises rows over `dim`, which stays with one entry: [2, ...] as `combine` gives it."""
+        top = x.amax(dim, keepdim=True)
+        total = (x - top.masked_fill(top == -torch.inf, 0.0)).exp().sum(dim, keepdim=True)
+        maxima, sums = self._exchange(torch.stack([top, total])).unbind(1)
+        return combine(maxima, sums)
+
+    def log_softmax(self, x: torch.Tensor, dim: int, half_to_float: bool = False) -> torch.Tensor:
+        """`torch.log_softmax` over the whole vocabulary, contiguous as torch's."""
+        return _LogSoftmax.apply(x, dim, self, half_to_float)  # pyright: ignore[reportUnknownMemberType,reportReturnType]
+
+    def softmax(self, x: torch.Tensor, dim: int, half_to_float: bool = False) -> torch.Tensor:
+        """`torch.softmax` over the whole vocabulary."""
+        return _Softmax.apply(x, dim, self, half_to_float)  # pyright: ignore[reportUnknownMemberType,reportReturnType]
+
+    def logsumexp(self, x: torch.Tensor, dim: int | Sequence[int], keepdim: bool = False) -> torch.Tensor:
+        """`torch.logsumexp` over the whole vocabulary."""
+        (along,) = dim if isinstance(dim, Sequence) else (dim,)
+        found: torch.Tensor = _LogSumExp.apply(x, along, self)  # pyright: ignore[reportUnknownMemberType,reportAssignmentType]
+        return found if keepdim else found.squeeze(along)
+
+    def mean(
+        self, x: torch.Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """`torch.mean` over dims of which the vocabulary is one."""
+        total = self.leave(x.sum(dim, keepdim, dtype=dtype))
+        return total / (x.numel() // self.length * self.size // max(total.numel(), 1))
+
+    def amax(self, x: torch.Tensor, dim: Any, keepdim: bool = False) -> torch.Tensor:
+        """The greatest entries over the vocabulary, without a gradient."""
+        return self._exchange(x.detach().amax(dim, keepdim)).amax(0)
+
+    def argmax(self, x: torch.Tensor, dim: int, keepdim: bool = False) -> torch.Tensor:
+        """The places of the greatest entries, of equal ones the first."""
+        best, place = x.detach().max(dim, keepdim)
+        places = self._exchange(place + self.start)
+        return places.gather(0, self._exchange(best).argmax(0, keepdim=True)).squeeze(0)
+
+    def topk(
+        self, x: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The `k` greatest entries over the vocabulary and their places: the greatest of those that each rank
+        has."""
+        counts = [min(k, length) for length in self._lengths()]
+        best, place = x.detach().topk(min(k, self.length), dim)
+        best, place = (
+            gather_last(t.movedim(dim, -1), self.group, counts) for t in (best, place + self.start)
+        )
+        chosen = place.gather(-1, best.topk(k, -1).indices).movedim(-1, dim)
+        return self.gather(x, dim, chosen), chosen
+
+    def gather(
+        self, x: torch.Tensor, dim: int, index: torch.Tensor, *, sparse_grad: bool = False
+    ) -> torch.Tensor:
+        """`torch.gather` along the vocabulary: whoever has an entry gives it."""
+        here = (index >= self.start) & (index < self.stop)
+        return self.leave(x.gather(dim, (index - self.start).clamp(0, self.length - 1)).where(here, 0))
+
+    def nll_loss(self, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """`aten.nll_loss_forward` for the reductions none and sum; its second result is that of this rank's
+        labels."""
+        return self._nll(aten.nll_loss_forward.default, *given)
+
+    def nll_loss2d(self, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same for rows with spatial dims behind the tokens."""
+        return self._nll(aten.nll_loss2d_forward.default, *given)
+
+    def _nll(
+        self,
+        operator: Callable[..., Any],
+        x: torch.Tensor,
+        target: torch.Tensor,
+        weight: torch.Tensor | None,
+        reduction: int,
+        ignore: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        Target(ignore, 0.0, 0.0, self.start, self.size).check(target)
+        here = (target >= self.start) & (target < self.stop) & (target != ignore)
+        loss, total = operator(x, torch.where(here, target - self.start, IGNORED), weight, reduction, IGNORED)
+        return self.leave(loss), total
+
+    def linear_cross_entropy(self, *given: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
+        """`kernels.linear_cross_entropy` with this rank's part of weight and bias."""
+        operator = (
+            kernels.vocab_parallel_linear_cross_entropy if self.shared else kernels.linear_cross_entropy
+        )
+        return operator(*given, **options, **self.shared)
+
+    def linear_kl(self, *given: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
+        """`kernels.linear_kl` with this rank's parts of both weights."""
+        shared = {k: v for k, v in self.shared.items() if k != "first"}
+        return (kernels.vocab_parallel_linear_kl if shared else kernels.linear_kl)(
+            *given, **options, **shared
+        )
+
+    def linear_kl_ce(self, *given: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
+        """`kernels.linear_kl_ce` with this rank's parts of both weights."""
+        return (kernels.vocab_parallel_linear_kl_ce if self.shared else kernels.linear_kl_ce)(
+            *given, **options, **self.shared
+        )
+
+
+class _LogSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, parts: Parts, to_float: bool) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        wide = x.to(accumulator(x.dtype))
+        greatest, log = parts.norms(wide, dim)
+        out = (wide - greatest - log).to(wide.dtype if to_float else x.dtype).contiguous()
+        ctx.dim, ctx.parts, ctx.dtype = dim, parts, x.dtype
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (out,) = ctx.saved_tensors
+        wide = gradient.to(accumulator(gradient.dtype))
+        total = ctx.parts.group.sum(wide.sum(ctx.dim, keepdim=True))
+        return (wide - out.to(wide.dtype).exp() * total).to(ctx.dtype), None, None, None
+
+
+class _Softmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, parts: Parts, to_float: bool) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        wide = x.to(accumulator(x.dtype))
+        greatest, log = parts.norms(wide, dim)
+        out = (wide - greatest - log).exp().to(wide.dtype if to_float else x.dtype).contiguous()
+        ctx.dim, ctx.parts, ctx.dtype = dim, parts, x.dtype
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (out,) = ctx.saved_tensors
+        wide = gradient.to(accumulator(gradient.dtype))
+        total = ctx.parts.group.sum((wide * out).sum(ctx.dim, keepdim=True))
+        return (out * (wide - total)).to(ctx.dtype), None, None, None
+
+
+class _LogSumExp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, parts: Parts) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        greatest, log = norms = parts.norms(x.to(accumulator(x.dtype)), dim)
+        ctx.save_for_backward(x, norms)
+        return (greatest + log).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, (greatest, log) = ctx.saved_tensors
+        return (gradient * (x.to(log.dtype) - greatest - log).exp()).to(x.dtype), None, None

@@ -1,0 +1,319 @@
+"""`plan.json`: the planned IR as the dataclasses of `secc.runtime.plan.schema`, and the hash that ties a plan
+to its model.
+
+The hash covers the lowered IR (graph, shapes, configuration), the model's source and parameters, and the
+versions of secc's plan format and of torch. Wall-clock times and paths stay out of it, so equal inputs give
+equal plans, byte for byte.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from xdsl.dialects.builtin import ArrayAttr, FloatAttr, IntAttr, IntegerAttr, ModuleOp, StringAttr
+from xdsl.ir import Attribute, Operation
+
+from secc.codegen.body_printer import BodyPrinter
+from secc.codegen.fused_module import rewrites
+from secc.codegen.python_names import identifier
+from secc.codegen.section_modules import TERMS, bodies, slice_of
+from secc.ir.analysis import fusion_report, random_ops, recorded_glue
+from secc.ir.dialect import size_expr
+from secc.ir.dialect.ops import (
+    BodyOp,
+    CallOp,
+    EdgeOp,
+    GraphOp,
+    KeyOp,
+    ParamOp,
+    SectionOp,
+    TermOp,
+    TieOp,
+    graph_of,
+    section_of,
+    strings,
+)
+from secc.ir.dialect.readable_names import ACCEPTED, LOGGED, OUT_OF_TURN
+from secc.ir.dialect.tensor_type import tensor
+from secc.ir.text_io.module_text import print_module
+from secc.runtime.plan import schema
+from secc.runtime.plan.schema import Plan
+
+
+def attribute(op: Operation, name: str, default: Any) -> Any:
+    """The Python value of an entry of an op's attribute dictionary."""
+    found = op.attributes.get(name)
+    return default if found is None else _python(found)
+
+
+def _python(value: Attribute) -> Any:
+    match value:
+        case StringAttr(data=text):
+            return text
+        case IntegerAttr() | FloatAttr():
+            return value.value.data
+        case IntAttr(data=number):
+            return number
+        case ArrayAttr():
+            return tuple(_python(v) for v in value)
+        case _:
+            raise ValueError(f"no Python value for {value}")
+
+
+def build(module: ModuleOp, model: schema.ModelRef, versions: Mapping[str, str]) -> Plan:
+    """The plan of a lowered module. `versions` names what else the plan depends on, such as torch's
+    version."""
+    graph = graph_of(module)
+    sections = tuple(_section(graph, s, model) for s in graph.sections)
+    made = Plan(
+        version=schema.VERSION,
+        hash="",
+        model=model,
+        world_size=attribute(graph, "world_size", 1),
+        global_batch=attribute(graph, "global_batch", 1),
+        widths=graph.widths.data if graph.widths else "global",
+        symbols=tuple(
+            schema.Symbol(s.sym.data, s.kind.data, s.key.data, s.dim.data) for s in graph.symbols.values()
+        ),
+        inputs=tuple(_input(op) for op in graph.body.block.ops if isinstance(op, KeyOp)),
+        sections=sections,
+        edges=tuple(_edge(graph, op) for op in graph.edges),
+        terms=_terms(graph),
+        ties=_ties(graph, sections),
+        cluster=json.loads(attribute(graph, "cluster", "{}")),
+        solver=json.loads(attribute(graph, "solver", "{}")),
+        prediction=json.loads(attribute(graph, "prediction", "{}")),
+        checks=_notes(graph),
+        reasons=_reasons(graph),
+        dtype=attribute(graph, "dtype", ""),
+        labels_key=graph.labels.data if graph.labels else "",
+        run_ahead_gib=attribute(graph, "run_ahead_gib", 0.0),
+        recorded=_recorded(graph),
+        draws=random_ops.draws(graph.attributes.get(random_ops.ATTRIBUTE)),
+        fusions=fusion_report.fusions(graph),
+        rewrites=rewrites(graph),
+        fused=tuple(path for path, block in graph.blocks.items() if fusion_report.FUSED in block.attributes),
+    )
+    return dataclasses.replace(made, hash=_hash(module, model, versions))
+
+
+def _notes(graph: GraphOp) -> dict[str, Any]:
+    """What the user accepted, what forward logs beside the loss, and what tensor parallelism leaves whole."""
+    said = {name: list(found) for name in (ACCEPTED, LOGGED) if (found := attribute(graph, name, ()))}
+    whole = {s.sym.data: list(found) for s in graph.sections if (found := attribute(s, "whole", ()))}
+    return said | ({"whole": whole} if whole else {})
+
+
+def _reasons(graph: GraphOp) -> dict[str, Any]:
+    """What `allocate` says of each section, and how the section was formed."""
+    found: dict[str, Any] = json.loads(attribute(graph, "reasons", "{}"))
+    for s in graph.sections:
+        if notes := attribute(s, "notes", ()):
+            found.setdefault(attribute(s, "pipeline", s.sym.data), {})["formed"] = list(notes)
+    return found
+
+
+def _recorded(graph: GraphOp) -> tuple[schema.Recorded, ...]:
+    """The cases whose glue ranks record anew."""
+    taken = {name for body in _bodies(graph) for name in attribute(body, recorded_glue.ANEW, ())}
+    found = [
+        c for c in recorded_glue.cases(graph.attributes.get(recorded_glue.ATTRIBUTE)) if c["name"] in taken
+    ]
+    return tuple(
+        schema.Recorded(c["name"], tuple(c["when"]), c["why"], c["where"], tuple(c["nodes"]), c["spare"])
+        for c in found
+    )
+
+
+def _hash(module: ModuleOp, model: schema.ModelRef, versions: Mapping[str, str]) -> str:
+    parts = [
+        print_module(module),
+        model.sha256,
+        json.dumps(model.parameters, sort_keys=True),
+        json.dumps(dict(versions), sort_keys=True),
+    ]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _section(graph: GraphOp, op: SectionOp, model: schema.ModelRef) -> schema.Section:
+    name = op.sym.data
+    return schema.Section(
+        name=name,
+        module=f"sections/{identifier(name)}.py",
+        mode=op.mode.data if op.mode else "train",
+        when=strings(op.when),
+        blocks=strings(op.blocks),
+        params=_params(graph, op, model),
+        mesh=schema.Mesh(
+            attribute(op, "ranks", (0,)),
+            attribute(op, "dp", 1),
+            attribute(op, "pp", 1),
+            attribute(op, "tp", 1),
+        ),
+        micro_batch=attribute(op, "micro_batch", 1),
+        recompute=attribute(op, "recompute", "none"),
+        sharding=attribute(op, "sharding", "none"),
+        memory_gib=attribute(op, "memory_gib", 0.0),
+        label=attribute(op, "label", "default"),
+        cost=_cost(op),
+        pipeline=attribute(op, "pipeline", ""),
+        stage=attribute(op, "stage", 0),
+        in_flight=attribute(op, "in_flight", 0),
+        room_bytes=attribute(op, "room_bytes", 0),
+        weight_permille=attribute(op, "weight_permille", 0),
+        shards=tuple(_shard(text) for text in attribute(op, "shards", ())),
+        styles=tuple(schema.Style(*text.rsplit(" ", 1)) for text in attribute(op, "styles", ())),
+        partial=attribute(op, "partial", ()),
+        units=_units(graph, op) if attribute(op, "sharding", "none") == "zero3" else (),
+    )
+
+
+def _units(graph: GraphOp, op: SectionOp) -> tuple[str, ...]:
+    """The blocks that the section's cases call once each, in one order for all of them, whose layers run in
+    turn, and of whose parameters no glue reads any."""
+    found = bodies(graph, op.sym.data)
+    read = {p.path.data for body in found for p in body.walk() if isinstance(p, ParamOp)}
+    calls = [[c for c in body.walk() if isinstance(c, CallOp)] for body in found]
+    rows = sorted(([c.target.data for c in row] for row in calls), key=len, reverse=True)
+    order: list[str] = []
+    out = {b for row in rows for b in row if row.count(b) > 1 or any(n.startswith(f"{b}.") for n in read)}
+    out |= {c.target.data for row in calls for c in row if OUT_OF_TURN in c.attributes}
+    for row in rows:
+        at = 0
+        for block in (b for b in row if b not in out):
+            if block not in order:
+                order.insert(at, block)
+            elif order.index(block) < at:
+                out.add(block)
+                continue
+            at = order.index(block) + 1
+    return tuple(b for b in order if b not in out)
+
+
+def _shard(text: str) -> schema.Shard:
+    """`"layer.weight 0 8,8"` -> its name, dim and parts."""
+    name, dim, parts = text.split(" ")
+    return schema.Shard(name, int(dim), tuple(int(p) for p in parts.split(",")))
+
+
+def _cost(op: SectionOp) -> schema.Cost:
+    known = {
+        "forward_ns": "0",
+        "backward_ns": "0",
+        "label": "default",
+        "flops": "",
+        "backward_flops": "",
+        "saved": "",
+        "dtype": "",
+    }
+    return schema.Cost(**{key: attribute(op, key, default) for key, default in known.items()})
+
+
+def _params(graph: GraphOp, op: SectionOp, model: schema.ModelRef) -> tuple[str, ...]:
+    """The parameters that a section holds: those of the blocks its bodies call, and those that its glue
+    reads."""
+    found = bodies(graph, op.sym.data)
+    read = {p.path.data for body in found for p in body.walk() if isinstance(p, ParamOp)}
+    blocks = strings(op.blocks)
+    return tuple(n for n in model.parameters if n in read or any(n.startswith(f"{b}.") for b in blocks))
+
+
+def _input(op: KeyOp) -> schema.Input:
+    pads = tuple(
+        (int(dim), side, float(value)) for dim, side, value in (p.split(" ") for p in strings(op.pads))
+    )
+    dims = tuple(size_expr.text(d) for d in tensor(op.result).shape)
+    return schema.Input(op.key.data, tensor(op.result).torch_dtype, dims, op.optional is not None, pads)
+
+
+def _edge(graph: GraphOp, op: EdgeOp) -> schema.Edge:
+    """The plan's edge of an edge; `bytes_per_sample` is a mean over the dataset's patterns."""
+    kind = tensor(op.result)
+    src = next(s for s in graph.sections if s.sym.data == op.src.root_reference.data)
+    extents = tuple(
+        (int(dim), extent, side) for dim, extent, side in (_extent(e) for e in strings(op.extents))
+    )
+    return schema.Edge(
+        name=op.sym.data,
+        src=src.sym.data,
+        dst=op.dst.root_reference.data,
+        dtype=kind.torch_dtype,
+        dims=tuple(size_expr.text(d) for d in kind.shape),
+        dim=op.dim.data if op.dim is not None else -1,
+        rows=op.rows.data if op.rows is not None else "",
+        grad=kind.requires_grad,
+        when=strings(src.when),
+        extents=extents,
+        bytes_per_sample=_bytes_per_sample(graph, op),
+    )
+
+
+def _extent(text: str) -> tuple[str, str, str]:
+    """`"1 S right"` -> its dim, expression (which may hold spaces) and side."""
+    dim, rest = text.split(" ", 1)
+    extent, side = rest.rsplit(" ", 1)
+    return dim, extent, side
+
+
+def _bytes_per_sample(graph: GraphOp, op: EdgeOp) -> float:
+    kind = tensor(op.result)
+    total = 0.0
+    for pattern in graph.patterns:
+        sizes = {name: attribute(pattern, name, 0) for name in graph.symbols}
+        entries = 1.0
+        for dim in kind.shape:
+            entries *= size_expr.evaluate(dim, sizes)
+        total += float(pattern.share.data) * entries * kind.itemsize
+    return round(total, 3)
+
+
+def _terms(graph: GraphOp) -> tuple[schema.Term, ...]:
+    owners = {
+        op.sym.data: op
+        for body in _bodies(graph)
+        if section_of(body) != TERMS
+        for op in body.walk()
+        if isinstance(op, TermOp)
+    }
+    texts = {name: text for body in bodies(graph, TERMS) for name, text in _coefficients(graph, body).items()}
+    return tuple(
+        schema.Term(
+            name,
+            section_of(op.parent_op() or op) or "",
+            texts.get(name, "1"),
+            op.where.data if op.where else "",
+        )
+        for name, op in owners.items()
+    )
+
+
+def _coefficients(graph: GraphOp, body: BodyOp) -> dict[str, str]:
+    """Each term's coefficient as the lines of code that compute it."""
+    ops = list(body.body.block.ops)
+    found: dict[str, str] = {}
+    for op in ops:
+        if isinstance(op, TermOp):
+            printer = BodyPrinter(graph, {}, terms=True, whole_batch=True)
+            found[op.sym.data] = "; ".join(printer.lines(slice_of(ops, [op.operands[0]])))
+    return found
+
+
+def _bodies(graph: GraphOp) -> list[BodyOp]:
+    return [op for op in graph.body.block.ops if isinstance(op, BodyOp)]
+
+
+def _ties(graph: GraphOp, sections: tuple[schema.Section, ...]) -> tuple[schema.Tie, ...]:
+    """Parameters under several names, and parameters under one name in several sections."""
+    tied = [strings(op.names) for op in graph.body.block.ops if isinstance(op, TieOp)]
+    named = {n for names in tied for n in names}
+    shared = {
+        n for s in sections for n in s.params if n not in named and sum(n in o.params for o in sections) > 1
+    }
+    groups = tied + [(n,) for n in sorted(shared)]
+    return tuple(
+        schema.Tie(names, tuple(s.name for s in sections if set(names) & set(s.params))) for names in groups
+    )

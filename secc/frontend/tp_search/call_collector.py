@@ -1,0 +1,168 @@
+"""What the parts of a model are called with: arguments of a module's call, by which a mapping is sought and
+shown.
+
+A model that fits here is run on a small batch and its arguments are taken as they are. Of a larger one each
+block runs on the meta device, or, where it reads integers (where samples begin), on fake tensors beside the
+integers of a sample. Then its arguments get random values: for floats any value will do, of integers and
+truth values only those that code does not depend on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from secc.cost.counting.annotate_calls import arguments
+from secc.cost.counting.example_arguments import NO_SAMPLES, Example, Examples, Samples
+from secc.cost.counting.meta_run import Makes, run
+from secc.frontend.dataset.survey import Survey
+from secc.frontend.tp_search.find_mapping import Call
+from secc.ir.dialect.ops import CallOp, GraphOp
+from secc.runtime.model.user_file import UserModel
+
+ROWS, WIDTH = 2, 8  # sizes of what is made up
+
+
+class Observer:
+    """Collects the first call of each of some modules."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self.modules, self.calls = modules, dict[str, Call]()
+
+    def real(self, model: nn.Module, user: UserModel, survey: Survey) -> None:
+        """Run the model on a small batch of each pattern until every module was called."""
+        for pattern in survey.unions():
+            if self.calls.keys() >= self.modules.keys():
+                return
+            with ExitStack() as stack:
+                self._watch(stack, model, self.modules)
+                model(**min(map(user.collate, survey.batches(pattern)), key=_volume))
+
+    def meta(self, graph: GraphOp, model: nn.Module, samples: Samples = NO_SAMPLES) -> None:
+        """Run each block without values, where its code lets it, until the modules inside it were called."""
+        sizes = {name: WIDTH if s.kind.data == "width" else ROWS for name, s in graph.symbols.items()}
+        shortest = sorted(samples.batches, key=_volume)
+        examples = Examples(graph, Samples(shortest, samples.constants))
+        for case in graph.cases:
+            for op in (op for op in case.ops if isinstance(op, CallOp)):
+                for example in chain([None], islice(examples.of(case, op), 1)):
+                    inside = {
+                        p: m
+                        for p, m in self.modules.items()
+                        if p not in self.calls and f"{p}.".startswith(f"{op.target.data}.")
+                    }
+                    if not inside:
+                        break
+                    self._run_block(op, model, sizes, inside, example)
+
+    def _run_block(
+        self,
+        op: CallOp,
+        model: nn.Module,
+        sizes: Mapping[str, int],
+        inside: Mapping[str, nn.Module],
+        example: Example | None,
+    ) -> None:
+        """One run; what it noted counts if it got as far as the last of the modules."""
+        seen, known = Observer(inside), partial(arguments, op, sizes)
+        if example is not None:
+            known = partial(arguments, op, example.sizes, values=example.values)
+        block = model.get_submodule(op.target.data)
+        with ExitStack() as stack:
+            seen._watch(stack, model, inside, _Seen)
+            try:
+                run(block, known, op.no_grad is None, makes=Makes(real=example is not None))
+            except _Seen:
+                pass
+            except (
+                Exception
+            ):  # whatever the user's code does on tensors without values: those modules stay without a call
+                return
+        self.calls |= seen.calls
+
+    def _watch(
+        self,
+        stack: ExitStack,
+        model: nn.Module,
+        wanted: Mapping[str, nn.Module],
+        done: type[BaseException] | None = None,
+    ) -> None:
+        """Note calls; `done` is raised in the call behind the last module's, which shows that the last one's
+        code went through."""
+        for path in wanted:
+            module = model.get_submodule(path)
+            hook = module.register_forward_pre_hook(
+                lambda module, args, kwargs, path=path: self._note(path, (args, kwargs)), with_kwargs=True
+            )
+            stack.callback(hook.remove)
+            if done is not None:
+                stack.callback(module.register_forward_hook(lambda *_: self._stop(done)).remove)
+
+    def _stop(self, done: type[BaseException]) -> None:
+        if self.calls.keys() >= self.modules.keys():
+            raise done
+
+    def _note(self, path: str, call: Call) -> None:
+        fake = any(isinstance(t, FakeTensor) for t in tree_leaves(call))
+        self.calls.setdefault(path, tree_map(partial(_kept, bare=fake), call))
+
+
+def _volume(batch: Mapping[str, Any]) -> int:
+    """The entries of a collated batch."""
+    return sum(t.numel() for t in batch.values() if isinstance(t, torch.Tensor))
+
+
+class _Seen(BaseException):
+    """Everything was called."""
+
+
+def _kept(value: Any, bare: bool) -> Any:
+    """A copy of an argument; floats keep whether gradients flow to them, and no values where they are
+    `bare`."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, FakeTensor) or (bare and value.is_floating_point()):
+        empty = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
+        return empty.requires_grad_(value.requires_grad)
+    return value.detach().clone().requires_grad_(value.requires_grad)
+
+
+def made_up(value: Any) -> Any:
+    """An argument with values, for one that has none."""
+    if not isinstance(value, torch.Tensor) or not value.is_meta:
+        return value
+    generator = torch.Generator().manual_seed(value.numel())
+    if value.is_floating_point():
+        return (
+            torch.randn(value.shape, generator=generator).to(value.dtype).requires_grad_(value.requires_grad)
+        )
+    return (
+        torch.ones(value.shape, dtype=value.dtype)
+        if value.dtype == torch.bool
+        else torch.zeros(value.shape, dtype=value.dtype)
+    )
+
+
+def with_values(module: nn.Module) -> nn.Module:
+    """A copy of a module on the CPU in which everything has values, made up where it had none."""
+    import copy
+
+    made = copy.deepcopy(module)
+    generator = torch.Generator().manual_seed(0)
+    for owner in made.modules():
+        for key, p in list(owner.named_parameters(recurse=False)):
+            if p.is_meta:
+                values = torch.randn(p.shape, generator=generator) * (p.shape[-1] if p.ndim else 1) ** -0.5
+                setattr(owner, key, nn.Parameter(values, requires_grad=p.requires_grad))
+        for key, b in list(owner.named_buffers(recurse=False)):
+            if b.is_meta:
+                setattr(owner, key, made_up(b))
+    return made

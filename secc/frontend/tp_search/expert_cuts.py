@@ -1,0 +1,97 @@
+"""How the experts of a mixture are cut that lie side by side in parameters of three dims: each one by its
+inner width.
+
+A module with such parameters (`[experts, out, in]` or `[experts, in, out]`, for two products or three)
+multiplies in code of its own, with grouped kernels or one expert after the other, so no linear map of it can
+be wrapped. Which dim is the inner width, and whether gate and up lie side by side along it or entry by entry,
+sizes do not say alone. So each way that they allow is tried on all ranks, as threads, against the whole
+module, until one is exact in its results and every gradient. What is left whole (the bias of the last
+product) counts by shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+
+import torch
+from torch import nn
+
+from secc.frontend.tp_search.find_mapping import Call, Way, expert_shards
+from secc.frontend.tp_search.verify_mapping import Whole
+from secc.runtime.plan.schema import Style
+
+Sizes = Mapping[str, Sequence[int]]
+STYLE = Style("", "experts")
+ALIGNED = 8  # numbers of 16 bits: grouped kernels want rows of 16 bytes
+
+
+def sizes_of(module: nn.Module) -> Sizes:
+    """The sizes of a module's own parameters if they hold several matrices of several experts, else {}."""
+    found = {n: tuple(p.shape) for n, p in module.named_parameters(recurse=False)}
+    matrices = [s for s in found.values() if len(s) == 3]
+    return found if len(matrices) > 1 and len({s[0] for s in matrices}) == 1 else {}
+
+
+def find_experts(layer: nn.Module, call: Call, count: int) -> dict[str, Way]:
+    """Ways to cut the experts inside `layer`, by the path of their module. Everything needs values; `call` is
+    the layer's."""
+    modules = {path: m for path, m in layer.named_modules() if sizes_of(m)}
+    return {
+        path: way
+        for path, inner in _calls(layer, call, modules).items()
+        if (way := _way(modules[path], inner, count))
+    }
+
+
+def divides(module: nn.Module, way: Way, count: int) -> bool:
+    """Whether `count` ranks have equal shares of the experts that kernels take."""
+    return all(part % (ALIGNED * count) == 0 for shard in expert_shards(module, way) for part in shard.parts)
+
+
+def _calls(layer: nn.Module, call: Call, modules: Mapping[str, nn.Module]) -> dict[str, Call]:
+    """What each of some modules is called with first."""
+    found: dict[str, Call] = {}
+
+    def watch(path: str, module: nn.Module) -> torch.utils.hooks.RemovableHandle:
+        return module.register_forward_pre_hook(
+            lambda _, *given: found.setdefault(path, given) and None, with_kwargs=True
+        )
+
+    hooks = [watch(path, module) for path, module in modules.items()]
+    try:
+        if hooks:
+            args, kwargs = call
+            layer(*args, **kwargs)
+    except Exception:  # whatever the user's code does on values that were made up: the experts stay whole
+        return {}
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _way(module: nn.Module, call: Call, count: int) -> Way:
+    """The first way that is exact, {} if none is."""
+    whole = Whole(module, call)
+    even = (way for way in _ways(sizes_of(module)) if divides(module, way, count))
+    return next(
+        (way for way in even if not whole.compare(count, [STYLE], expert_shards(module, way)).reason), {}
+    )
+
+
+def _ways(sizes: Sizes) -> Iterator[Way]:
+    """What sizes allow: an inner width, which each expert's matrix has once or twice, and its bias
+    perhaps."""
+    for inner in sorted({n for shape in sizes.values() if len(shape) == 3 for n in shape[1:]}, reverse=True):
+        cuts = {
+            name: [*_dims(shape, inner), *([] if len(shape) == 3 else [None])]
+            for name, shape in sizes.items()
+        }
+        for chosen in product(*cuts.values()):
+            yield {name: cut for name, cut in zip(cuts, chosen, strict=True) if cut is not None}
+
+
+def _dims(shape: Sequence[int], inner: int) -> Iterator[tuple[int, int]]:
+    for dim, size in enumerate(shape[1:], 1):
+        yield from ((dim, parts) for parts in {inner: (1,), 2 * inner: (2, 1)}.get(size, ()))

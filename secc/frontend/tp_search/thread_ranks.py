@@ -1,0 +1,73 @@
+"""Ranks as threads of this process: enough to run a small module as a tensor-parallel replica runs it,
+gradients included.
+
+Autograd runs a CPU backward in the thread that asks for it, so threads can meet in a collective there, too.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+TIMEOUT = 60.0  # seconds that a rank waits for the others
+
+
+class _Meeting:
+    """Where all ranks bring a tensor and see those of the others."""
+
+    def __init__(self, size: int) -> None:
+        self.brought: list[torch.Tensor] = [torch.empty(0)] * size
+        self.barrier = threading.Barrier(size, timeout=TIMEOUT)
+
+    def exchange(self, index: int, tensor: torch.Tensor) -> list[torch.Tensor]:
+        self.barrier.wait()
+        self.brought[index] = tensor.detach().clone()
+        self.barrier.wait()
+        return list(self.brought)
+
+
+class ThreadGroup:
+    """A `secc.runtime.tensor_parallel.replica_group.Group` of threads."""
+
+    def __init__(self, index: int, size: int, meeting: _Meeting) -> None:
+        self.index, self.size, self._meeting = index, size, meeting
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            total = torch.stack(self._meeting.exchange(self.index, tensor)).sum(0)
+            return tensor.copy_(total)
+
+    def gather(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        return torch.cat(self._meeting.exchange(self.index, tensor))
+
+    def scatter(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        return self.sum(tensor.clone()).split(list(lengths))[self.index].clone()
+
+
+def run_ranks(count: int, work: Callable[[ThreadGroup], Any]) -> list[Any]:
+    """`work(group)` on `count` ranks; their results in order. Raises what the first failing rank raised."""
+    meeting = _Meeting(count)
+    results: list[Any] = [None] * count
+    errors: list[BaseException] = []
+
+    def run(index: int) -> None:
+        try:
+            results[index] = work(ThreadGroup(index, count, meeting))
+        except BaseException as error:
+            if not isinstance(error, threading.BrokenBarrierError):
+                errors.append(error)
+            meeting.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(count)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    if errors:
+        raise errors[0]
+    if meeting.barrier.broken:
+        raise RuntimeError("the ranks of a replica do not meet")
+    return results

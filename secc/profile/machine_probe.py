@@ -1,0 +1,228 @@
+"""This machine's links and rates: what processes exchange and sum, what memory moves, what products of
+matrices reach.
+
+Two gloo processes on CPUs (NCCL where there are two GPUs) send messages to and fro: the smallest give the
+latency, the largest the bandwidth. Collectives are timed over two processes and, as devices allow, over 4 and
+8 (`secc.profile.time_collectives`). A product's rate is the best of several runs at several shapes; the fall-off
+with the smallest dim is reported beside it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from secc.cluster import GIB, Ring
+from secc.cost.model.measured_costs import here
+from secc.errors import UserError
+from secc.profile import time_collectives
+from secc.report import plan_tables
+
+SIZES = tuple(4**k for k in range(2, 13))  # bytes of messages: 16 B to 16 MiB
+LARGE = {"cpu": 1024, "cuda": 8192}
+NARROW = (16, 32, 64, 128, 256, 512)
+LIMIT_S = 60
+RANKS = (2, 4, 8)  # of collectives
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What was measured. `rates`: GFLOP/s of large products by dtype; `narrow`: percent of that by the
+    smallest dim; bytes per second."""
+
+    hardware: str
+    backend: str
+    devices: int
+    memory: int
+    rates: Mapping[str, float]
+    narrow: Mapping[int, float]
+    memory_bytes_per_s: float
+    latency_ns: float
+    bytes_per_s: float
+    rings: Sequence[Ring] = ()
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "hardware": self.hardware, "devices": self.devices, "memory_gib": self.memory / GIB, "gflops": dict(self.rates),
+            "narrow_percent": {str(k): v for k, v in self.narrow.items()}, "memory_gb_s": self.memory_bytes_per_s / 1e9,
+            "link_latency_us": self.latency_ns / 1e3, "link_gb_s": self.bytes_per_s / 1e9,
+            "collectives": [asdict(ring) for ring in self.rings],
+        }  # fmt: skip
+
+    def tables(self) -> list[plan_tables.Table]:
+        rows = [(f"large product, {n}", f"{r:.4g} GFLOP/s") for n, r in self.rates.items()]
+        rows += [
+            (f"product with smallest dim {d}", f"{p:.0f}% of that in f32") for d, p in self.narrow.items()
+        ]
+        rows += [
+            ("memory", f"{self.memory_bytes_per_s / 1e9:.3g} GB/s"),
+            ("link, latency", f"{self.latency_ns / 1e3:.3g} us"),
+            ("link, bandwidth", f"{self.bytes_per_s / 1e9:.3g} GB/s"),
+        ]
+        rows += [
+            (
+                f"{r.collective} over {r.ranks}, a message of its ring",
+                f"{r.latency_ns / 1e3:.3g} us, {r.bytes_per_s / 1e9:.3g} GB/s",
+            )
+            for r in self.rings
+        ]
+        return [
+            plan_tables.Table(self.hardware, ("figure", "measured"), tuple(rows), f"{self.devices} devices")
+        ]
+
+
+def to_yaml(probed: Probed) -> str:
+    """A cluster file of this machine."""
+    kind = "cpu" if probed.backend == "cpu" else torch.cuda.get_device_name().split()[-1]
+    like = "" if probed.backend == "cpu" else "like: L40S\n"
+    rings = "".join(f"\n  - {_entry(r)}" for r in probed.rings)
+    latency = f"latency_us: {probed.latency_ns / 1e3:.4g}"
+    link = f"\n  gb_s: {probed.bytes_per_s / 1e9:.4g}\n  {latency}\n  collectives:{rings or ' []'}"
+    return (
+        f"# measured on {probed.hardware}\nnodes: 1\ndevices: {probed.devices}\nkind: {kind}\n{like}"
+        f"memory_gib: {probed.memory / GIB:.4g}\n"
+        f"bf16_tflops: {probed.rates['bf16'] / 1e3:.4g}\nf32_tflops: {probed.rates['f32'] / 1e3:.4g}\n"
+        f"efficiency_percent: 100    # the rates are what products reach, not peaks\n"
+        f"memory_gb_s: {probed.memory_bytes_per_s / 1e9:.4g}\ninside:{link}\nbetween:{link}\n"
+    )
+
+
+def _entry(r: Ring) -> str:
+    rates = f"gb_s: {r.bytes_per_s / 1e9:.4g}, latency_us: {r.latency_ns / 1e3:.4g}"
+    return f"{{collective: {r.collective}, ranks: {r.ranks}, {rates}}}"
+
+
+def probe(progress: Callable[[str], None]) -> Probed:
+    """Measure this machine; a few seconds."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = torch.device("cuda" if gpus else "cpu")
+    torch.set_num_threads(1)
+    progress("time products of matrices")
+    size = LARGE[device.type]
+    rates = {name: _gflops(size, size, dtype, device) for name, dtype in DTYPES.items()}
+    narrow = {d: 100 * _gflops(size, d, torch.float32, device) / rates["f32"] for d in NARROW}
+    progress("time memory")
+    memory = _memory_rate(device)
+    progress("time messages")
+    backend, devices = "nccl" if gpus > 1 else "gloo", gpus or max(2, len(os.sched_getaffinity(0)))
+    times: dict[int, float] = _spawned(_messages, 2, backend)
+    latency, largest = times[SIZES[0]], SIZES[-1]
+    bandwidth = largest * 1e9 / max(times[largest] - latency, 1.0)
+    progress("time collectives")
+    rings = [
+        r
+        for n in RANKS
+        if n <= max(2, devices)
+        for r in time_collectives.rings(n, collectives_over(n, backend))
+    ]
+    capacity = torch.cuda.get_device_properties(0).total_memory if gpus else _host_memory() // devices
+    return Probed(
+        here(device).text, device.type, devices, capacity, rates, narrow, memory, latency, bandwidth, rings
+    )
+
+
+def _host_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _least_ns(run: Callable[[], Any], device: torch.device, repeat: int = 8) -> float:
+    least = float("inf")
+    for _ in range(repeat):
+        start = time.perf_counter_ns() if device.type == "cuda" else time.process_time_ns()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        least = min(
+            least, (time.perf_counter_ns() if device.type == "cuda" else time.process_time_ns()) - start
+        )
+    return max(least, 1.0)
+
+
+def _gflops(size: int, narrow: int, dtype: torch.dtype, device: torch.device) -> float:
+    """Of [size, narrow] x [narrow, size], in GFLOP/s."""
+    a, b = (
+        torch.randn(size, narrow, device=device).to(dtype),
+        torch.randn(narrow, size, device=device).to(dtype),
+    )
+    return 2 * size * size * narrow / _least_ns(lambda: a @ b, device)
+
+
+def _memory_rate(device: torch.device) -> float:
+    """Bytes read and written a second by a copy that no cache holds."""
+    source = torch.empty(64 << 20, dtype=torch.float32, device=device).zero_()
+    target = torch.empty_like(source)
+    return 2e9 * source.nbytes / _least_ns(lambda: target.copy_(source), device, 4)
+
+
+def collectives_over(ranks: int, backend: str) -> time_collectives.Times:
+    """What collectives take over so many processes of this machine."""
+    return _spawned(time_collectives.timed, ranks, backend)
+
+
+def _spawned(measure: Callable[[torch.device], Any], ranks: int, backend: str) -> Any:
+    """What `measure` finds on rank 0 of so many processes that are in one process group."""
+    queue = mp.get_context("spawn").SimpleQueue()
+    arguments = (backend, free_port(), ranks, measure, queue)
+    context: Any = mp.spawn(_rank, arguments, nprocs=ranks, join=False)  # pyright: ignore[reportPrivateImportUsage]
+    deadline = time.monotonic() + LIMIT_S
+    try:
+        while not context.join(timeout=1):
+            if time.monotonic() > deadline:
+                raise UserError(
+                    "processes of this machine do not reach each other",
+                    remedy="look at firewalls and GLOO_SOCKET_IFNAME",
+                )
+    finally:
+        for process in context.processes:
+            if process.is_alive():
+                process.kill()
+    return queue.get()
+
+
+def free_port() -> int:
+    """A port of this machine that nothing listens on now."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _rank(
+    rank: int, backend: str, port: int, ranks: int, measure: Callable[[torch.device], Any], queue: Any
+) -> None:
+    """One of the processes."""
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    found = measure(device)
+    if rank == 0:
+        queue.put(found)
+    dist.destroy_process_group()
+
+
+def _messages(device: torch.device) -> dict[int, float]:
+    """On two ranks, each size to and fro; half of the shortest round is a message's time."""
+    rank, found = dist.get_rank(), dict[int, float]()
+    for size in SIZES:
+        message = torch.zeros(size, dtype=torch.uint8, device=device)
+        rounds = []
+        for _ in range(12 if size > 1 << 20 else 40):
+            start = time.perf_counter_ns()
+            (dist.send if rank == 0 else dist.recv)(message, 1 - rank)
+            (dist.recv if rank == 0 else dist.send)(message, 1 - rank)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            rounds.append((time.perf_counter_ns() - start) / 2)
+        found[size] = min(rounds)
+    return found

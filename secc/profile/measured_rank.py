@@ -1,0 +1,47 @@
+"""One rank of a plan that is trained to be measured: `python -m secc.profile.measured_rank PLAN` and the options of
+run.py.
+
+As the plan's own ranks, but between two steps the processor's speed is gauged, outside of what counts as the
+step. Each rank writes what its steps took, and what the gauge took behind them, to `steps_RANK.json` among
+the logs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from secc.profile.speed_gauge import Gauge
+from secc.runtime.sections.base import load_section
+from secc.runtime.training.launch import main
+from secc.runtime.training.options import Options
+from secc.runtime.training.rank_context import Run
+from secc.runtime.training.trainer import Trainer
+
+
+def train(plan: Path, options: Options) -> None:
+    """Train this rank's sections."""
+    sys.path.insert(0, str(plan))
+    terms: Any = importlib.import_module("sections.terms")
+    with Run(plan, options, terms) as run:
+        model = run.model()
+        sections = [load_section(plan, s, model) for s in run.plan.sections if run.rank in s.mesh.ranks]
+        trainer, gauge, found = Trainer(run, model, sections), Gauge(), list[tuple[float, int]]()
+        start = time.perf_counter()
+        for step in trainer.batches():
+            trainer.step(step)
+            seconds = time.perf_counter() - start
+            with run.trace.event("GAUGE", kind="GAUGE"):
+                found.append((seconds, gauge.ns() if run.device.type == "cpu" else 0))
+            start = time.perf_counter()
+        (run.log_dir / f"steps_{run.rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    directory = Path(sys.argv[1]).resolve()
+    sys.argv = [str(directory / "run.py"), *sys.argv[2:]]
+    sys.exit(main(lambda options: train(directory, options)))

@@ -1,0 +1,70 @@
+"""A cluster as tables: its nodes and links, and each kind's figures with where they come from."""
+
+from __future__ import annotations
+
+from secc.cluster import GIB, Cluster, Group, Link, Ring
+from secc.cluster.presets import DEVICES, LINKS, SOURCES
+from secc.report.text_table import Table
+
+OVERHEADS = ("job", "message", "tensor", "sample", "step")
+
+
+def tables(cluster: Cluster) -> list[Table]:
+    """The whole, then each kind."""
+    rows = [
+        (g.device.kind, str(g.nodes), str(cluster.per_node), str(g.nodes * cluster.per_node))
+        for g in cluster.kinds
+    ]
+    note = f"{cluster.ranks} ranks; between nodes {_link(cluster.between)}"
+    return [
+        Table(cluster.name, ("kind", "nodes", "devices each", "ranks"), tuple(rows), note),
+        *map(_figures, cluster.kinds),
+    ]
+
+
+def _figures(group: Group) -> Table:
+    device, sources = group.device, SOURCES.get(group.device.kind.lower(), {})
+    known, links = DEVICES.get(device.kind.lower()), LINKS.get(device.kind.lower())
+
+    def row(name: str, value: str, key: str, preset: bool) -> tuple[str, str, str]:
+        return name, value, sources[key] if preset else "given"
+
+    memory = f"{device.memory / GIB:.4g} GiB, of which tensors can have {device.usable / GIB:.4g}"
+    rates = [
+        row(
+            f"peak {name}",
+            f"{gflops / 1000:g} TFLOP/s",
+            "rates",
+            known is not None and (name, gflops) in known.gflops,
+        )
+        for name, gflops in device.gflops
+    ]
+    same = known is not None and device.memory_bytes_per_s == known.memory_bytes_per_s
+    rows = (
+        *rates,
+        row("memory", memory, "memory", known is not None and device.memory == known.memory),
+        row("memory rate", f"{device.memory_bytes_per_s / 1e9:g} GB/s", "memory", same),
+        row("inside a node", _link(group.inside), "inside", links is not None and group.inside == links[0]),
+        *(
+            (f"{r.collective} over {r.ranks}", f"{_rates(r)} (a message of its ring)", "measured")
+            for r in group.inside.rings
+        ),
+        ("issuing an operation", f"{device.op_ns / 1000:g} us", "assumed"),
+        *(
+            (
+                f"overhead of a {name}",
+                f"{getattr(device.overheads, name) / 1000:g} us",
+                device.overheads.label,
+            )
+            for name in OVERHEADS
+        ),
+    )
+    return Table(device.kind, ("figure", "value", "source"), rows, f"the rates are labelled {device.label}")
+
+
+def _link(link: Link) -> str:
+    return f"{_rates(link)} (one direction, each device)"
+
+
+def _rates(link: Link | Ring) -> str:
+    return f"{link.bytes_per_s / 1e9:g} GB/s, {link.latency_ns / 1000:g} us"

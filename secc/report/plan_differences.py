@@ -1,0 +1,127 @@
+"""What differs between two plans, as tables: what a reader wants to know before one takes the other's place.
+
+Only differences are shown; equal plans give no table. Predictions stand beside each other with their ratio,
+because a change of layout is judged by what it does to the step. Sections are whole: how their stages are cut
+is no matter between plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from secc.report.text_table import Table, bytes_text, ranks_text
+from secc.runtime.plan.schema import Edge, Plan, Section, Term
+
+T = TypeVar("T")
+Fields = Mapping[str, Callable[[T], str]]
+ABSENT = "—"
+
+
+def differences(a: Plan, b: Plan) -> list[Table]:
+    """Tables of what differs from plan `a` to plan `b`; [] for plans that decide the same."""
+    found = [
+        Table("Plan", ("", "first", "second", "ratio"), tuple(_headline(a, b))),
+        _table("Sections", "section", _named(a.whole_sections), _named(b.whole_sections), SECTION),
+        _table("Edges", "edge", _named(_between(a)), _named(_between(b)), EDGE),
+        _table("Loss", "term", _named(_terms(a)), _named(_terms(b)), TERM),
+        Table(
+            "Parameters",
+            ("parameter", "first", "second"),
+            tuple(_pairs(a.model.parameters, b.model.parameters)),
+        ),
+    ]
+    return [t for t in found if t.rows]
+
+
+def _between(plan: Plan) -> tuple[Edge, ...]:
+    """The edges between whole sections."""
+    whole = {s.name: s.whole for s in plan.sections}
+    found = (replace(e, src=whole[e.src], dst=whole[e.dst]) for e in plan.edges)
+    return tuple(e for e in found if e.src != e.dst)
+
+
+def _terms(plan: Plan) -> tuple[Term, ...]:
+    """The loss's terms, in whole sections."""
+    whole = {s.name: s.whole for s in plan.sections}
+    return tuple(replace(t, section=whole.get(t.section, t.section)) for t in plan.terms)
+
+
+def _headline(a: Plan, b: Plan) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for name, read in HEADLINE.items():
+        first, second = read(a), read(b)
+        if first != second:
+            rows.append((name, _text(first), _text(second), _ratio(first, second)))
+    return rows
+
+
+def _ratio(first: Any, second: Any) -> str:
+    numbers = isinstance(first, int | float) and isinstance(second, int | float)
+    return f"{second / first:.3f}" if numbers and first else ""
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ABSENT
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _named(items: tuple[Any, ...]) -> dict[str, Any]:
+    return {item.name: item for item in items}
+
+
+def _table(
+    title: str, what: str, first: Mapping[str, T], second: Mapping[str, T], fields: Fields[T]
+) -> Table:
+    """One row for each field that differs; what only one plan has is one row."""
+    rows: list[tuple[str, ...]] = []
+    for name in [*first, *(n for n in second if n not in first)]:
+        x, y = first.get(name), second.get(name)
+        if x is None or y is None:
+            rows.append(
+                (name, "", "there" if x is not None else ABSENT, "there" if y is not None else ABSENT)
+            )
+            continue
+        rows += [(name, field, read(x), read(y)) for field, read in fields.items() if read(x) != read(y)]
+    return Table(title, (what, "", "first", "second"), tuple(rows))
+
+
+def _pairs(first: Mapping[str, str], second: Mapping[str, str]) -> list[tuple[str, ...]]:
+    names = [*first, *(n for n in second if n not in first)]
+    return [(n, first.get(n, ABSENT), second.get(n, ABSENT)) for n in names if first.get(n) != second.get(n)]
+
+
+HEADLINE: Mapping[str, Callable[[Plan], Any]] = {
+    "predicted step, s": lambda p: p.prediction.get("step_time_s"),
+    "step in the order that ranks run, s": lambda p: p.solver.get("simulated_s"),
+    "predictions are": lambda p: p.prediction.get("label"),
+    "ranks": lambda p: p.world_size,
+    "cluster": lambda p: p.cluster.get("name"),
+    "global batch": lambda p: p.global_batch,
+    "widths": lambda p: p.widths,
+    "allocation": lambda p: p.solver.get("status"),
+    "model file": lambda p: p.model.sha256[:16],
+}
+SECTION: Fields[Section] = {
+    "mode": lambda s: s.mode,
+    "active for": lambda s: " or ".join(s.when) or "every sample",
+    "ranks": lambda s: ranks_text(s.mesh.ranks),
+    "dp": lambda s: str(s.mesh.dp),
+    "pp": lambda s: str(s.mesh.pp),
+    "tp": lambda s: str(s.mesh.tp),
+    "micro-batch": lambda s: str(s.micro_batch),
+    "recompute": lambda s: s.recompute,
+    "sharding": lambda s: s.sharding,
+    "GiB a rank": lambda s: f"{s.memory_gib:.3g}",
+    "blocks": lambda s: ", ".join(s.blocks),
+    "costs are": lambda s: s.cost.label,
+}
+EDGE: Fields[Edge] = {
+    "from → to": lambda e: f"{e.src} → {e.dst}",
+    "tensor": lambda e: f"{e.dtype}[{', '.join(e.dims)}]",
+    "bytes a sample": lambda e: bytes_text(e.bytes_per_sample),
+    "gradient": lambda e: "flows back" if e.grad else "none",
+}
+TERM: Fields[Term] = {"section": lambda t: t.section, "coefficient": lambda t: t.coefficient}

@@ -1,0 +1,222 @@
+"""Choices of the solver under the order that ranks run, and the contest between them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from secc.alloc.explain import plan_choices
+from secc.alloc.problem import build_problem as problems
+from secc.alloc.problem.build_problem import problem
+from secc.alloc.problem.candidate_pruning import IN_STEP
+from secc.alloc.problem.candidates import room, workload
+from secc.alloc.problem.closed_form import evaluate
+from secc.alloc.problem.pins import Pins
+from secc.alloc.problem.types import Assignment, Problem
+from secc.alloc.refine import schedule_evaluation as trials
+from secc.alloc.refine.local_search import Winner, contest
+from secc.alloc.refine.schedule_evaluation import Ranks, Samples, Trial, Tried
+from secc.alloc.solver.cpsat_model import solve
+from secc.cluster import parse
+from secc.ir.analysis import sample_sizes
+from secc.ir.dialect.ops import graph_of
+from secc.ir.text_io import module_text
+from secc.passes.allocate import Allocate
+
+VLM = Path(__file__).parents[2] / "passes" / "allocate_vlm.mlir"
+
+
+def vlm(ragged: bool = True, ranks: int = 4):
+    """The example on CPUs: its module, problem and trial; half of the samples have images, of one to four
+    times their mean size."""
+    module = module_text.parse(
+        VLM.read_text().replace('optional ["pixel_values"]', 'optional ["pixel_values"] widths "own"')
+    )
+    graph = graph_of(module)
+    if ragged:
+        images = [(frozenset({"pixel_values"}), {"B": 1, "S": 40 + 20 * k, "n": 1 + k % 4}) for k in range(8)]
+        texts = [(frozenset[str](), {"B": 1, "S": 20 + 20 * k, "n": 0}) for k in range(8)]
+        graph.attributes[sample_sizes.ATTRIBUTE] = sample_sizes.attribute(["B", "S", "n"], images + texts)
+    work = workload(graph, parse(f"1x{ranks}xcpu"), 32)
+    asked = problem(work, ranks, "auto", Pins())
+    return module, asked, Trial(work, asked)
+
+
+def handed(asked: Problem, a: Assignment) -> dict[str, list[int]]:
+    """The ranks of the groups, one after the other."""
+    found: dict[str, list[int]] = {}
+    for g in dict.fromkeys(a.group.values()):
+        start = sum(map(len, found.values()))
+        found[g] = list(range(start, start + asked.sections[g][a.choice[g]].ranks))
+    return found
+
+
+def test_samples_print_and_parse_with_the_graph() -> None:
+    module, _, trial = vlm()
+    graph = graph_of(module_text.parse(module_text.print_module(module)))
+    assert sample_sizes.drawn(graph, 32, 4) == trial.batches and len(trial.batches) == 4
+    for batch in trial.batches:
+        assert sorted(s.sizes["n"] for s in batch) == sorted(
+            2 * [0] * 8 + 4 * [1, 2, 3, 4]
+        )  # all of them, twice
+    assert sample_sizes.drawn(graph_of(module_text.parse(VLM.read_text())), 32, 4) == []
+
+
+def test_a_plan_without_anything_to_wait_for_takes_what_the_closed_form_says() -> None:
+    """All on one device, of mean samples: work is all there is."""
+    _, asked, trial = vlm(ragged=False, ranks=1)
+    solution = solve(asked)
+    assert solution is not None
+    tried = trial.run(solution.assignment, handed(asked, solution.assignment))
+    assert tried.fits and tried.time_ns == pytest.approx(solution.time_ns, rel=0.01)
+
+
+def test_what_is_in_flight_must_fit() -> None:
+    _, asked, trial = vlm()
+    solution = solve(asked)
+    assert solution is not None
+    ranks = handed(asked, solution.assignment)
+    assert trial.run(solution.assignment, ranks).fits
+    assert not Trial(trial.work, replace(asked, capacity=1 << 20)).run(solution.assignment, ranks).fits
+
+
+def test_memory_holds_the_largest_listed_sample() -> None:
+    """It has four images, the mean one has one."""
+    mean, largest = (
+        room(w, w.loads["vision"], 1, 1, "none", "none", 16)
+        for w in (vlm(ragged=False)[2].work, vlm()[2].work)
+    )
+    assert mean.largest == 0 < largest.activation == mean.activation
+    assert largest.largest == 4 * largest.activation and largest.kept(2) == largest.kept(4) == largest.largest
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_the_winner_is_no_longer_than_the_solver_s_plan(ragged: bool) -> None:
+    _, asked, trial = vlm(ragged)
+    solution = solve(asked)
+    assert solution is not None
+
+    def hand_out(a: Assignment) -> dict[str, list[int]]:
+        return handed(asked, a)
+
+    first = trial.run(solution.assignment, hand_out(solution.assignment))
+    won = contest(trial, asked, solution.assignment, hand_out, 0.0)
+    assert won.tried.time_ns <= first.time_ns * 1.002 and won.tried.fits and won.trials > 1
+    assert won.closed_ns == evaluate(asked, won.assignment).time_ns
+    assert won == contest(Trial(trial.work, asked), asked, solution.assignment, hand_out, 0.0)
+
+
+def test_looks_and_trials_in_other_processes_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, asked, trial = vlm()
+    solution = solve(asked)
+    assert solution is not None
+    alone = contest(trial, asked, solution.assignment, lambda a: handed(asked, a), 0.0)
+    monkeypatch.setattr(trials, "FEW_JOBS", 0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    assert contest(trial, asked, solution.assignment, lambda a: handed(asked, a), 0.0) == alone
+
+
+def test_plans_far_behind_at_a_look_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, asked, trial = vlm()
+    solution = solve(asked)
+    assert solution is not None
+    runs: list[int] = []
+    step = Trial.step
+
+    def counted(*args: Any, soon: bool = False) -> Tried:
+        runs.append(soon)
+        return step(*args, soon=soon)
+
+    monkeypatch.setattr(Trial, "step", counted)
+    won = contest(trial, asked, solution.assignment, lambda a: handed(asked, a), 0.0)
+    assert (
+        runs.count(True) == won.trials
+        and len(trial.batches) <= runs.count(False) < len(trial.batches) * won.trials
+    )
+
+
+def test_a_plan_that_does_not_fit_on_later_batches_does_not_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, asked, trial = vlm()
+    solution = solve(asked)
+    assert solution is not None
+
+    def won() -> Winner:
+        return contest(trial, asked, solution.assignment, lambda a: handed(asked, a), 0.0)
+
+    first, step = won(), Trial.step
+
+    def fuller(self: Trial, a: Assignment, ranks: Ranks, batch: Samples, *, soon: bool = False) -> Tried:
+        found = step(self, a, ranks, batch, soon=soon)
+        return replace(found, fits=a != first.assignment or batch is self.batches[0])
+
+    monkeypatch.setattr(Trial, "step", fuller)
+    second = won()
+    assert second.tried.fits and second.assignment != first.assignment
+
+
+def test_devices_that_nobody_uses_are_handed_out() -> None:
+    """A plan on two of four devices, where sections are apart, is near plans on more."""
+    _, asked, trial = vlm()
+    asked = replace(asked, strategy="apart")
+    single = {s: next(i for i, c in enumerate(cs) if c.ranks == 1) for s, cs in asked.sections.items()}
+    small = Assignment(single, {s: s for s in single})
+    won = contest(trial, asked, small, lambda a: handed(asked, a), 0.0)
+    assert sum(asked.sections[s][i].ranks for s, i in won.assignment.choice.items()) == 4
+
+
+def test_replicas_in_step_win_only_where_the_order_says_so() -> None:
+    """Closed forms that promise too much of zero3 have it tried; what it takes is what counts."""
+    _, asked, trial = vlm()
+    cheap = {
+        s: tuple(replace(c, sharding=IN_STEP, time_ns=c.time_ns // 2) for c in cs)
+        for s, cs in asked.sections.items()
+    }
+    both = {s: (*cs, *cheap[s]) for s, cs in asked.sections.items()}
+    asked = replace(asked, sections=both, edges=problems.edges(trial.work, both))
+    trial, solution = Trial(trial.work, asked), solve(asked)
+    assert solution is not None and in_step(asked, solution.assignment)
+    looked: list[Assignment] = []
+
+    def hand_out(a: Assignment) -> dict[str, list[int]]:
+        looked.append(a)
+        return handed(asked, a)
+
+    won = contest(trial, asked, solution.assignment, hand_out, 0.0)
+    assert any(in_step(asked, a) for a in looked) and not in_step(asked, won.assignment)
+    assert won.tried.time_ns <= trial.run(solution.assignment, handed(asked, solution.assignment)).time_ns
+
+
+def in_step(asked: Problem, a: Assignment) -> bool:
+    return any(asked.sections[s][i].sharding == IN_STEP for s, i in a.choice.items())
+
+
+def test_candidates_made_in_other_processes_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, asked, trial = vlm()
+    monkeypatch.setattr(problems, "MANY_RANKS", 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    assert problem(trial.work, 4, "auto", Pins()) == asked
+
+
+def test_a_known_plan_is_taken_again() -> None:
+    module, asked, _ = vlm()
+    Allocate(cluster="1x4xcpu", global_batch=32).apply(module_text.context(), module)
+    texts = plan_choices.choices(graph_of(module))
+    found = plan_choices.assignment(asked, texts)
+    assert found is not None
+    again, _, _ = vlm()
+    other, proven = (
+        tuple(t.replace("sharding=none", "sharding=zero1") for t in texts),
+        ("status=OPTIMAL", "gap=0.25", "tried=9"),
+    )
+    assert other != texts
+    Allocate(cluster="1x4xcpu", global_batch=32, known=other, proven=proven).apply(
+        module_text.context(), again
+    )
+    assert plan_choices.choices(graph_of(again)) == other and plan_choices.proven(graph_of(again)) == proven
+    assert plan_choices.assignment(asked, [t.replace("micro_batch=", "micro_batch=7") for t in texts]) is None
+    small = replace(asked, capacity=1 << 20)
+    assert plan_choices.assignment(small, texts) is None

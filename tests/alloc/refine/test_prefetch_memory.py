@@ -1,0 +1,68 @@
+"""Memory to run ahead with: what plans give it, and what it takes from the rest."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from secc.alloc.refine.prefetch_memory import LEAD
+from secc.codegen.plan_builder import attribute
+from secc.errors import UserError
+from secc.ir.dialect.ops import graph_of
+from tests.alloc.test_allocate import VLM, allocated, prediction, section
+
+FROZEN = (
+    VLM.read_text()
+    .replace('class "Vision" params 600000 trainable 600000', 'class "Vision" params 600000 trainable 0')
+    .replace('"vision" mode "train"', '"vision" mode "forward"')
+)
+GIB = 1 << 30
+
+
+def given(module) -> float:
+    return attribute(graph_of(module), "run_ahead_gib", 0.0)
+
+
+def test_a_frozen_section_on_its_own_ranks_gets_room_for_what_its_consumers_want_first() -> None:
+    pins = ("vision.dp=1", "lm.dp=2", "vision.micro_batch=1", "lm.micro_batch=2")
+    module = allocated(FROZEN, strategy="apart", set=pins)
+    features = 16 * 64 * 4  # of a sample, which has one image
+    assert given(module) == (LEAD + 1) * 2 * 2 * features / GIB
+    assert given(allocated(FROZEN, strategy="apart", set=pins, run_ahead="0")) == 0
+    assert given(allocated(FROZEN, strategy="colocate")) == 0
+    assert given(allocated(strategy="apart")) == 0
+
+
+def test_nothing_waits_for_what_was_computed_before() -> None:
+    always = FROZEN.replace(
+        'when [] share "0.5"', 'when [] share "0.0"'
+    )  # no text to train on until the first images are encoded
+    pins = ("vision.dp=1", "lm.dp=2", "vision.micro_batch=1", "lm.micro_batch=2")
+    found = [allocated(always, strategy="apart", run_ahead=text, set=pins) for text in ("auto", "0")]
+    times = [prediction(module)["step_time_s"] for module in found]
+    simulated = [json.loads(attribute(graph_of(module), "solver", "{}"))["simulated_s"] for module in found]
+    assert simulated[0] < simulated[1]
+    assert times[0] < times[1]
+
+
+def test_memory_that_is_asked_for_is_part_of_the_sections() -> None:
+    plain, more = (allocated(FROZEN, strategy="apart", run_ahead=text) for text in ("0", "0.5"))
+    assert section(more, "vision", "memory_gib") == pytest.approx(
+        section(plain, "vision", "memory_gib") + 0.5, abs=1e-3
+    )
+    assert section(more, "lm", "memory_gib") == section(plain, "lm", "memory_gib")
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        (FROZEN, {"run_ahead": "much"}, "no memory to run ahead with"),
+        (FROZEN, {"run_ahead": "-1"}, "no memory to run ahead with"),
+        ("", {"run_ahead": "1"}, "no section can run ahead"),
+        (FROZEN, {"run_ahead": "1", "strategy": "colocate"}, "shares ranks with one that trains"),
+    ],
+)
+def test_what_cannot_run_ahead_is_refused(source: str, options: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        allocated(source, **options)

@@ -1,0 +1,91 @@
+"""The plans that a contest starts from, against all assignments of small problems."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from hypothesis import assume, given, settings
+
+from secc.alloc.problem.closed_form import evaluate
+from secc.alloc.problem.types import Assignment, Candidate, Problem
+from secc.alloc.refine.start_plans import FAR, starts
+from secc.alloc.solver.cpsat_model import solve
+from tests.alloc.problem_instances import assignments, problems
+
+
+def chosen(problem: Problem, a: Assignment) -> list[Candidate]:
+    return [problem.sections[s][i] for s, i in a.choice.items()]
+
+
+def fastest(problem: Problem, test: Callable[[Assignment], bool]) -> int | None:
+    """The shortest step of the legal assignments of which the test holds, by trying all."""
+    found: list[int] = []
+    for a in assignments(problem):
+        try:
+            found += [evaluate(problem, a).time_ns] if test(a) else []
+        except ValueError:
+            continue
+    return min(found, default=None)
+
+
+@given(problems())
+@settings(max_examples=60, deadline=None)
+def test_the_best_plan_of_each_kind_is_among_the_starts(problem: Problem) -> None:
+    problem = replace(problem, strategy="auto")
+    assume(len(problem.sections) > 1 and (best := solve(problem)) is not None)
+    assert best is not None
+
+    def level(a: Assignment) -> bool:
+        return (
+            len(set(a.group.values())) == 1
+            and {c.ranks for c in chosen(problem, a)} == {problem.ranks}
+            and len({c.dp for c in chosen(problem, a)}) == 1
+        )
+
+    def plain(a: Assignment) -> bool:
+        return all(c.rounds == 1 for c in chosen(problem, a))
+
+    def apart(a: Assignment) -> bool:
+        return len(set(a.group.values())) == len(a.group)
+
+    found = starts(problem, best.assignment, 0.0)
+    kinds = [level] if plain(best.assignment) else [level, plain]
+    kinds += [] if apart(best.assignment) else [lambda a: apart(a) and plain(a)]
+    for kind in kinds:
+        wanted = fastest(problem, kind)
+        if wanted is not None and wanted <= FAR * best.time_ns:
+            assert wanted in {evaluate(problem, a).time_ns for a in found if kind(a)}
+
+
+def test_equally_many_replicas_are_a_start_although_others_are_faster() -> None:
+    def ways(fast: int) -> tuple[Candidate, ...]:
+        return tuple(
+            Candidate(
+                dp=n, micro_batch=1, time_ns=10 if n == fast else 14, micro_batches=1, memory=0, tp=4 // n
+            )
+            for n in (1, 2)
+        )
+
+    problem = Problem({"a": ways(1), "b": ways(2)}, (), 4, capacity=1 << 20)
+    best = solve(problem)
+    assert best is not None
+    assert {c.dp for c in chosen(problem, best.assignment)} == {1, 2}
+    assert any(len({c.dp for c in chosen(problem, a)}) == 1 for a in starts(problem, best.assignment, 0.0))
+
+
+def test_more_stages_are_a_start_although_fewer_are_faster() -> None:
+    """The largest section in two, four and eight stages, each slower than the one before, beside a small one
+    in one stage."""
+    large = tuple(
+        Candidate(dp=16 // n, micro_batch=1, time_ns=100 + n, micro_batches=1, memory=0, pp=n)
+        for n in (2, 4, 8)
+    )
+    small = (Candidate(dp=1, micro_batch=1, time_ns=50, micro_batches=1, memory=0),)
+    problem = Problem({"large": large, "small": small}, (), 17, capacity=1 << 20)
+    best = solve(problem)
+    assert best is not None
+    assert problem.sections["large"][best.assignment.choice["large"]].pp == 2
+    assert {4, 8} <= {
+        problem.sections["large"][a.choice["large"]].pp for a in starts(problem, best.assignment, 0.0)
+    }

@@ -1,0 +1,218 @@
+"""The solver against brute force, and the value of an assignment against hand-made numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from secc.alloc.problem.closed_form import evaluate
+from secc.alloc.problem.types import Assignment, Candidate, Edge, Problem, Solution
+from secc.alloc.solver import cpsat_model as model
+from secc.alloc.solver import subproblem
+from secc.alloc.solver.cpsat_model import least_memory, least_time, solve
+from secc.alloc.solver.greedy_start import guess
+from tests.alloc import problem_instances
+
+GIB = 1 << 30
+
+
+@settings(max_examples=250, deadline=None)
+@given(problem_instances.problems())
+def test_solver_agrees_with_brute_force(problem: Problem) -> None:
+    best = min(((v.time_ns, v.ranks) for v in problem_instances.values(problem)), default=None)
+    solution = solve(problem)
+    if solution is None or best is None:
+        assert solution is None and best is None
+        return
+    assert (solution.time_ns, solution.ranks) == best
+    assert (solution.status, solution.gap) == ("OPTIMAL", 0.0)
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.one_of(problem_instances.problems(), problem_instances.mixed()), st.none() | st.integers(20, 200))
+def test_what_a_large_problem_rules_out_is_not_missed(problem: Problem, deadline: int | None) -> None:
+    asked = replace(problem, deadline=deadline)
+    with patch.object(model, "MANY", 0):
+        found, plain = solve(asked), solve(asked, margin=0.25)
+    known, plainer = solve(asked), solve(asked, margin=0.25)
+    assert _figures(found) == _figures(known)
+    assert _figures(plain) == _figures(plainer)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.one_of(problem_instances.problems(), problem_instances.mixed()), st.integers(10, 200))
+def test_a_bound_leaves_every_assignment_within_it(problem: Problem, most: int) -> None:
+    left, whole = (
+        subproblem.within(problem, most),
+        [(v.time_ns, v.ranks) for v in problem_instances.values(problem)],
+    )
+    found = [] if left is None else [(v.time_ns, v.ranks) for v in problem_instances.values(left.problem)]
+    assert sorted(v for v in found if v[0] <= most) == sorted(v for v in whole if v[0] <= most)
+    if left is not None:
+        for a in problem_instances.assignments(left.problem):
+            for s, i in left.whole(a).choice.items():
+                assert problem.sections[s][i] == left.problem.sections[s][a.choice[s]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.one_of(problem_instances.problems(), problem_instances.mixed()), st.integers(10, 400))
+def test_a_guess_is_an_assignment_within_the_bound(problem: Problem, most: int) -> None:
+    if (found := guess(problem, most)) is not None:
+        assert evaluate(problem, found).time_ns <= most
+
+
+def test_a_guess_shares_out_the_ranks() -> None:
+    """Twelve ranks for works of one to two: four and eight of them, apart; on the same ones memory is
+    short."""
+    few = [Candidate(n, 1, 1200 // n, memory=3 * GIB) for n in (2, 4, 8)]
+    many = [Candidate(n, 1, 2400 // n, memory=3 * GIB) for n in (2, 4, 8)]
+    problem = Problem({"a": tuple(few), "b": tuple(many)}, (), 12, 4 * GIB)
+    assert guess(problem, 10**6) == Assignment({"a": 1, "b": 2}, {"a": "a", "b": "b"})
+    assert guess(problem, 299) is None
+
+
+def test_a_guess_fills_whole_nodes() -> None:
+    """The fewest ranks would be 1 + 4; with a node of 4 for each section all are whole."""
+
+    def ways(work: int) -> tuple[Candidate, ...]:
+        return tuple(Candidate(dp=n, micro_batch=1, time_ns=work // n) for n in (1, 2, 4))
+
+    problem = Problem({"a": ways(100), "b": ways(400)}, (), 8, capacity=1, strategy="apart", per_node=4)
+    assert guess(problem, 10**6) == Assignment({"a": 2, "b": 2}, {"a": "a", "b": "b"})
+
+
+def _figures(solution: Solution | None) -> tuple[int, int] | None:
+    return None if solution is None else (solution.time_ns, solution.ranks)
+
+
+@settings(max_examples=120, deadline=None)
+@given(problem_instances.mixed())
+def test_kinds_of_devices_agree_with_brute_force(problem: Problem) -> None:
+    best = min(((v.time_ns, v.ranks) for v in problem_instances.values(problem)), default=None)
+    solution = solve(problem)
+    assert best == (None if solution is None else (solution.time_ns, solution.ranks))
+
+
+@settings(max_examples=120, deadline=None)
+@given(problem_instances.problems(), st.integers(20, 200))
+def test_fewest_ranks_for_a_time_agree_with_brute_force(problem: Problem, deadline: int) -> None:
+    asked = replace(problem, deadline=deadline)
+    best = min(((v.ranks, v.time_ns) for v in problem_instances.values(asked)), default=None)
+    solution = solve(asked)
+    if solution is None or best is None:
+        assert solution is None and best is None
+        least, fits = (
+            least_time(asked),
+            [v.time_ns for v in problem_instances.values(replace(asked, deadline=1 << 40))],
+        )
+        assert least == min(fits, default=None) and (least is None or least > deadline)
+        return
+    assert (solution.ranks, solution.time_ns) == best
+    assert (solution.status, solution.gap) == ("OPTIMAL", 0.0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problem_instances.problems())
+def test_a_margin_buys_plainer_replicas_and_no_more(problem: Problem) -> None:
+    fastest, plain = solve(problem), solve(problem, margin=0.25)
+    if fastest is None or plain is None:
+        assert plain is None and fastest is None
+        return
+    assert plain.time_ns <= 1.25 * fastest.time_ns and plain.gap <= 0.25
+    widths = [
+        sum(problem.sections[s][i].width for s, i in x.assignment.choice.items()) for x in (fastest, plain)
+    ]
+    assert widths[1] <= widths[0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(problem_instances.problems())
+def test_least_memory_is_where_plans_begin(problem: Problem) -> None:
+    need = least_memory(problem)
+    unlimited = replace(problem, capacity=1 << 40)
+    assert (need is None) == (next(problem_instances.values(unlimited), None) is None)
+    if need:
+        assert solve(replace(problem, capacity=need)) is not None
+        assert solve(replace(problem, capacity=need - (1 << 20))) is None
+
+
+def _pair(**edge: int) -> Problem:
+    """An encoder of 100 ns on one rank that feeds a model of 300 ns on one rank or 150 on two, with one
+    edge."""
+    values = dict.fromkeys(("sent", "returned", "latency", "slack", "free", "messages", "round"), 0) | edge
+    counts = {"sent": 1, "latency": 1, "slack": 1, "returned": 2, "free": 2, "messages": 2, "round": 2}
+    encoder = (Candidate(dp=1, micro_batch=1, time_ns=100, memory=GIB, memory_ahead=3 * GIB),)
+    model = (
+        Candidate(dp=1, micro_batch=1, time_ns=300, memory=4 * GIB),
+        Candidate(dp=2, micro_batch=1, time_ns=150, memory=4 * GIB),
+    )
+    sections = {"encoder": encoder, "model": model}
+    return Problem(
+        sections, (Edge("encoder", "model", **{k: (v,) * counts[k] for k, v in values.items()}),), 3, 16 * GIB
+    )
+
+
+APART = Assignment({"encoder": 0, "model": 1}, {"encoder": "encoder", "model": "model"})
+SHARED = Assignment({"encoder": 0, "model": 0}, {"encoder": "encoder", "model": "encoder"})
+
+
+def test_sharing_adds_times_and_memory() -> None:
+    value = evaluate(_pair(latency=1000), SHARED)
+    assert (value.time_ns, value.ranks, value.memory) == (400, 1, {"encoder": 5 * GIB})
+
+
+def test_apart_takes_the_longest_with_what_is_not_hidden() -> None:
+    assert (
+        evaluate(_pair(latency=30, free=40), APART).time_ns == 150
+    )  # hidden behind work that needs no encoder
+    assert evaluate(_pair(latency=30, free=10), APART).time_ns == 170
+    assert evaluate(_pair(latency=30, free=40, messages=15), APART).time_ns == 155
+    assert (
+        evaluate(_pair(round=90, slack=20), APART).time_ns == 170
+    )  # the encoder waits for its last gradients
+
+
+def test_apart_runs_ahead_and_holds_messages() -> None:
+    assert evaluate(_pair(sent=GIB, returned=2 * GIB), APART).memory == {"encoder": 4 * GIB, "model": 6 * GIB}
+
+
+def test_a_deadline_frees_ranks() -> None:
+    assert (solve(_pair()).ranks, solve(replace(_pair(), deadline=400)).ranks) == (3, 1)  # pyright: ignore[reportOptionalMemberAccess]
+    assert solve(replace(_pair(), deadline=399)).ranks == 2  # pyright: ignore[reportOptionalMemberAccess]
+    assert solve(replace(_pair(), deadline=149)) is None and least_time(replace(_pair(), deadline=149)) == 150
+
+
+def test_few_places_in_flight_are_taken_round_after_round() -> None:
+    problem = _pair(latency=30, round=90)
+    encoder = replace(problem.sections["encoder"][0], rounds=3, memory_ahead=2 * GIB)
+    capped = replace(problem, sections={**problem.sections, "encoder": (encoder,)})
+    assert evaluate(capped, APART).time_ns == 3 * (30 + 90 + 45)
+    assert evaluate(capped, SHARED).time_ns == evaluate(problem, SHARED).time_ns == 400
+    both = replace(
+        problem,
+        sections={**problem.sections, "encoder": (problem.sections["encoder"][0], encoder)},
+        capacity=9 * GIB,
+    )
+    edges = tuple(replace(e, sent=(0, 0), latency=(30, 30), slack=(0, 0)) for e in both.edges)
+    solution = solve(replace(both, edges=edges, strategy="apart"))
+    assert solution is not None and solution.assignment.choice["encoder"] == 0
+
+
+@pytest.mark.parametrize(("latency", "groups"), [(0, 2), (1000, 1)])
+def test_solver_weighs_waiting_against_sharing(latency: int, groups: int) -> None:
+    solution = solve(_pair(latency=latency))
+    assert solution is not None and len(set(solution.assignment.group.values())) == groups
+
+
+def test_coarse_units_stay_exact_enough() -> None:
+    small, scale = _pair(latency=30, free=10), 10**9
+    edges = tuple(replace(e, latency=(30 * scale,), free=(10 * scale,) * 2) for e in small.edges)
+    sections = {
+        s: tuple(replace(c, time_ns=c.time_ns * scale) for c in cs) for s, cs in small.sections.items()
+    }
+    solution = solve(replace(small, sections=sections, edges=edges))
+    assert solution is not None and solution.time_ns == 170 * scale

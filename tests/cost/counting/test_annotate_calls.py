@@ -1,0 +1,395 @@
+"""Blocks on the meta device: what is counted, what is kept for backward, and what is said where nothing can
+be counted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
+
+from secc.cost.counting import meta_run
+from secc.cost.counting.annotate_calls import measure
+from secc.cost.counting.example_arguments import Samples
+from secc.cost.model.section_cost import number
+from secc.ir.dialect.ops import BlockOp, TieOp, graph_of
+from secc.runtime.sections.recompute import install, units
+from tests.cost.call_graphs import attributes, graph
+
+CALL = '    %y = sec.call "f" (%x) args "$0" outs [""] : !sec.tensor<[B, S, 8], f32, grad>\n'
+
+
+class Attention(nn.Module):
+    """Two heads of four, attention over S."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        query, key, value = self.qkv(x).unflatten(-1, (6, 4)).transpose(1, 2).chunk(3, dim=1)
+        if mask is not None and not mask.all():
+            raise ValueError("the trial should take the mask for full")
+        return (
+            functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+            .transpose(1, 2)
+            .flatten(2)
+        )
+
+
+class Stack(nn.Module):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(depth)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+class ReadsValues(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[: int(x.sum().item())]
+
+
+class Experts(nn.Module):
+    """Four experts of 8 x 64, of which each token has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 8, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(0, 1)
+        ends = torch.full((4,), 1, device=x.device, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return torch._grouped_mm(tokens, self.weight, offs=ends)[:, :8].view_as(x)  # pyright: ignore[reportPrivateUsage]
+
+
+def measured(block: nn.Module, calls: str = CALL) -> Any:
+    model = nn.ModuleDict({"f": block})
+    module = graph(model, calls)
+    measure(module, model)
+    return attributes(module)[0]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 7])
+def test_a_frozen_block_holds_what_its_largest_layer_needs_at_once(depth: int) -> None:
+    """A layer's input and 32 numbers wide twice, before and behind the activation; the input is the call's
+    own from the second layer on."""
+    frozen = CALL.replace('outs [""]', 'outs [""] no_grad').replace(", grad>", ">")
+    assert measured(Stack(depth).requires_grad_(False), frozen)["peak"] == f"{256 + 32 * (depth > 1)}*B*S"
+    assert "peak" not in measured(Stack(depth))
+
+
+def on_meta(block: nn.Module, again: Sequence[nn.Module] = ()) -> meta_run.Trial:
+    return meta_run.run(
+        block, lambda makes: ([makes((3, 5, 8), (40, 8, 1), torch.float32)], {}), grad=True, units=again
+    )
+
+
+def test_trials_that_share_what_stands_for_parameters_count_alike() -> None:
+    block, makes = Stack(3), meta_run.Makes()
+    shared = [
+        meta_run.run(
+            block,
+            lambda makes: ([makes((3, 5, 8), (40, 8, 1), torch.float32)], {}),
+            True,
+            units(block),
+            makes,
+        )
+        for _ in range(2)
+    ]
+    assert shared == [on_meta(block, units(block))] * 2
+
+
+def test_linear() -> None:
+    """A product over 8 features reaches a fiftieth of a large one's rate."""
+    found = measured(nn.Linear(8, 8))
+    assert (found["flops"], found["saved"], found["cost"]) == ("128*B*S", "32*B*S", "counted")
+    assert found["work"] == f"{128 * 50}*B*S"
+
+
+def test_a_token_costs_one_expert() -> None:
+    cost = measured(Experts())
+    assert (cost["flops"], cost["cost"]) == ("1024*B*S", "counted")
+    assert cost["work"] == f"{1024 * 50}*B*S"  # as a product over 8 features
+    assert cost["saved"] == "32*B*S + 16"  # float32 tokens, and where the experts' tokens end
+
+
+def test_attention_counts_as_a_fused_kernel() -> None:
+    found = measured(Attention())
+    # 2*8*24 for the projection; 4*S*head for each of two heads. Saved: x, qkv (one storage), the output, a
+    # log-sum of each head. Causal: S*(S + 1)/2 pairs of each head.
+    assert found["flops"] == "16*B*S*S + 400*B*S" and found["attention"] == "16*B*S*S + 16*B*S"
+    assert found["saved"] == f"{4 * (8 + 24 + 8 + 2)}*B*S"
+
+
+def test_truth_values_of_masks_count_as_true() -> None:
+    masked = (
+        '    %y = sec.call "f" (%x, %m) args "$0, mask=$1" outs [""] : !sec.tensor<[B, S, 8], f32, grad>\n'
+    )
+    assert measured(Attention(), masked)["cost"] == "counted"
+
+
+def test_no_grad_keeps_nothing() -> None:
+    frozen = '    %y = sec.call "f" (%x) args "$0" outs [""] no_grad : !sec.tensor<[B, S, 8], f32>\n'
+    assert measured(nn.Linear(8, 8), frozen)["saved"] == "0"
+
+
+def test_a_block_that_reads_values_gets_the_estimate() -> None:
+    found = measured(ReadsValues())
+    assert (found["flops"], found["saved"], found["cost"]) == ("0", "512*B*S", "default")
+    assert (found["kept"], found["working"], found["again"]) == ("32*B*S", "480*B*S", "0")
+
+
+class Padded(nn.Module):
+    """Writes into tensors that it makes itself, with or without naming the device of its argument."""
+
+    def __init__(self, device: bool) -> None:
+        super().__init__()
+        self.device, self.up = device, nn.Linear(8, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        on: dict[str, Any] = {"device": x.device} if self.device else {}
+        places, weights = torch.arange(x.shape[1], **on), torch.tensor([0.5] * 8, **on)
+        padded = torch.zeros(x.shape[0], x.shape[1] + 1, 8, **on)
+        padded[:, places] = x * weights
+        return self.up(padded)[:, 1:, :8]
+
+
+def test_tensors_that_a_block_makes_without_a_device_count_as_those_with_one() -> None:
+    named, bare = measured(Padded(device=True)), measured(Padded(device=False))
+    assert bare == named and named["cost"] == "counted"
+    assert named["flops"] == "1024*B*S + 1024*B"  # the product of the padded rows
+
+
+class Waved(nn.Module):
+    """Has tensors that are no buffers, and others from NumPy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.up = torch.linspace(0.5, 1.0, 8), nn.Linear(8, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wave = torch.from_numpy(np.sin(np.arange(8, dtype=np.float32)))
+        return self.up(x * self.scale + wave)[..., :8]
+
+
+def test_tensors_that_a_block_has_from_elsewhere_meet_those_without_values() -> None:
+    found = measured(Waved())
+    assert (found["flops"], found["cost"]) == ("1024*B*S", "counted")
+    assert (
+        found["moved"] == f"{4 * 2 * 8 * 2}*B*S + {2 * 4 * 8}"
+    )  # two operations read and write x and read eight numbers
+
+
+class Rated(nn.Module):
+    """Reads values of a tensor that it makes itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rates: list[float] = torch.linspace(0.5, 1.0, 3).tolist()
+        return self.up(x * rates[1])[..., :8]
+
+
+def test_values_of_tensors_that_a_block_makes_can_be_read() -> None:
+    found = measured(Rated())
+    assert (found["flops"], found["cost"]) == ("1024*B*S", "counted")
+
+
+class PerSample(nn.Module):
+    """Attends within each sample of a packed batch, and reads how long they are."""
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        parts = x.split(lengths.tolist(), dim=1)
+        return torch.cat([functional.scaled_dot_product_attention(p, p, p) for p in parts], dim=1)
+
+
+def test_a_block_that_reads_integers_costs_what_samples_do() -> None:
+    """Samples of 10 and 30 tokens: pairs 100 and 900, so 25 for each token in the mean, of 2*(8 + 8)
+    FLOPs."""
+    packed = """    %l = sec.input "lengths" : !sec.tensor<[B], i64>
+    %t = sec.input "t" : !sec.tensor<[1, T, 8], f32, grad>
+    %y = sec.call "f" (%t, %l) args "$0, $1" outs [""] : !sec.tensor<[1, T, 8], f32, grad>
+"""
+    model = nn.ModuleDict({"f": PerSample()})
+    module = graph(model, packed, '  sec.symbol "T" kind "rows" key "t" dim 1\n')
+    measure(
+        module,
+        model,
+        Samples([{"lengths": torch.tensor([n]), "t": torch.zeros(1, n, 8)} for n in (10, 30)], {}),
+    )
+    found = attributes(module)[0]
+    assert (found["attention"], found["cost"]) == (f"{25 * 32}*T", "sampled")
+
+
+class ReadsMask(nn.Module):
+    """Works on padded samples, and reads which entries are padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 64)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.up(x)[..., :8] if min(mask.flatten().tolist()) else x
+
+
+def test_padded_samples_that_were_tried_alone_cost_their_rows_together() -> None:
+    masked = CALL.replace("(%x)", "(%x, %m)").replace('"$0"', '"$0, $1"')
+    model = nn.ModuleDict({"f": ReadsMask()})
+    module = graph(model, masked)
+    measure(
+        module,
+        model,
+        Samples(
+            [{"x": torch.zeros(1, n, 8), "m": torch.ones(1, n, dtype=torch.int64)} for n in (10, 30)], {}
+        ),
+    )
+    found = attributes(module)[0]
+    assert (found["flops"], found["saved"], found["cost"]) == ("1024*B*S", "32*B*S", "sampled")
+
+
+def test_what_is_kept_where_layers_run_again() -> None:
+    """Each layer of the stack keeps its input, and its second run what it keeps otherwise: the inner 32
+    features twice and its input."""
+    found = measured(Stack(5))
+    assert found["kept"] == f"{5 * 4 * 8}*B*S" and found["working"] == f"{4 * (32 + 32)}*B*S"
+    assert found["saved"] == f"{5 * 4 * (8 + 32 + 32)}*B*S" and found["again"] == found["work"]
+    block = Stack(2)
+    plain = on_meta(block)
+    assert (plain.kept, plain.working, plain.again) == (plain.saved, 0, 0)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_kept_bytes_are_what_recomputation_keeps(mode: str) -> None:
+    """Against a real run under the wrappers that ranks use; of selective, the share of layers that the cost
+    model takes."""
+    model, depth = nn.ModuleDict({"f": Stack(6)}), 6
+    found = on_meta(model["f"], units(model["f"]))
+    install(model, ["f"], mode)
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if not any(tensor.data_ptr() == p.data_ptr() for p in model.parameters()):
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        model["f"](torch.zeros(3, 5, 8))
+    again = depth if mode == "full" else depth // 2
+    assert (
+        sum(t.untyped_storage().nbytes() for t in kept.values())
+        == found.saved - again * (found.saved - found.kept) // depth
+    )
+
+
+def test_what_a_whole_block_keeps_includes_its_inputs() -> None:
+    found = measured(Attention())
+    assert (found["kept"], found["working"]) == ("32*B*S", f"{4 * (24 + 8 + 2)}*B*S")
+    assert "kept" not in measured(nn.Linear(8, 8))  # nothing is inside it that could run again
+
+
+def test_layers_like_others_are_counted_without_running() -> None:
+    """Of every depth, the counts with and without it agree."""
+    block = Stack(6)
+    whole, short = on_meta(block), on_meta(block, units(block))
+    for key in ("flops", "work", "moved", "saved", "ops"):
+        assert getattr(whole, key) == getattr(short, key), key
+    assert not any("forward" in vars(m) for m in block.modules())
+
+
+class Turned(Stack):
+    """Layers in any order, some perhaps twice."""
+
+    def __init__(self, *order: int) -> None:
+        super().__init__(3)
+        self.order = order
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i in self.order:
+            x = self.layers[i](x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("order", "turned"),
+    [((0, 1, 2), False), ((0, 2), False), ((0, 1, 2, 0), True), ((1, 1), True), ((1, 0), True)],
+)
+def test_layers_that_run_twice_or_out_of_turn_are_marked(order: tuple[int, ...], turned: bool) -> None:
+    block = Turned(*order)
+    assert on_meta(block, units(block)).in_turn != turned
+    assert ("noted" in measured(block).get("out_of_turn", "")) == turned
+
+
+@pytest.mark.parametrize("depth", [1, 5])
+def test_flops_are_those_of_torch(depth: int) -> None:
+    block = Stack(depth)
+    with FlopCounterMode(display=False) as counter:
+        block(torch.zeros(3, 5, 8))
+    found = on_meta(block)
+    assert found.flops == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("depth", [1, 5])
+def test_saved_bytes_are_what_autograd_keeps(depth: int) -> None:
+    block, kept = Stack(depth), {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if not any(tensor.data_ptr() == p.data_ptr() for p in block.parameters()):
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        block(torch.zeros(3, 5, 8))
+    found = on_meta(block)
+    assert found.saved == sum(t.untyped_storage().nbytes() for t in kept.values())
+
+
+def test_alike_layers_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[nn.Module] = []
+
+    def counted(module: nn.Module, *rest: Any, **options: Any) -> meta_run.Trial:
+        runs.append(module)
+        return meta_run.run(module, *rest, **options)
+
+    monkeypatch.setattr("secc.cost.counting.annotate_calls.run", counted)
+    model = nn.ModuleDict({"f": nn.Linear(8, 8), "g": nn.Linear(8, 8)})
+    second = CALL.replace("%y", "%z").replace('"f"', '"g"')
+    module = graph(model, CALL + second)
+    measure(module, model)
+    assert attributes(module)[0] == attributes(module)[1]
+    assert set(runs) == {model["f"]}
+
+
+def test_bytes_of_blocks_and_ties() -> None:
+    model = nn.ModuleDict(
+        {"f": nn.Linear(8, 8, bias=False).to(torch.bfloat16), "g": nn.Linear(8, 8, bias=False)}
+    )
+    model["g"].weight = model["f"].weight
+    module = graph(model, CALL, '  sec.tie names ["f.weight", "g.weight"]\n')
+    measure(module, model)
+    ops = list(graph_of(module).body.block.ops)
+    assert [number(op, "bytes", 0) for op in ops if isinstance(op, BlockOp)] == [128, 128]
+    assert [(number(op, "params", 0), number(op, "bytes", 0)) for op in ops if isinstance(op, TieOp)] == [
+        (64, 128)
+    ]
+
+
+def test_the_users_modules_are_left_alone() -> None:
+    block = Stack(2)
+    before = {n: p.clone() for n, p in block.named_parameters()}
+    measured(block)
+    assert all(
+        torch.equal(p, before[n]) and p.grad is None and not p.is_meta for n, p in block.named_parameters()
+    )

@@ -1,0 +1,60 @@
+"""What fused losses on heads cost: logits computed again, no logits kept."""
+
+from __future__ import annotations
+
+import pytest
+
+from secc.cost.model.linear_loss import fused_cost
+from secc.cost.model.section_cost import section_cost
+from secc.ir.dialect import size_expr
+from secc.ir.dialect.ops import GlueOp, graph_of
+from secc.ir.text_io.module_text import parse
+
+TEXT = """
+sec.graph "g" {
+  sec.symbol "N" kind "rows" key "x" dim 0
+  sec.section "s" mode "train" when [] blocks []
+  sec.case "c" when [] {
+    %x = sec.input "x" : !sec.tensor<[N, 64], bf16, grad>
+    %t = sec.input "t" : !sec.tensor<[N, 128], bf16>
+    %y = sec.input "y" : !sec.tensor<[N], i64>
+    %w = sec.param "head.weight" : !sec.tensor<[1000, 64], bf16, grad>
+    %v = sec.param "teacher.weight" : !sec.tensor<[1000, 128], bf16>
+    %a, %b = sec.glue "secc.linear_cross_entropy" (%x, %w, %y) args "$0, $1, $2" in @s : !sec.tensor<[], f32, grad>, !sec.tensor<[], i64>
+    %c, %d = sec.glue "secc.linear_kl" (%x, %w, %t, %v) args "$0, $1, $2, $3" in @s : !sec.tensor<[], f32, grad>, !sec.tensor<[], i64>
+    sec.term "a" (%a) in @s
+    sec.return constant "0.0"
+  }
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def ops() -> dict[str, GlueOp]:
+    (case,) = graph_of(parse(TEXT)).cases
+    return {op.callee: op for op in case.ops if isinstance(op, GlueOp)}
+
+
+@pytest.mark.parametrize(
+    ("name", "flops", "backward"), [("cross_entropy", 2 * 64, 6 * 64), ("kl", 6 * 64 + 2 * 128, 0)]
+)
+def test_flops_are_those_of_the_tilings(ops: dict[str, GlueOp], name: str, flops: int, backward: int) -> None:
+    cost = fused_cost(ops[f"secc.linear_{name}"])
+    assert cost is not None
+    assert size_expr.evaluate(cost.flops, {"N": 10}) == 10 * 1000 * flops
+    assert size_expr.evaluate(cost.backward, {"N": 10}) == 10 * 1000 * backward
+
+
+def test_many_rows_keep_hidden_states_and_one_tile(ops: dict[str, GlueOp]) -> None:
+    cost = fused_cost(ops["secc.linear_cross_entropy"])
+    assert cost is not None
+    rows = 1 << 22
+    assert size_expr.evaluate(cost.saved, {"N": rows}) == rows * (2 * 64 + 8) + (640 << 20)
+
+
+def test_a_section_counts_them(ops: dict[str, GlueOp]) -> None:
+    graph = graph_of(parse(TEXT))
+    cost = section_cost(graph, graph.sections[0])
+    sizes = {"N": 10}
+    assert size_expr.evaluate(size_expr.parse(cost.flops), sizes) == 10 * 1000 * (8 * 64 + 2 * 128)
+    assert size_expr.evaluate(size_expr.parse(cost.backward_flops), sizes) == 10 * 1000 * 6 * 64

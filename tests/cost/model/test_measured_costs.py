@@ -1,0 +1,114 @@
+"""Measured costs: prices as text and number, what is refused, and what sections make of them."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from secc.cluster import Overheads, parse
+from secc.cost.counting.annotate_calls import measure
+from secc.cost.model import roofline
+from secc.cost.model.measured_costs import Entry, Hardware, Prices, Table, here, key, read
+from secc.cost.model.section_cost import section_cost
+from secc.cost.model.step_overheads import with_overheads
+from secc.errors import UserError
+from secc.ir.dialect.ops import CallOp, graph_of
+from secc.profile.time_blocks import Batch, profile
+from secc.runtime.plan.expr_eval import evaluate
+from tests.cost.call_graphs import graph
+
+CALL = '    %y = sec.call "f" (%x) args "$0" outs [""] in @s : !sec.tensor<[B, S, 8], f32, grad>\n'
+SECTION = '  sec.section "s" mode "train" blocks ["f"]\n'
+CPU = torch.device("cpu")
+MEASURED = Overheads(1, 2, 3, 4, 5, "measured")
+
+
+def module_of(model: nn.Module) -> Any:
+    module = graph(model, CALL, SECTION)
+    measure(module, model)
+    return module
+
+
+def table(model: nn.Module, module: Any, hardware: Hardware | None = None) -> Table:
+    call = next(op for case in graph_of(module).cases for op in case.ops if isinstance(op, CallOp))
+    prices = Prices((1000.0, 0.5, 0.0, 0.25), 0.01)
+    return Table(hardware or here(CPU), {key(call, model["f"]): Entry("Linear", prices, prices)})
+
+
+def test_a_section_of_timed_blocks_is_measured() -> None:
+    model = nn.ModuleDict({"f": nn.Linear(8, 8)})
+    module = module_of(model)
+    table(model, module).write(module, model)
+    cost = section_cost(graph_of(module), next(iter(graph_of(module).sections)))
+    device = parse("local:2").device
+    assert roofline.label(cost, device) == "measured" and (cost.work, cost.flops) == ("0", "128*B*S")
+    sizes = {"B": 2, "S": 16}
+    counted = 6400 * 32 * 0.5 + 0.25 * 0  # work counts fifty times over 8 features; nothing else moves bytes
+    assert evaluate(roofline.forward_ns(cost, device), sizes) == pytest.approx(
+        device.overheads.job + 1000 + counted, rel=1e-6
+    )
+
+
+def test_a_stretched_entry_takes_so_many_times_as_long() -> None:
+    entry = Entry("Linear", Prices((1000.0, 0.5, 0.0, 0.25), 0.01), None).stretched(2.0)
+    assert entry == Entry("Linear", Prices((2000.0, 1.0, 0.0, 0.5), 0.01), None)
+
+
+def test_the_file_holds_the_table(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"f": nn.Linear(8, 8)})
+    made = table(model, module_of(model))
+    path = tmp_path / "costs.json"
+    for table_ in (made, replace(made, overheads=MEASURED)):
+        path.write_text(table_.to_json())
+        assert read(path) == table_
+
+
+def test_measured_overheads_replace_what_clusters_of_that_backend_assume() -> None:
+    model = nn.ModuleDict({"f": nn.Linear(8, 8)})
+    module = module_of(model)
+    Table(here(CPU), {}, MEASURED).write(module, model)
+    cpus, gpus = (with_overheads(graph_of(module), parse(text)).device for text in ("1x2xcpu", "1x8xH100"))
+    assert cpus.overheads == MEASURED and gpus.overheads.label == "default"
+
+
+@pytest.mark.parametrize(("hardware", "cluster"), [
+    (Hardware("cpu", "Another CPU", 1), "local:2"),
+    (Hardware("cuda", "NVIDIA A100-SXM4-80GB", 0), "2x8xH100"),
+    (Hardware("cuda", "NVIDIA H100 80GB HBM3", 0), "1x2xcpu"),
+])  # fmt: skip
+def test_a_table_of_other_hardware_is_refused(hardware: Hardware, cluster: str) -> None:
+    with pytest.raises(UserError, match="measured on"):
+        Table(hardware, {}).check(parse(cluster))
+
+
+def test_a_table_of_the_clusters_hardware_is_taken() -> None:
+    Table(Hardware("cuda", "NVIDIA H100 80GB HBM3", 0), {}).check(parse("2x8xH100"))
+    Table(here(CPU), {}).check(parse("1x2xcpu"))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[1]", json.dumps({"version": 2, "hardware": {"backend": "cpu"}, "blocks": {}})]
+)
+def test_what_is_no_table_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match="no file of measured costs"):
+        read(path)
+
+
+def test_real_blocks_are_timed_and_fitted() -> None:
+    model = nn.ModuleDict({"f": nn.Linear(8, 8)})
+    module = module_of(model)
+    sizes = [{"B": b, "S": s} for b in (1, 2) for s in (64, 256, 1024, 4096)]
+    batches = [Batch({"x": torch.zeros(n["B"], n["S"], 8)}, n) for n in sizes]
+    found, (report,) = profile(module, model, batches, {}, CPU, 2, lambda _: None, ranks=2)
+    assert not multiprocessing.active_children()
+    assert len(found.entries) == 1 and len(report.timed) == 8 and report.entry is not None
+    assert all(v >= 0 for v in report.entry.forward.values) and report.entry.backward is not None

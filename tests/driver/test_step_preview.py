@@ -1,0 +1,58 @@
+"""A fresh plan's simulated step: what report, plan.json and trace.json say of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from secc.cli import main
+from secc.driver.compile import Compiled, Options, compile_model
+from secc.driver.step_preview import MOST, computations, preview
+from secc.report.plan_tables import summary
+from secc.runtime.monitoring.run_summary import MIX
+
+MODELS = Path(__file__).parents[1] / "models"
+
+
+def compiled(name: str, **options: str | int) -> Compiled:
+    return compile_model(MODELS / name, Options(cluster="local:2", **{"global_batch": 8, **options}))  # pyright: ignore[reportArgumentType]
+
+
+def test_a_plan_directory_has_a_drawn_step_and_its_trace(tmp_path: Path):
+    with pytest.raises(SystemExit) as ended:
+        main(
+            [
+                "compile",
+                str(MODELS / "two_modalities.py"),
+                "-o",
+                str(tmp_path / "plan"),
+                "--global-batch",
+                "8",
+                "--no-check",
+            ]
+        )
+    assert not ended.value.code
+    prediction = json.loads((tmp_path / "plan" / "plan.json").read_text())["prediction"]
+    busy = {name: share["busy"] for name, share in prediction["sections"].items()}
+    assert all(0 < b <= 1 for b in busy.values())
+    assert prediction[MIX].keys() == busy.keys() and all(seconds > 0 for seconds in prediction[MIX].values())
+    assert prediction["simulated"]["step_time_s"] >= prediction["simulated"]["schedule_bound_s"] > 0
+    events = json.loads((tmp_path / "plan" / "trace.json").read_text())["traceEvents"]
+    assert {e["args"]["section"] for e in events if e["ph"] == "X" and e["args"]["kind"] in "FB"} == set(busy)
+    assert "<svg" in (tmp_path / "plan" / "report.html").read_text()
+
+
+def test_sizes_that_values_decide_are_taken_as_they_were_captured():
+    seen = preview(compiled("counts_rows.py"))
+    assert seen.drawing and any(name == "simulated step" for name, _ in summary(seen.plan))
+
+
+def test_steps_of_very_many_computations_are_left_to_simulate(monkeypatch: pytest.MonkeyPatch):
+    made = compiled("vocabulary.py")
+    assert 0 < sum(computations(made.plan, s) for s in made.plan.sections) < MOST
+    monkeypatch.setattr("secc.driver.step_preview.MOST", 1)
+    seen = preview(made)
+    assert (seen.drawing, seen.files) == ("", {})
+    assert seen.plan.prediction.keys() - made.plan.prediction.keys() == {MIX}

@@ -1,0 +1,108 @@
+"""Ways in which research code is written: nested batches, packed images, conditioned layers, loops over the
+batch, lengths."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from secc.driver.compile import Compiled, Options, compile_model
+from secc.driver.exactness_check import checked
+from secc.errors import UserError
+from secc.report.html_page import page
+from tools.compare_training import differences, distributed, plain, recording_model
+
+MODELS = Path(__file__).parent.parent / "models"
+
+
+def compiled(name: str) -> Compiled:
+    """The plan of a model for two ranks, shown to be exact for every pattern."""
+    return checked(
+        compile_model(MODELS / f"{name}.py", Options(cluster="local:2", global_batch=12)), required=True
+    )
+
+
+def test_packed_images_in_a_nested_batch_are_exact() -> None:
+    plan = compiled("packed_images").plan
+    assert {s.name: s.mode for s in plan.sections} == {"vision": "train", "text": "train"}
+    assert {i.key for i in plan.inputs if i.optional} == {"images.patches", "images.image", "images.places"}
+
+
+def test_layers_that_are_told_of_pictures_are_cut_into_their_parts() -> None:
+    plan = compiled("conditioned").plan
+    assert {"layers.0.seen", "layers.0.mlp"} <= {b for s in plan.sections for b in s.blocks}
+    assert any(
+        "layers.0: its parts are blocks, because block layers.0 uses a tensor" in note
+        for note in plan.checks["notes"]
+    )
+
+
+def test_a_module_that_is_called_in_a_loop_over_the_batch_hides_in_the_block_around_it() -> None:
+    plan = compiled("one_by_one").plan
+    assert {b for s in plan.sections for b in s.blocks} == {"captioner", "head"}
+    (note,) = (note for note in plan.checks["notes"] if "one block" in note)
+    assert note.startswith("captioner: one block, because ") and "one_by_one.py:" in note
+
+
+def test_lists_that_grow_with_the_samples_are_exact() -> None:
+    plan = compiled("listed").plan
+    assert {"vision", "sound"} <= {b for s in plan.sections for b in s.blocks}
+    dims = {i.key: i.dims for i in plan.inputs}
+    assert dims["pictures.*"] == ("n_pictures",) and dims["sounds.*"] == ("n_sounds", "4")
+    assert dims["small.thumbs.*"] == ("B", "3", "2", "2") and dims["pictures.*most"] == (
+        "0",
+        "3",
+        "S_pictures",
+        "S_pictures_3",
+    )
+
+
+def test_lists_of_dicts_that_grow_with_the_samples_are_exact() -> None:
+    plan = compiled("boxes").plan
+    assert "asked" in {b for s in plan.sections for b in s.blocks}
+    assert [n["kind"][1] for n in plan.recorded[0].nodes if n["kind"][:2] == ["recorded", "loss:0"]]
+
+
+def test_losses_that_a_loop_over_samples_adds_up_are_exact() -> None:
+    plan = compiled("per_sample").plan
+    (case,) = plan.recorded
+    assert [
+        n["kind"][1] for n in case.nodes if n["kind"][0] == "recorded" and n["kind"][1].startswith("loss:")
+    ] == ["loss:0", "loss:1"]
+    assert {"layers", "teacher"} <= {b.split(".")[1] for s in plan.sections for b in s.blocks}
+
+
+def test_a_loop_over_samples_around_modules_is_refused_with_what_to_do() -> None:
+    with pytest.raises(
+        UserError, match=r"per_sample_modules\.py:\d+: the glue's ops change with the batch"
+    ) as error:
+        compiled("per_sample_modules")
+    assert "nn.Module of its own that returns rows of the samples" in (error.value.remedy or "")
+
+
+def test_a_tower_that_keeps_a_tensor_for_another_is_cut_into_its_parts() -> None:
+    plan = compiled("kept").plan
+    assert {"vision.layers.0", "text.seen", "text.layers.2"} <= {b for s in plan.sections for b in s.blocks}
+    assert plan.checks["notes"][0].startswith(
+        "vision: its parts are blocks, because block vision keeps a tensor on a module, which text uses"
+    )
+
+
+def test_a_block_that_takes_lengths_has_its_shapes_from_their_values() -> None:
+    plan = compiled("heard").plan
+    assert {"encoder", "head"} == {b for s in plan.sections for b in s.blocks}
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", ["listed", "boxes", "per_sample", "kept"])
+def test_ranks_train_as_plain_pytorch_does(name: str, tmp_path: Path) -> None:
+    model = recording_model(name, tmp_path, MODELS)
+    made = checked(
+        compile_model(model, Options(cluster="local:3", global_batch=12, strategy="apart")), required=True
+    )
+    made.write(tmp_path / "plan", page)
+    reference = plain(model, 12, 3, tmp_path / "plain")
+    found = distributed(tmp_path / "plan", made.plan.world_size, 3, tmp_path / "run")
+    assert not list(differences(found, reference))

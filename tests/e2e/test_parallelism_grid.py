@@ -1,0 +1,159 @@
+"""Every parallelism with every other: six models under plans of two to six ranks train as plain PyTorch does.
+
+A model is captured once for each dtype and planned anew for each row; ranks are forked from one server that
+has imported everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from secc.driver.compile import Options
+from tests.e2e.reference_runs import Captured
+
+STEPS, GLOBAL_BATCH = 3, 12
+
+# model file -> (ranks, pins): "S.tp=2 S.dp=2"; a pin without a section is of the model's one section; "bf16"
+# is the dtype
+FAST = {
+    "nano": [
+        (4, "tp=2 dp=2 sharding=zero3 recompute=full micro_batch=2"),
+        (4, "tp=2 pp=2 micro_batch=3 sharding=zero1"),
+    ],
+    "llava_tiny": [
+        (4, "language_model.tp=2 vision_tower.dp=2 vision_tower.micro_batch=2"),
+        (5, "language_model.pp=2 language_model.dp=2 language_model.sharding=zero2 vision_tower.dp=1"),
+    ],
+    "qwen_distil": [
+        (4, "teacher.dp=2 teacher.sharding=zero3 student.tp=2"),
+        (3, "teacher.pp=2 student.dp=1 student.recompute=selective"),
+    ],
+    "whisper_tiny": [
+        (4, "encoder.tp=2 decoder.dp=2 decoder.sharding=zero3 decoder.micro_batch=2"),
+        (3, "encoder.dp=1 decoder.pp=2 decoder.backward=split"),
+    ],
+    "qwen3_moe": [(2, "tp=2 sharding=zero1 micro_batch=5")],
+}
+SLOW = {
+    "nano": [
+        (2, "dp=2 micro_batch=1"),
+        (3, "dp=3 sharding=zero1 recompute=full micro_batch=1"),
+        (2, "dp=2 sharding=zero2 recompute=selective"),
+        (5, "dp=5 sharding=zero3 micro_batch=1"),
+        (4, "tp=4 micro_batch=5"),
+        (4, "tp=2 dp=2 sharding=zero1 recompute=selective micro_batch=1"),
+        (6, "tp=2 dp=3 sharding=zero2 recompute=full"),
+        (2, "pp=2 micro_batch=1 backward=split"),
+        (4, "pp=2 dp=2 sharding=zero1 micro_batch=2 backward=split"),
+        (6, "pp=2 dp=3 sharding=zero3 micro_batch=1"),
+        (4, "tp=2 pp=2 recompute=full micro_batch=1"),
+        (4, "tp=2 dp=2 sharding=zero3 recompute=full micro_batch=2 bf16"),
+        (4, "pp=2 dp=2 sharding=zero1 micro_batch=2 backward=split bf16"),
+        (5, "dp=5 sharding=zero2 micro_batch=1 bf16"),
+    ],
+    "llava_tiny": [
+        (2, "language_model.dp=2 vision_tower.with=language_model language_model.micro_batch=3"),
+        (3, "language_model.dp=2 language_model.sharding=zero1 vision_tower.dp=1 vision_tower.micro_batch=1"),
+        (
+            4,
+            "language_model.dp=3 language_model.sharding=zero3 vision_tower.dp=1 vision_tower.recompute=full",
+        ),
+        (
+            5,
+            "language_model.dp=3 language_model.sharding=zero2 vision_tower.dp=2 vision_tower.sharding=zero3",
+        ),
+        (4, "language_model.tp=2 vision_tower.tp=2 vision_tower.micro_batch=2"),
+        (
+            6,
+            "language_model.tp=2 language_model.dp=2 language_model.sharding=zero1 vision_tower.dp=2 vision_tower.sharding=zero2",
+        ),
+        (6, "language_model.tp=2 language_model.pp=2 vision_tower.pp=2"),
+        (4, "language_model.pp=2 vision_tower.tp=2 language_model.micro_batch=2"),
+        (
+            3,
+            "language_model.pp=2 language_model.backward=split vision_tower.dp=1 language_model.micro_batch=1",
+        ),
+        (5, "language_model.pp=2 language_model.dp=2 language_model.sharding=zero2 vision_tower.dp=1 bf16"),
+        (
+            6,
+            "language_model.tp=2 language_model.dp=2 language_model.sharding=zero3 vision_tower.dp=2 vision_tower.sharding=zero1 bf16",
+        ),
+    ],
+    "qwen_distil": [
+        (2, "student.dp=2 student.sharding=zero2 teacher.with=student"),
+        (4, "student.dp=3 student.sharding=zero1 student.recompute=full teacher.dp=1 teacher.micro_batch=4"),
+        (5, "student.dp=2 student.sharding=zero3 teacher.dp=3 teacher.sharding=zero3"),
+        (6, "student.tp=2 student.dp=2 student.sharding=zero2 teacher.tp=2"),
+        (5, "student.dp=3 student.micro_batch=2 teacher.tp=2 teacher.micro_batch=5"),
+        (5, "student.pp=2 teacher.pp=3 student.backward=split"),
+        (6, "student.pp=2 student.dp=2 student.sharding=zero3 teacher.tp=2"),
+        (6, "student.tp=2 student.pp=2 student.recompute=selective teacher.pp=2"),
+        (4, "teacher.dp=2 teacher.sharding=zero3 student.tp=2 student.recompute=selective bf16"),
+        (5, "student.pp=2 teacher.pp=3 student.backward=split bf16"),
+    ],
+    "whisper_tiny": [
+        (2, "encoder.with=decoder decoder.dp=2 decoder.micro_batch=1"),
+        (3, "encoder.dp=2 encoder.sharding=zero1 decoder.dp=1 decoder.recompute=full"),
+        (
+            4,
+            "encoder.dp=1 encoder.recompute=selective decoder.dp=3 decoder.sharding=zero2 decoder.micro_batch=2",
+        ),
+        (5, "encoder.dp=2 encoder.sharding=zero3 decoder.dp=3 decoder.sharding=zero3"),
+        (4, "encoder.tp=2 decoder.tp=2 decoder.micro_batch=3"),
+        (6, "encoder.dp=2 encoder.sharding=zero2 decoder.tp=2 decoder.dp=2 decoder.sharding=zero1"),
+        (4, "encoder.pp=2 decoder.pp=2 decoder.micro_batch=2"),
+        (6, "encoder.pp=2 decoder.tp=2 decoder.pp=2"),
+        (4, "encoder.tp=2 decoder.dp=2 decoder.sharding=zero3 decoder.micro_batch=2 bf16"),
+        (6, "encoder.pp=2 decoder.tp=2 decoder.pp=2 bf16"),
+    ],
+    "qwen3_moe": [
+        (4, "tp=2 dp=2 sharding=zero3 recompute=full micro_batch=2"),
+        (4, "tp=2 pp=2 micro_batch=3 recompute=selective"),
+        (4, "tp=2 dp=2 sharding=zero2 bf16"),
+    ],
+    "gpt_oss": [
+        (4, "tp=2 dp=2 sharding=zero1"),
+        (4, "tp=2 dp=2 sharding=zero3 recompute=full micro_batch=1"),
+    ],
+}
+EXPERTS = ("qwen3_moe", "gpt_oss")  # which tp cuts by their inner width
+
+
+@pytest.fixture(scope="module")
+def captured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Captured]:
+    return cache(lambda name: Captured(name, tmp_path_factory.mktemp(name), STEPS))
+
+
+def _rows(table: dict[str, list[tuple[int, str]]]) -> list[tuple[str, int, str]]:
+    return [(name, ranks, pins) for name, rows in table.items() for ranks, pins in rows]
+
+
+def _pins(text: str) -> tuple[str, ...]:
+    return tuple(pin if "." in pin else f"model.{pin}" for pin in text.split() if "=" in pin)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("name", "ranks", "pins"),
+    [*_rows(FAST), *(pytest.param(*row, marks=pytest.mark.slow) for row in _rows(SLOW))],
+)
+def test_a_plan_trains_as_plain_pytorch(
+    captured: Callable[[str], Captured], name: str, ranks: int, pins: str, tmp_path: Path
+) -> None:
+    model, dtype = captured(name), "bf16" if "bf16" in pins.split() else ""
+    made = model.planned(
+        Options(cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, set=_pins(pins), dtype=dtype)
+    )
+    held = {s.name: s for s in made.plan.whole_sections}
+    for section, key, value in ((*pin.split("=")[0].split("."), pin.split("=")[1]) for pin in _pins(pins)):
+        if key in ("tp", "pp", "dp"):
+            assert getattr(held[section].mesh, key) == int(value)
+        elif key in ("sharding", "recompute"):
+            assert getattr(held[section], key) == value
+    cut = any(style.kind == "experts" for s in made.plan.sections for style in s.styles)
+    assert cut == (name in EXPERTS and any(s.mesh.tp > 1 for s in made.plan.sections))
+    assert model.differences(made, tmp_path) == []

@@ -1,0 +1,158 @@
+"""Micro-batches of which Python reads what no capture saw are recorded anew: for each way of reading, as
+plain PyTorch computes them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from secc.driver.compile import Compiled, Options, compile_model
+from secc.driver.exactness_check import OneRank
+from secc.frontend.dataset.eager_reference import compare, eager
+from tests.e2e.harness import compile_to, differences, distributed, metrics, plain, recording_model
+from tests.runtime.rerecording import reader_model
+
+RARE = 777  # an index that no survey of this dataset draws
+UNDRAWN = 38  # another one, in an early global batch
+SOURCE = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Reader(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+        self.decoder = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x, flag, y):
+        h = self.encoder(x)
+        {read}
+        {branch}
+        return F.cross_entropy(self.head(self.decoder(h)), y)
+
+
+def model():
+    return Reader()
+
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, i):
+        g = torch.Generator().manual_seed(i)
+        flag = torch.tensor(5 if i == 777 else i % 3)
+        return dict(x=torch.randn(8, generator=g), flag=flag, y=torch.randint(5, (), generator=g))
+
+
+def dataset():
+    return Data()
+"""
+BRANCH = "h = torch.where((flag == 5)[:, None], h.tanh(), h) if {} else h"
+READS = {
+    "item": "rare = (flag == 5).sum().item()",
+    "bool": "rare = bool((flag == 5).any())",
+    "tolist": "rare = 5 in flag.tolist() or min(flag.tolist()) < 0",
+    "numpy": "rare = 5 in flag.numpy()",
+    "nonzero": "rare = len((flag == 5).nonzero())",
+    "mask index": "rare = flag[flag == 5].numel()",
+}
+
+
+def compiled(folder: Path, read: str, branch: str = BRANCH.format("rare")) -> Compiled:
+    path = folder / "reader.py"
+    path.write_text(SOURCE.replace("{read}", read).replace("{branch}", branch))
+    return compile_model(
+        path, Options(cluster="local:2", global_batch=4, sections=("front=encoder", "back=decoder+head"))
+    )
+
+
+def rank_of(made: Compiled, folder: Path) -> OneRank:
+    made.write_sections(folder / "plan")
+    assert made.model is not None
+    return OneRank(made.plan, folder / "plan", made.user, made.model)
+
+
+@pytest.mark.parametrize("kind", READS)
+def test_a_branch_that_no_capture_took_is_recorded_anew(tmp_path: Path, kind: str) -> None:
+    made = compiled(tmp_path, READS[kind])
+    rank = rank_of(made, tmp_path)
+    assert [s.name for s in made.plan.sections] == ["front", "back"]
+    for indices in ([1, 2, 3, 4], [1, RARE, 3, 4]):
+        samples = [made.user.sample(i) for i in indices]
+        difference = compare(rank.step(samples), eager(made.model, made.user.collate(samples)))
+        assert difference.exact, (indices, difference)
+    branches = torch.tensor([float(s["flag"] == 5) for s in samples])
+    assert branches.sum() == 1
+
+
+@pytest.mark.gloo
+def test_ranks_train_a_micro_batch_that_no_capture_saw(tmp_path: Path) -> None:
+    """The third global batch holds the sample; one rank records it while the step before trains."""
+    source = (
+        SOURCE.replace("{read}", READS["bool"])
+        .replace("{branch}", BRANCH.format("rare"))
+        .replace("777", str(UNDRAWN))
+    )
+    (tmp_path / "reader.py").write_text(source)
+    model = recording_model("reader", tmp_path, tmp_path)
+    options = {
+        "cluster": "local:2",
+        "global_batch": 16,
+        "strategy": "apart",
+        "sections": ("front=encoder", "back=decoder+head"),
+    }
+    made = compile_to(model, tmp_path / "plan", **options)
+    assert made.plan.world_size == 2 and [case.spare for case in made.plan.recorded] == [True]
+    assert UNDRAWN not in [d.index for d in made.survey.drawn]
+    trace = ("--trace", str(tmp_path / "trace.json"))
+    found = distributed(tmp_path / "plan", 2, 3, tmp_path / "run", "--workers", "1", *trace)
+    assert list(differences(found, plain(model, 16, 3, tmp_path / "plain"))) == []
+    assert_traced(json.loads((tmp_path / "trace.json").read_text())["traceEvents"], UNDRAWN)
+
+
+@pytest.mark.gloo
+def test_ranks_train_what_several_processes_record(tmp_path: Path) -> None:
+    """A section of few inputs, whose recordings end early and are often known, and one that wants the whole
+    forward."""
+    (tmp_path / "rows_reader.py").write_text(reader_model.SOURCE)
+    model = recording_model("rows_reader", tmp_path, tmp_path)
+    options = {
+        "cluster": "local:2",
+        "global_batch": 8,
+        "strategy": "apart",
+        "sections": ("front=body", "back=decoder"),
+    }
+    made = compile_to(model, tmp_path / "plan", **options)
+    assert [case.spare for case in made.plan.recorded] == [False]
+    found = distributed(tmp_path / "plan", 2, 4, tmp_path / "run", "--workers", "1", "--recorders", "2")
+    assert list(differences(found, plain(model, 8, 4, tmp_path / "plain"))) == []
+    steps = metrics(tmp_path / "run")
+    micros = steps[0]["recorded"] + steps[0]["kept"]
+    assert micros >= 2 and all(m["recorded"] + m["kept"] == micros for m in steps)
+    assert all(m["exposed_s"] >= 0 for m in steps) and steps[0]["recording_s"] > 0
+
+
+def assert_traced(events: list[dict[str, Any]], sample: int) -> None:
+    """The sample's recording is on a track of its own, and over when the rank has its micro-batch."""
+    mine = [e for e in events if sample in e.get("args", {}).get("samples", ())]
+    recordings = [e for e in mine if e["args"]["kind"] == "RECORD"]
+    assert recordings and all(e["tid"] == 1 for e in recordings)
+    for e in recordings:
+        key = e["pid"], e["args"]["section"], e["args"]["microbatch"]
+        (load,) = [
+            x
+            for x in mine
+            if x["args"]["kind"] == "LOAD"
+            and (x["pid"], x["args"]["section"], x["args"]["microbatch"]) == key
+        ]
+        assert load["tid"] == 0 and e["ts"] + e["dur"] <= load["ts"] + load["dur"]
+    kinds = {e["args"]["kind"] for e in events if "args" in e and "kind" in e["args"]}
+    assert {"F", "B", "LOAD", "RECORD"} <= kinds

@@ -1,0 +1,17 @@
+"""Names that people read."""
+
+from __future__ import annotations
+
+from secc.codegen.python_names import attribute_names
+from secc.ir.dialect.readable_names import tail
+
+
+def test_wrappers_are_looked_through() -> None:
+    compiled = [
+        "_orig_mod.vision._orig_mod",
+        "_orig_mod.text.layers.0._orig_mod",
+        "_orig_mod.text.layers.1._orig_mod",
+    ]
+    assert [tail(path, compiled) for path in compiled] == ["vision", "layers.0", "layers.1"]
+    assert list(attribute_names(compiled).values()) == ["vision", "layers_0", "layers_1"]
+    assert tail("_orig_mod", ["_orig_mod"]) == "_orig_mod"

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from secc.runtime.randomness import bits_triton
+from secc.runtime.randomness.bits import mixed
+from tests.kernels.float64_comparison import examples, seeds
+
+
+@pytest.mark.skipif(not bits_triton.has_kernel(torch.zeros(1)), reason="runs under Triton's interpreter")
+@settings(max_examples=examples(30), deadline=None)
+@given(rows=st.integers(1, 40), width=st.integers(1, 70), seed=seeds())
+def test_agrees_with_plain_pytorch(rows, width, seed):
+    generator = torch.Generator().manual_seed(seed)
+    counters = [torch.randint(-(2**63), 2**63 - 1, (n,), generator=generator) for n in (rows, width)]
+    assert torch.equal(bits_triton.random_bits(*counters), mixed(*counters))
+
+
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter takes the place of the compiler"
+)
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_compiles_for_a_gpu(monkeypatch):
+    from triton.runtime.driver import driver
+
+    from tests.kernels.test_compile import Hopper
+
+    monkeypatch.setattr(driver, "_active", Hopper())
+    counters = torch.zeros(2, dtype=torch.int64)
+    kernel = bits_triton._mix.warmup(counters, counters, counters, 2, 4, BLOCK=bits_triton.BLOCK, grid=(1,))
+    assert ".target sm_90" in kernel.asm["ptx"] and len(kernel.asm["cubin"]) > 0

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from secc.runtime.errors import UserError
+from secc.runtime.kernels import gather_rows, launch_tuning, ragged_index, scatter_rows
+from tests.kernels.float64_comparison import (
+    LAYOUTS,
+    assert_agree,
+    check_registrations,
+    examples,
+    seeds,
+    strided,
+)
+
+TRAILING = st.sampled_from([(), (1,), (5,), (11,), (2, 3)])
+INDEX = st.lists(st.integers(-1, 5), max_size=9)
+
+
+def plain_scatter(base, index, rows):
+    out = list(base.unbind())
+    for i, row in zip(index.tolist(), rows.unbind() if len(rows) else [], strict=True):
+        if i >= 0:
+            out[i] = row
+    return torch.stack(out)
+
+
+def plain_gather(x, index):
+    rows = [x[i] if i >= 0 else torch.zeros_like(x[0]) for i in index.tolist()]
+    return torch.stack(rows) if rows else x[:0]
+
+
+@settings(max_examples=examples(40))
+@given(trailing=TRAILING, index=INDEX, layout=LAYOUTS, seed=seeds())
+def test_gathering_agrees_with_float64(trailing, index, layout, seed):
+    picks = torch.tensor(index, dtype=torch.int64)
+    with launch_tuning.use("rows", launch_tuning.Launch(8)):
+        assert_agree(
+            lambda x: gather_rows(x, picks),
+            lambda x: plain_gather(x, picks),
+            [strided([6, *trailing], layout, seed)],
+            2e-5,
+        )
+
+
+@settings(max_examples=examples(40))
+@given(trailing=TRAILING, index=INDEX, layout=LAYOUTS, seed=seeds())
+def test_scattering_agrees_with_float64(trailing, index, layout, seed):
+    places = torch.tensor(index, dtype=torch.int32)
+    inputs = [strided([6, *trailing], layout, seed), strided([len(index), *trailing], "plain", seed + 1)]
+    with launch_tuning.use("rows", launch_tuning.Launch(8)):
+        assert_agree(
+            lambda b, r: scatter_rows(b, places, r), lambda b, r: plain_scatter(b, places, r), inputs, 2e-5
+        )
+
+
+def test_image_features_take_the_places_of_their_tokens():
+    tokens = torch.tensor([[7, 9, 9, 1], [9, 3, 0, 0]])
+    embeddings, features = torch.randn(2, 4, 5), torch.randn(3, 5)
+    places = (tokens.flatten() == 9).nonzero().squeeze(1)
+    found = scatter_rows(embeddings.flatten(0, 1), places, features).view(2, 4, 5)
+    assert torch.equal(found, embeddings.masked_scatter((tokens == 9).unsqueeze(2), features))
+
+
+def test_ragged_samples_are_packed_and_unpacked():
+    offsets = torch.tensor([0, 2, 2, 5, 6])
+    chosen = torch.tensor([2, 1, 0])
+    index = ragged_index(offsets, chosen)
+    assert index.tolist() == [2, 3, 4, 0, 1]
+    x = torch.randn(6, 3)
+    assert torch.equal(scatter_rows(torch.zeros(6, 3), index, gather_rows(x, index))[:5], x[:5])
+
+
+def test_many_picks_of_one_row_sum_in_float32():
+    x = torch.ones(2, 4, dtype=torch.bfloat16, requires_grad=True)
+    gather_rows(x, torch.zeros(300, dtype=torch.int64)).sum().backward()
+    assert x.grad[0, 0] == 300  # one by one in bfloat16 it would stay at 256
+
+
+def test_integers_have_rows_too():
+    assert gather_rows(torch.arange(4), torch.tensor([3, -1])).tolist() == [3, 0]
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(UserError, match="row 3 of 3 does not exist"):
+        gather_rows(torch.ones(3, 2), torch.tensor([3]))
+    with pytest.raises(UserError, match="do not fit"):
+        scatter_rows(torch.ones(3, 2), torch.tensor([0]), torch.ones(1, 3))
+    with pytest.raises(UserError, match="integers"):
+        gather_rows(torch.ones(3, 2), torch.tensor([True, False, True]))
+
+
+def test_the_operators_trace_and_their_registrations_agree():
+    x, index = torch.randn(4, 3, requires_grad=True), torch.tensor([2, 0, 2, -1])
+    check_registrations("gather_rows", x, index)
+    check_registrations("scatter_rows", x, index, torch.randn(4, 3, requires_grad=True))

@@ -1,0 +1,147 @@
+"""What `secc explain` says of a plan's choices: alternatives priced as plans are, and time and memory in
+parts that add up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from xdsl.dialects.builtin import ModuleOp
+
+from secc import pass_pipeline
+from secc.codegen import plan_builder as plan_codegen
+from secc.codegen.plan_builder import attribute
+from secc.driver.compile import Options, pipeline_text
+from secc.ir.dialect.ops import graph_of
+from secc.ir.text_io import module_text
+from secc.passes.allocate import Allocate
+from secc.report.html_page import page
+from secc.report.plan_tables import tables
+from secc.report.text_table import bytes_text
+from secc.runtime.plan.schema import ModelRef, Plan
+
+TESTS = Path(__file__).parents[1]
+GIB = 1 << 30
+KEYS = ("dp", "tp", "pp", "micro_batch", "sharding", "recompute")
+VLM = (TESTS / "passes" / "allocate_vlm.mlir").read_text()
+LAYERS = 'flops = "2400000*B*S", ops = 20, units = 12, kept = "1000*B*S", working = "20000*B*S", again = "2400000*B*S"'
+
+
+def allocated(source: str = VLM, **options: Any) -> ModuleOp:
+    module = module_text.parse(source)
+    pass_pipeline.run(module, (Allocate(**({"cluster": "1x3xcpu", "global_batch": 16} | options)),))
+    return module
+
+
+def said(module: ModuleOp) -> dict[str, Any]:
+    return json.loads(attribute(graph_of(module), "reasons", "{}"))
+
+
+def step_time(module: ModuleOp) -> float:
+    return json.loads(attribute(graph_of(module), "prediction", "{}"))["step_time_s"]
+
+
+def layouts(module: ModuleOp) -> dict[str, dict[str, Any]]:
+    return {s.sym.data: {key: attribute(s, key, None) for key in KEYS} for s in graph_of(module).sections}
+
+
+FROZEN = VLM.replace("trainable 600000", "trainable 0").replace(
+    '"vision" mode "train"', '"vision" mode "forward"'
+)
+for _before, _after in (
+    ('[] share "0.5"', '[] share "0.0"'),
+    ('["pixel_values"] share "0.5"', '["pixel_values"] share "1.0"'),
+):
+    FROZEN = FROZEN.replace(f"pattern when {_before}", f"pattern when {_after}")
+
+
+@pytest.mark.parametrize("section", ["vision", "lm"])
+@pytest.mark.parametrize(("source", "strategy"), [(VLM, "colocate"), (FROZEN, "apart")])
+def test_alternatives_cost_what_plans_with_them_cost(source: str, strategy: str, section: str) -> None:
+    """Pinned in place of what was chosen, with everything else as it was, each alternative gives the step
+    time that was said: also where a frozen section runs ahead of the step."""
+    module = allocated(source, strategy=strategy)
+    found = [a for a in said(module)[section]["alternatives"] if a["fits"]]
+    assert {a["choice"].partition("=")[0] for a in found} >= (
+        {"micro_batch", "sharding", "recompute"} if source == VLM else {"micro_batch"}
+    )
+    assert bool(attribute(graph_of(module), "run_ahead_gib", 0.0)) == (source == FROZEN)
+    for alternative in found:
+        taken = layouts(module) | {section: alternative["layout"]}
+        pins = tuple(f"{s}.{key}={value}" for s, layout in taken.items() for key, value in layout.items())
+        assert step_time(allocated(source, set=pins, strategy=strategy)) == alternative["step_time_s"], (
+            alternative["choice"]
+        )
+        assert (
+            alternative["step_time_s"] >= step_time(module) or source == FROZEN
+        )  # whose plan won in the order that ranks run
+
+
+def test_parts_add_up() -> None:
+    module = allocated(
+        VLM.replace('outs [""] in @lm', f'outs [""] in @lm {{{LAYERS}, saved = "5000*B*S"}}'),
+        set=("lm.recompute=full",),
+    )
+    whole = sum(sum(found["time_s"].values()) for found in said(module).values())
+    assert whole == pytest.approx(step_time(module), rel=0.01)  # both sections share all ranks
+    for name, found in said(module).items():
+        section = next(s for s in graph_of(module).sections if s.sym.data == name)
+        assert sum(found["memory"]["parts"].values()) == found["memory"]["used"]
+        assert found["memory"]["used"] / GIB == pytest.approx(attribute(section, "memory_gib", 0.0), abs=1e-3)
+    assert said(module)["lm"]["memory"]["largest_tensor"]["tensor"] == "f32[B, S, 64] of lm"
+
+
+def test_what_does_not_fit_is_said_with_its_memory() -> None:
+    """Keeping everything would be faster, and needs 12 GiB of a rank that has 7.6."""
+    module = allocated(
+        VLM.replace('outs [""] in @lm', f'outs [""] in @lm {{{LAYERS}, saved = "{150 << 20}*B*S"}}'),
+        set=("lm.micro_batch=1",),
+    )
+    kept = next(a for a in said(module)["lm"]["alternatives"] if a["choice"] == "recompute=none")
+    assert not kept["fits"] and kept["memory"] > 11 * GIB and kept["step_time_s"] < step_time(module)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    module = module_text.parse((TESTS / "codegen" / "llava.mlir").read_text())
+    pass_pipeline.run(
+        module,
+        pass_pipeline.parse(pipeline_text(Options(cluster="1x3xH100", global_batch=12, strategy="apart"))),
+    )
+    parameters = {
+        f"{path}.weight": "float32[4, 4] train"
+        for path in ("model.vision_tower", "model.language_model", "lm_head")
+    }
+    return plan_codegen.build(module, ModelRef("model.py", "0" * 64, parameters), {})
+
+
+def test_the_report_says_why(plan: Plan) -> None:
+    found = {t.title: t for t in tables(plan)}
+    choices = found["What else could be"].rows
+    assert [r[0] for r in choices].count("language_model") >= 3 and any(
+        r[1].startswith("sharding=") and r[4] for r in choices
+    )
+    assert ("vision_tower", "2 blocks", "counted: FLOPs and bytes of each operation") in found[
+        "Where costs come from"
+    ].rows
+    assert any(r[0] == "H100" and "datasheet" in r[2] for r in found["Where costs come from"].rows)
+    parts = {r[1]: r[2] for r in found["Where memory goes"].rows if r[0] == "language_model"}
+    assert {
+        "weights",
+        "optimizer states",
+        "together",
+        "left",
+        "kept for the driver and fragments",
+    } <= parts.keys()
+    rooms = {
+        (r[0], r[2])
+        for r in found["Where memory goes"].rows
+        if r[1] == "room for what micro-batches keep from forward to backward"
+    }
+    assert rooms == {(s.name, bytes_text(s.room_bytes)) for s in plan.sections if s.room_bytes} != set()
+    assert any(part.startswith("largest tensor between blocks: ") for part in parts)
+    assert {r[0] for r in found["What bounds sections"].rows} == {"vision_tower", "language_model"}
+    for title in ("What else could be", "What bounds sections", "Where memory goes", "Where costs come from"):
+        assert f"<h2>{title}</h2>" in page(plan)

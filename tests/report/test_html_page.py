@@ -1,0 +1,24 @@
+"""The page of a plan: what its ranks hold."""
+
+from __future__ import annotations
+
+from secc.report.html_page import page
+from tests.runtime.schedule.plan_strategies import plan, section, stages
+
+
+def test_ranks_that_hold_the_same_share_a_card() -> None:
+    some = [section("vision", [6]), *stages("lm", [[0, 1, 4], [2, 3, 5]]), section("head", [4, 5])]
+    text = page(plan(some, [], 9))
+    cards = [
+        line.split("<b>")[1].removesuffix("</div>").split("</b>")
+        for line in text.splitlines()
+        if 'class="lane"' in line
+    ]
+    assert cards == [
+        ["rank 6", "vision"],
+        ["2 ranks: 0-1", "lm_0"],
+        ["rank 4", "lm_0, head"],
+        ["2 ranks: 2-3", "lm_1"],
+        ["rank 5", "lm_1, head"],
+        ["2 ranks: 7-8", "idle"],
+    ]

@@ -1,0 +1,66 @@
+"""Tables for people: names in few words, alike rows as one, and columns that a narrow terminal does not
+break."""
+
+from __future__ import annotations
+
+import pytest
+
+from secc.cli import console
+from secc.report import tensor_parallel_rows
+from secc.report.text_table import Table, blocks_text, braced
+from secc.runtime.plan.schema import VERSION, Mesh, ModelRef, Plan, Section, Style
+
+
+def test_layers_in_a_row_are_one() -> None:
+    paths = ["m.embed", *(f"m.layers.{i}" for i in (0, 1, 2, 4)), "m.2", "head"]
+    assert blocks_text(paths) == "m.embed, m.layers.0-2, m.layers.4, m.2, head"
+    assert blocks_text(["a.1", "b.2"]) == "a.1, b.2" and blocks_text([]) == ""
+
+
+@pytest.mark.parametrize(
+    ("paths", "line"),
+    [
+        (["a.b.c", "a.b.d", "a.b.e.f"], "a.b.{c, d, e.f}"),
+        (["a.b", "a.b.c"], "a.{b, b.c}"),
+        (["ab.c", "a.c"], "ab.c, a.c"),
+        (["a.b"], "a.b"),
+    ],
+)
+def test_what_all_paths_begin_with_is_said_once(paths: list[str], line: str) -> None:
+    assert braced(paths) == line
+
+
+def stage(i: int, layers: range) -> Section:
+    """A stage of `lm` whose layers are cut alike."""
+    styles = tuple(
+        Style(f"lm.layers.{n}.{name}", kind)
+        for n in layers
+        for name, kind in (("up", "colwise"), ("gate", "colwise"), ("down", "rowwise"))
+    )
+    mesh = Mesh((2 * i, 2 * i + 1), 1, 1, 2)
+    return Section(
+        f"lm_{i}", f"sections/lm_{i}.py", "train", (), (), (), mesh, 1, pipeline="lm", stage=i, styles=styles
+    )
+
+
+def test_stages_count_as_the_section_that_they_are_of() -> None:
+    sections = (stage(0, range(0, 3)), stage(1, range(3, 5)))
+    plan = Plan(VERSION, "", ModelRef("", ""), 4, 4, "own", (), (), sections, (), (), (), {}, {}, {})
+    assert tensor_parallel_rows.rows(plan) == (
+        ("lm", "lm.layers.*.{up, gate}", "5", "cut by outputs"),
+        ("lm", "lm.layers.*.down", "5", "cut by inputs"),
+    )
+
+
+def test_short_columns_stay_whole_while_long_ones_have_room(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = Table(
+        "T", ("section", "recompute", "blocks"), (("language_model", "selective", "model." + 100 * "x"),)
+    )
+    for width, whole in ((80, True), (24, False)):
+        monkeypatch.setattr(console, "out", console.Console(highlight=False, width=width))
+        console.print_table(table)
+        shown = capsys.readouterr().out
+        assert ("language_model" in shown and "recompute" in shown) is whole
+        assert shown.count("x") == 100, "nothing is cut off"

@@ -1,0 +1,430 @@
+"""The data plane: every rank knows the same of a global batch, and gets its own samples, whoever loads
+them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from secc.runtime.data.data_plane import DataPlane, GlobalBatch
+from secc.runtime.data.declared_sizes import Declared
+from secc.runtime.errors import UserError
+from secc.runtime.model.item_seeds import borrowed
+from secc.runtime.model.user_file import load
+from secc.runtime.plan.schema import VERSION, Input, ModelRef, Plan, Symbol
+from secc.runtime.plan.step_program import Instruction, MicroBatch, SampleMeta, Schedule
+from tests.runtime.gloo_ranks import run_ranks
+
+MODEL = """
+import random
+import torch
+
+LENGTH = 7
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return LENGTH
+
+    def __getitem__(self, i):
+        item = {"ids": torch.full((2 + i % 3,), i), "labels": torch.tensor([-100] + [i] * (1 + i % 3)), "noise": torch.rand(1)}
+        if i % 2:
+            item["pixels"] = torch.full((1 + i % 3, 2, 2, 2), random.random())
+        BREAK
+        return item
+
+def model():
+    class Model(torch.nn.Module):
+        def forward(self, ids, labels, noise, pixels=None):
+            return noise.sum()
+    return Model()
+
+def dataset():
+    return Data()
+"""
+SIZES = """
+def sizes(i):
+    return {"ids": 2 + i % 3} | ({"pixels": 1 + i % 3} if i % 2 else {})
+"""
+SYMBOLS = (Symbol("B", "rows", "ids", 0), Symbol("S", "width", "ids", 1), Symbol("n", "rows", "pixels", 0))
+INPUTS = (
+    Input("ids", "int64", ("B", "S"), pads=((1, "right", 0),)),
+    Input("labels", "int64", ("B", "S"), pads=((1, "right", -100),)),
+    Input("noise", "float32", ("B", "1")),
+    Input("pixels", "float32", ("n", "2", "2", "2"), optional=True),
+)
+LEAVES = {
+    "count": lambda batch: (batch["labels"] != -100).sum(),
+    "light": lambda batch: batch["pixels"].double().sum() / 3,
+}
+
+
+def plan_of(global_batch=4, widths="own", inputs=INPUTS, labels_key="labels"):
+    return Plan(
+        VERSION,
+        "",
+        ModelRef("", ""),
+        1,
+        global_batch,
+        widths,
+        SYMBOLS,
+        inputs,
+        (),
+        (),
+        (),
+        (),
+        {},
+        {},
+        {},
+        labels_key=labels_key,
+    )
+
+
+@pytest.fixture
+def model_file(tmp_path: Path):
+    def write(broken: str = "", sizes: str = "") -> Path:
+        path = tmp_path / "model.py"
+        path.write_text(MODEL.replace("BREAK", broken) + sizes)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def plane(model_file):
+    """Makes data planes of one rank, and ends their workers."""
+    made: list[DataPlane] = []
+
+    def make(plan=None, broken="", sizes="", **options):
+        made.append(
+            DataPlane(load(model_file(broken, sizes)), plan or plan_of(), 0, 1, leaves=LEAVES, **options)
+        )
+        return made[-1]
+
+    yield make
+    for p in made:
+        p.close()
+
+
+def equal(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_metadata_of_a_global_batch(plane, workers):
+    batch = plane(workers=workers).next()
+    assert [s.id for s in batch.samples] == [0, 1, 2, 3]
+    assert [sorted(s.pattern) for s in batch.samples] == [[], ["pixels"], [], ["pixels"]]
+    assert [dict(s.sizes) for s in batch.samples] == [
+        {"B": 1, "S": 2, "n": 0},
+        {"B": 1, "S": 3, "n": 2},
+        {"B": 1, "S": 4, "n": 0},
+        {"B": 1, "S": 2, "n": 1},
+    ]
+    assert batch.sizes == {"B": 4, "S": 4, "n": 3} and batch.pattern == {"pixels"}
+    assert batch.tokens == 7 and batch.leaves["count"] == 7.0 and batch.leaves["light"] > 0
+
+
+def test_global_batches_wrap_by_epoch_with_new_random_numbers(plane):
+    p = plane()
+    first, second = p.next(), None
+    early = p.batch([0])
+    second = p.next()
+    assert [s.id for s in first.samples + second.samples] == [0, 1, 2, 3, 4, 5, 6, 0]
+    again = p.batch([3])
+    assert torch.equal(early["ids"], again["ids"]) and not torch.equal(early["noise"], again["noise"])
+
+
+def test_shuffle_is_a_permutation_of_each_epoch(plane):
+    p = plane(plan_of(global_batch=7), shuffle=True)
+    epochs = [[s.id for s in p.next().samples] for _ in range(3)]
+    assert all(sorted(ids) == list(range(7)) for ids in epochs)
+    assert len({tuple(ids) for ids in epochs}) == 3
+    assert [s.id for s in plane(plan_of(global_batch=7), shuffle=True, start=2).next().samples] == epochs[2]
+
+
+def test_a_resumed_run_sees_what_an_unbroken_one_sees(plane):
+    unbroken, resumed = plane(seed=3), plane(seed=3, start=2)
+    for _ in range(2):
+        unbroken.next()
+    assert unbroken.next() == resumed.next()
+    assert equal(unbroken.batch([1, 3]), resumed.batch([1, 3]))
+
+
+def test_a_number_of_epochs_ends_with_what_is_left(plane):
+    p = plane(plan_of(global_batch=5), epochs=2)
+    assert p.epochs.steps == 3
+    batches = [p.next() for _ in range(3)]
+    assert [[s.id for s in b.samples] for b in batches] == [[0, 1, 2, 3, 4], [5, 6, 0, 1, 2], [3, 4, 5, 6]]
+    assert batches[2].sizes["B"] == 4 and batches[2].leaves["count"] == sum(1 + i % 3 for i in (3, 4, 5, 6))
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_worker_loads_the_same_as_the_process_itself(plane, workers):
+    inline, worker = plane(), plane(workers=workers)
+    for _ in range(3):
+        assert inline.next() == worker.next()
+        worker.prepare([((0, 2), ""), ((1,), ""), ((0, 2), "")])
+        for positions in ((0, 2), (1,), (0, 2), (3,)):
+            assert equal(inline.batch(positions), worker.batch(positions))
+
+
+def test_batches_may_be_asked_for_in_another_order_or_never(plane):
+    inline, worker = plane(), plane(workers=1)
+    for _ in range(3):
+        assert inline.next() == worker.next()
+        worker.prepare([((a, b), "") for a in range(4) for b in range(4) if a != b])
+        for positions in ((3, 2), (0, 1)):
+            assert equal(inline.batch(positions), worker.batch(positions))
+
+
+def test_loading_leaves_the_random_streams_alone(plane):
+    p = plane()
+    torch.manual_seed(1)
+    random.seed(1)
+    expected = (torch.rand(1), random.random())
+    torch.manual_seed(1)
+    random.seed(1)
+    p.next()
+    p.batch([0, 1])
+    assert (torch.rand(1), random.random()) == expected
+
+
+def test_items_drawn_together_are_those_drawn_alone(model_file):
+    user = load(model_file())
+    alone = [user.sample(i) for i in range(3)]
+    torch.manual_seed(1)
+    state = random.getstate(), torch.get_rng_state()
+    with borrowed():
+        together = [user.sample(i) for i in range(3)]
+        assert not torch.equal(torch.get_rng_state(), state[1])
+    assert random.getstate() == state[0] and torch.equal(torch.get_rng_state(), state[1])
+    assert all(equal(a, b) for a, b in zip(alone, together, strict=True))
+
+
+def test_batches_are_padded_to_the_global_width_where_the_plan_says_so(plane):
+    own, padded = plane(), plane(plan_of(widths="global"))
+    own.next()
+    padded.next()
+    assert own.batch([0])["labels"].tolist() == [[-100, 0]]
+    assert padded.batch([0])["labels"].tolist() == [[-100, 0, -100, -100]]
+
+
+def test_tokens_without_labels_are_the_entries_of_the_first_input(plane):
+    assert plane(plan_of(labels_key="")).next().tokens == 2 + 3 + 4 + 2
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_samples_that_do_not_load_can_be_left_out(plane, workers, capsys):
+    """Exactly as if the dataset's batch had not held them: sums, sizes and positions are those of the
+    others."""
+    p = plane(broken="if i in (1, 2): raise OSError('no such image')", workers=workers, skip_bad=True)
+    batch = p.next()
+    assert [s.id for s in batch.samples] == [0, 3] and batch.skipped == (1, 2)
+    assert batch.sizes == {"B": 2, "S": 2, "n": 1} and batch.leaves["count"] == 2
+    p.prepare([((0, 1), ""), ((1,), "")])
+    assert p.batch([0, 1])["ids"].tolist() == [[0, 0], [3, 3]] and p.batch([1])["ids"].tolist() == [[3, 3]]
+    assert [s.id for s in p.next().samples] == [4, 5, 6, 0]
+    said = capsys.readouterr().err
+    assert "step 1: a sample is left out: " in said and "dataset()[2] raises OSError: no such image" in said
+
+
+def test_a_batch_of_which_no_sample_loads_ends_the_run(plane):
+    with pytest.raises(UserError, match="none of the 4 samples of step 1 loads"):
+        plane(broken="raise OSError('no disk')", skip_bad=True).next()
+
+
+def test_bad_samples_do_not_hide_samples_unlike_the_plans(plane):
+    with pytest.raises(UserError, match="lacks the input 'noise'"):
+        plane(broken="del item['noise']", skip_bad=True).next()
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_a_sample_that_does_not_load_is_named(plane, workers):
+    p = plane(broken="if i == 2: raise OSError('no such image')", workers=workers)
+    with pytest.raises(UserError, match=r"dataset\(\)\[2\].*no such image") as caught:
+        p.next()
+    assert "model.py:" in caught.value.where
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ("item['audio'] = torch.zeros(3)", r"dataset\(\)\[0\] has the input 'audio'"),
+        ("del item['noise']", r"dataset\(\)\[0\] lacks the input 'noise'"),
+        (
+            "item['noise'] = item['noise'].double()",
+            r"'noise' of dataset\(\)\[0\] is float64\[1, 1\], but the plan has float32\[B, 1\]",
+        ),
+        ("item['noise'] = torch.zeros(2)", r"is float32\[1, 2\], but the plan has float32\[B, 1\]"),
+        ("item['ids'] = 'text'", r"'ids' of dataset\(\)\[0\] is no tensor"),
+    ],
+)
+def test_samples_unlike_the_plans_are_refused(plane, broken, message):
+    with pytest.raises(UserError, match=message):
+        plane(broken=broken).next()
+
+
+def test_a_worker_that_dies_is_reported(plane):
+    p = plane(broken="if i == 1: __import__('os').kill(__import__('os').getpid(), 9)", workers=1)
+    with pytest.raises(UserError, match="was killed by SIGKILL"):
+        p.next()
+
+
+def _backwards(samples) -> Schedule:
+    """Every sample is trained by rank 2, and the odd ones by rank 0 as well."""
+    everything = MicroBatch(0, "a", 0, tuple(range(len(samples))))
+    odd = MicroBatch(0, "b", 0, tuple(range(1, len(samples), 2)))
+    programs = ((Instruction("F", "b", micro=0),), (), (Instruction("F", "a", micro=0),))
+    return Schedule({"a": (everything,), "b": (odd,)}, programs)
+
+
+def _alone(samples) -> Schedule:
+    """One rank trains all samples."""
+    return Schedule(
+        {"a": (MicroBatch(0, "a", 0, tuple(range(len(samples)))),)}, ((Instruction("F", "a", micro=0),),)
+    )
+
+
+def _rank(rank: int, world: int, path: Path, plan: Plan, workers: int, results) -> None:
+    torch.set_num_threads(1)
+    with DataPlane(load(path), plan, rank, world, leaves=LEAVES, workers=workers, order=_backwards) as p:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{path.parent}/store{workers}", rank=rank, world_size=world
+        )
+        for _ in range(3):
+            batch = p.next()
+            results.put((rank, batch, {k: v.tolist() for k, v in p.batch([0, 3]).items()}))
+            told = p.exchange(
+                torch.tensor([rank / 2, 1.0], dtype=torch.float64), steps=2
+            )  # the third step's rows do not travel along
+            assert told.tolist() == [[0.0, 1.0], [0.5, 1.0], [1.0, 1.0]]
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("workers", "sizes"), [(0, ""), (1, ""), (0, SIZES), (1, SIZES)])
+def test_all_ranks_know_what_one_rank_would(plane, model_file, workers, sizes):
+    """Three ranks load uneven shares; the sums of leaves are equal to the last bit."""
+    context = multiprocessing.get_context("fork")
+    results = context.SimpleQueue()
+    path, plan, single = (
+        model_file(sizes=sizes),
+        plan_of(global_batch=5),
+        plane(plan_of(global_batch=5), sizes=sizes),
+    )
+    ranks = [context.Process(target=_rank, args=(r, 3, path, plan, workers, results)) for r in range(3)]
+    for process in ranks:
+        process.start()
+    found = [results.get() for _ in range(9)]
+    for process in ranks:
+        process.join(timeout=60)
+        assert process.exitcode == 0
+    for _ in range(3):
+        expected: GlobalBatch = single.next()
+        values = {k: v.tolist() for k, v in single.batch([0, 3]).items()}
+        assert sorted(rank for rank, batch, tensors in found if batch == expected and tensors == values) == [
+            0,
+            1,
+            2,
+        ]
+
+
+@pytest.mark.gloo
+def test_rows_travel_with_other_numbers_where_all_ranks_have_them(model_file):
+    """Without a message of their own; a sample that does not load is told of when its step comes."""
+    path = model_file("if i == 5: raise OSError('no such image')")
+
+    def target(rank: int) -> tuple[bool, bool, str]:
+        dist.init_process_group("gloo")
+        with DataPlane(load(path), plan_of(global_batch=2), rank, 2, leaves=LEAVES) as p:
+            p.next()
+            p.exchange(torch.zeros(1, dtype=torch.float64), steps=9)
+            came = p._found is not None
+            p.next()
+            p.exchange(torch.zeros(1, dtype=torch.float64), steps=9)
+            lacks = p._found is None
+            try:
+                return came, lacks, p._source.result(p._share(2)) and ""
+            except UserError as error:
+                return came, lacks, error.message
+
+    assert run_ranks(2, target) == [
+        (True, True, ""),
+        (True, True, "dataset()[5] raises OSError: no such image"),
+    ]
+
+
+def test_with_sizes_ahead_a_rank_loads_what_it_trains(model_file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    user = load(model_file("open('loaded', 'a').write(f'{i} ')", SIZES))
+    plane = DataPlane(user, plan_of(), 2, 3, leaves=LEAVES, order=_backwards)
+    assert plane._source.result(plane._share(0)).table[:, 0].tolist() == [0, 2]
+    assert Path("loaded").read_text().split() == ["0", "2"]
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ("{'ids': 9}", r"sizes\(0\) says that 'ids' is 9 large, but it is 2"),
+        (
+            "{'ids': 2, 'pixels': 1}",
+            r"sizes\(0\) says that the sample has \['pixels'\], but it has no optional inputs",
+        ),
+        ("{'ids': 2, 'labels': 3}", r"sizes\(0\) gives 'labels' 3 where another input has 2"),
+        (
+            "{'ids': [2, 2, 2]}",
+            r"sizes\(0\) gives the shape \[2, 2, 2\] for 'ids', which has the dims \[B, S\]",
+        ),
+        ("{'idx': 2}", r"sizes\(0\) has the key 'idx', which is no input"),
+        ("{}", r"sizes\(0\) does not say how large 'ids' is"),
+        ("None", r"sizes\(0\) is None, not a dict"),
+    ],
+)
+def test_sizes_that_are_wrong_are_refused(plane, said, message):
+    with pytest.raises(UserError, match=message) as caught:
+        plane(sizes=f"\ndef sizes(i):\n    return {said}\n", order=_alone).next()
+    assert "model.py:" in caught.value.where
+
+
+def test_sizes_may_be_shapes_with_or_without_the_samples_dim(model_file):
+    said = "\ndef sizes(i):\n    return {'ids': [2], 'labels': (1, 2), 'noise': 1, 'pixels': [4, 2, 2, 2]}\n"
+    declared = Declared(load(model_file(sizes=said)), SYMBOLS, INPUTS)
+    assert declared.meta(3) == SampleMeta(3, frozenset({"pixels"}), {"B": 1, "S": 2, "n": 4})
+
+
+def _abandon(path: Path, pids) -> None:
+    p = DataPlane(load(path), plan_of(), 0, 1, leaves=LEAVES, workers=1)
+    p.next()
+    pids.put(multiprocessing.active_children()[0].pid)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_ends_with_its_rank(model_file):
+    context = multiprocessing.get_context("fork")
+    pids = context.SimpleQueue()
+    rank = context.Process(target=_abandon, args=(model_file(), pids))
+    rank.start()
+    worker = pids.get()
+    rank.join(timeout=30)
+    for _ in range(300):
+        if not _running(worker):
+            return
+        time.sleep(0.1)
+    pytest.fail("the worker still runs")
+
+
+def _running(pid: int) -> bool:
+    """Whether a process exists and is not just waiting to be reaped by init."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,136 @@
+"""Checkpoints: resuming goes on bit by bit, under another plan too, and the whole state dict can be read in
+one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from secc.runtime.errors import UserError
+from secc.runtime.parameters import checkpoint, sliced_tensor_store
+from secc.runtime.training.options import parse
+from secc.runtime.training.rank_context import Run
+from tests.runtime.captioner_plans import ALONE, APART, UNEVEN, reference, write_plan
+from tests.runtime.fixtures.captioner.sections import terms
+from tests.runtime.train_captioner import metrics, train
+
+pytestmark = pytest.mark.gloo
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of ten steps with checkpoints after five and ten: plan/, saved/."""
+    directory = tmp_path_factory.mktemp("unbroken")
+    write_plan(directory / "plan", UNEVEN)
+    train(
+        directory / "plan",
+        UNEVEN,
+        10,
+        "--save",
+        str(directory / "saved"),
+        "--save-every",
+        "5",
+        "--clip",
+        "1",
+        "--shuffle",
+    )
+    return directory
+
+
+def timeless(rows: list[dict[str, float]]) -> list[dict[str, float]]:
+    return [{k: v for k, v in row.items() if k != "step_time_s"} for row in rows]
+
+
+def test_resuming_is_bit_equal(unbroken: Path, tmp_path: Path) -> None:
+    first = str(unbroken / "saved" / "step_00000005")
+    arguments = [
+        "--resume",
+        first,
+        "--save",
+        str(tmp_path / "again"),
+        "--log-dir",
+        str(tmp_path / "logs"),
+        "--clip",
+        "1",
+    ]
+    train(unbroken / "plan", UNEVEN, 10, *arguments)
+    resumed = metrics(tmp_path)
+    assert [row["step"] for row in resumed] == [6, 7, 8, 9, 10]
+    assert timeless(resumed) == timeless(metrics(unbroken / "plan")[5:])
+    assert_same_contents(unbroken / "saved" / "step_00000010", tmp_path / "again" / "step_00000010")
+
+
+def test_another_plan_can_resume(unbroken: Path, tmp_path: Path) -> None:
+    write_plan(tmp_path / "plan", APART)
+    train(tmp_path / "plan", APART, 10, "--resume", str(unbroken / "saved" / "step_00000005"), "--clip", "1")
+    expected = [row["loss"] for row in metrics(unbroken / "plan")[5:]]
+    assert [row["loss"] for row in metrics(tmp_path / "plan")] == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_whole_state_dict_is_the_users(tmp_path: Path) -> None:
+    plain = reference(2)
+    write_plan(tmp_path / "plan", UNEVEN)
+    train(tmp_path / "plan", UNEVEN, 2, "--save", str(tmp_path / "saved"))
+    full = checkpoint.load_full(tmp_path / "saved")
+    assert list(full) == list(plain.state)
+    for name, value in full.items():
+        torch.testing.assert_close(value, plain.state[name], rtol=1e-4, atol=1e-5)
+    assert full["head.weight"] is full["embed.weight"]
+
+
+def test_each_tensor_is_stored_once(unbroken: Path) -> None:
+    keys = sliced_tensor_store.entries(unbroken / "saved" / "step_00000010")
+    assert "model/embed.weight" in keys and "model/head.weight" not in keys
+    state = {
+        k.removeprefix("optimizer/encoder.gate/") for k in keys if k.startswith("optimizer/encoder.gate/")
+    }
+    assert state == {"step", "exp_avg", "exp_avg_sq"}
+    assert not [k for k in keys if k.startswith(("optimizer/teacher", "optimizer/spare"))]
+
+
+def test_an_unfinished_checkpoint_is_not_found(unbroken: Path, tmp_path: Path) -> None:
+    assert checkpoint.find(unbroken / "saved").name == "step_00000010"
+    assert sorted(p.name for p in (unbroken / "saved").iterdir()) == [
+        "latest",
+        "step_00000005",
+        "step_00000010",
+    ]
+    (tmp_path / ".step_00000001.tmp").mkdir()
+    with pytest.raises(UserError, match="there is no checkpoint"):
+        checkpoint.find(tmp_path)
+
+
+def test_weights_of_another_model_are_refused(unbroken: Path, tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    with pytest.raises(UserError, match=r"does not fit the model: 0\.weight: it lacks it"):
+        checkpoint.load_model(unbroken / "saved" / "step_00000005", model, {})
+
+
+def test_nothing_left_to_do_is_refused(
+    unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    write_plan(tmp_path / "plan", ALONE)
+    with pytest.raises(UserError, match="step 10, so --steps 5 leaves nothing to do"):
+        Run(tmp_path / "plan", parse(["--steps", "5", "--resume", str(unbroken / "saved")]), terms)
+
+
+def assert_same_contents(a: Path, b: Path) -> None:
+    """Every tensor and object of two checkpoints is the same."""
+    contents = [contents_of(a), contents_of(b)]
+    assert contents[0].keys() == contents[1].keys()
+    for key, value in contents[0].items():
+        other = contents[1][key]
+        assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other, key
+
+
+def contents_of(directory: Path) -> dict[str, Any]:
+    stored = sliced_tensor_store.entries(directory).items()
+    contents: dict[str, Any] = {
+        k: None if e is None else torch.empty_like(e, device="cpu") for k, e in stored
+    }
+    sliced_tensor_store.read(directory, contents, alone=True)
+    return contents

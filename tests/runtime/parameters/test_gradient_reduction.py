@@ -1,0 +1,96 @@
+"""Reducing gradients over replicas and ties, and the global norm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from secc.runtime.parameters import gradient_reduction
+from secc.runtime.parameters.gradient_reduction import Holders, Reducer, holders
+from tests.runtime.captioner_plans import APART, UNEVEN, make_plan
+from tests.runtime.gloo_ranks import run_ranks
+
+HELD = [
+    Holders(("a", "b", "c"), ("one",), (0, 1)),
+    Holders(("tied",), ("one", "two"), (0, 1, 2)),
+    Holders(("d",), ("two",), (2,)),
+]
+SHAPES = {"a": (3, 2), "b": (4,), "c": (2,), "tied": (5,), "d": (3,)}
+CPU = torch.device("cpu")
+
+
+def canonical(names: Mapping[str, str]) -> dict[str, str]:
+    return {n: {"decoder.gate": "encoder.gate", "head.weight": "embed.weight"}.get(n, n) for n in names}
+
+
+def test_holders_follow_sections_and_ties() -> None:
+    plan = make_plan(UNEVEN)
+    names = canonical(plan.model.parameters)
+    trainable = [n for n in dict.fromkeys(names.values()) if plan.model.parameters[n].endswith("train")]
+    found = {h.sections: h for h in holders(plan, trainable, names)}
+    assert found.keys() == {("decoder",), ("encoder",), ("encoder", "decoder")}
+    assert found["encoder", "decoder"] == Holders(("encoder.gate",), ("encoder", "decoder"), (0, 1, 2))
+    assert found["decoder",].ranks == (1, 2) and "embed.weight" in found["decoder",].names
+    assert holders(make_plan(APART), ["teacher.mix.weight"], names) == []  # its section has no backward
+
+
+def reduce(values: Mapping[str, Mapping[int, float]], limit: float | None = None) -> list[dict[str, Any]]:
+    """Fill each gradient with its value on each rank, None where there is none; what all have after
+    reducing."""
+
+    def target(rank: int) -> dict[str, Any]:
+        dist.init_process_group("gloo")
+        params = {n: nn.Parameter(torch.zeros(s)) for n, s in SHAPES.items()}
+        for name, by_rank in values.items():
+            if rank in by_rank:
+                params[name].grad = torch.full(SHAPES[name], by_rank[rank])
+        reducer = Reducer(HELD, params, rank, CPU)
+        reducer.start("one")
+        reducer.finish()
+        square = reducer.squared_norm()
+        dist.all_reduce(square)
+        if limit is not None:
+            reducer.clip(square.sqrt(), limit)
+        return {"norm": float(square.sqrt()), **{n: p.grad for n, p in params.items()}}
+
+    return run_ranks(3, target)
+
+
+@pytest.mark.gloo
+def test_sums_none_and_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradient_reduction, "BUCKET_BYTES", 30)  # several buckets
+    ranks = reduce({"a": {0: 1.0, 1: 2.0}, "b": {1: 5.0}, "tied": {0: 1.0, 2: 3.0}, "d": {2: 7.0}})
+    for rank in (0, 1):
+        assert torch.equal(ranks[rank]["a"], torch.full((3, 2), 3.0))
+        assert torch.equal(ranks[rank]["b"], torch.full((4,), 5.0))
+        assert ranks[rank]["c"] is None  # nobody reached it
+    assert all(torch.equal(r["tied"], torch.full((5,), 4.0)) for r in ranks)
+    assert torch.equal(ranks[2]["d"], torch.full((3,), 7.0))
+    norm = math.sqrt(6 * 9 + 4 * 25 + 5 * 16 + 3 * 49)
+    assert all(r["norm"] == pytest.approx(norm, rel=1e-12) for r in ranks)
+
+
+@pytest.mark.parametrize("size", [3, gradient_reduction.BLOCK, 5 * gradient_reduction.BLOCK + 7])
+def test_the_norm_is_that_of_float64(size: int) -> None:
+    """Also where a gradient's entries differ by orders of magnitude."""
+    params = {n: nn.Parameter(torch.zeros(s)) for n, s in {"a": (size,), "b": (4, size)}.items()}
+    for param in params.values():
+        param.grad = torch.randn(param.shape) * 10 ** torch.linspace(-6, 3, size)
+    square = Reducer([Holders(("a", "b"), ("one",), (0,))], params, 0, CPU).squared_norm()
+    expected = sum(p.grad.double().square().sum() for p in params.values() if p.grad is not None)
+    assert square.dtype == torch.float64 and float(square) == pytest.approx(float(expected), rel=1e-7)
+
+
+@pytest.mark.gloo
+def test_clipping_scales_all_to_one_norm() -> None:
+    ranks = reduce({"a": {0: 3.0}, "tied": {1: 4.0}, "d": {2: 1.0}}, limit=1.0)
+    norm = math.sqrt(6 * 9 + 5 * 16 + 3)
+    assert float(ranks[1]["a"][0, 0]) == pytest.approx(3 / norm, rel=1e-5)
+    assert float(ranks[2]["tied"][0]) == pytest.approx(4 / norm, rel=1e-5)
+    assert float(ranks[2]["d"][0]) == pytest.approx(1 / norm, rel=1e-5)

@@ -1,0 +1,108 @@
+"""The model on a rank: what it holds, weights from safetensors files, and the refusal of a model that has
+changed."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from secc.runtime.errors import UserError
+from secc.runtime.parameters.rank_weights import build_model, load_user_model, owners
+from tests.runtime.captioner_plans import APART, FIXTURE, UNEVEN, make_plan, write_plan
+
+CPU = torch.device("cpu")
+
+
+def build(rank: int, init: Path | None = None) -> torch.nn.Module:
+    plan = dataclasses.replace(make_plan(APART), labels_key="")
+    return build_model(
+        plan, load_user_model(plan, FIXTURE), rank, CPU, seed=3, init=(("", init),) if init else ()
+    ).model
+
+
+def plain_state(seed: int) -> dict[str, torch.Tensor]:
+    user = load_user_model(make_plan(APART), FIXTURE)
+    torch.manual_seed(seed)
+    return user.model().state_dict()
+
+
+def test_a_rank_holds_its_sections_and_the_first_what_is_spare() -> None:
+    held = [{n for n, p in build(rank).named_parameters() if not p.is_meta} for rank in (0, 1)]
+    assert "spare" in held[0] and "spare" not in held[1]
+    assert {n.split(".")[0] for n in held[0]} == {"encoder", "teacher", "spare"}
+    assert held[1] == {"embed.weight", "encoder.gate"} | {n for n in held[1] if n.startswith("decoder.")}
+
+
+def test_ties_stay_tied_and_buffers_stay() -> None:
+    for rank in (0, 1):
+        model = build(rank)
+        assert model.get_parameter("head.weight") is model.get_parameter("embed.weight")
+        assert model.get_parameter("encoder.gate") is model.get_parameter("decoder.gate")
+        assert not model.get_buffer("encoder.scale").is_meta
+
+
+def test_weights_are_those_of_one_process() -> None:
+    plain = plain_state(seed=3)
+    for rank in (0, 1):
+        for name, value in build(rank).state_dict().items():
+            assert value.is_meta or torch.equal(value, plain[name])
+
+
+def test_owners_are_first_ranks() -> None:
+    found = owners(make_plan(UNEVEN), build(0))
+    assert found["decoder.out.weight"] == 1 and found["teacher.mix.weight"] == 0
+    assert found["encoder.gate"] == found["decoder.gate"] == found["encoder.scale"] == found["spare"] == 0
+
+
+def test_init_reads_safetensors(tmp_path: Path) -> None:
+    plain = plain_state(seed=9)
+    tensors = {n: v.contiguous() for n, v in plain.items() if n not in ("head.weight", "decoder.gate")}
+    save_file({n: v for n, v in tensors.items() if n < "encoder"}, tmp_path / "model-1.safetensors")
+    save_file({n: v for n, v in tensors.items() if n >= "encoder"}, tmp_path / "model-2.safetensors")
+    for rank in (0, 1):
+        for name, value in build(rank, tmp_path).state_dict().items():
+            assert value.is_meta or torch.equal(value, plain[name]), name
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        (None, "no \\*.safetensors file"),
+        ({}, "16 of 16 tensors are missing: spare, embed.weight, encoder.gate and 13 more"),
+        ({"spare": torch.zeros(7)}, "spare has shape \\[7\\], not \\[3\\]"),
+    ],
+)
+def test_init_refuses_other_weights(
+    tmp_path: Path, tensors: dict[str, torch.Tensor] | None, message: str
+) -> None:
+    if tensors is not None:
+        save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=message):
+        build(0, tmp_path)
+
+
+def test_init_refuses_a_broken_file(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"not a header")
+    with pytest.raises(UserError, match="not a safetensors file"):
+        build(0, tmp_path)
+
+
+def test_a_changed_module_beside_the_model_is_seen() -> None:
+    """The file is the same, but what it imports makes other parameters."""
+    plan = make_plan(APART)
+    table = {**plan.model.parameters, "spare": "float32[4] train"}
+    changed = dataclasses.replace(plan, model=dataclasses.replace(plan.model, parameters=table))
+    with pytest.raises(UserError) as error:
+        build_model(changed, load_user_model(changed, FIXTURE), 0, CPU, seed=0)
+    assert "-spare: float32[4] train" in str(error.value) and "+spare: float32[3] train" in str(error.value)
+
+
+def test_a_missing_model_file_is_refused(tmp_path: Path) -> None:
+    plan = write_plan(tmp_path / "plan", APART)
+    (tmp_path / "plan" / "model.py").unlink()
+    with pytest.raises(UserError, match="cannot read the plan's model file: No such file"):
+        load_user_model(plan, tmp_path / "plan")

@@ -1,0 +1,249 @@
+"""What is learnt of a block while its result's shape is: rows that masks choose, random numbers, samples that
+it couples."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from secc.runtime.recorder import BlockError, recorder
+from secc.runtime.recorder.fold_joins import fold
+
+BATCH = {"x": torch.arange(20.0).reshape(4, 5) / 10 - 1, "keep": torch.tensor([True, False, True, True])}
+
+
+def line_free(call: str) -> str:
+    """The name of a random op without its line numbers."""
+    return re.sub(r"test_blocks.py:\d+", "LINE", call)
+
+
+def test_a_mask_filled_in_the_shape_of_a_result_chooses_rows_inside_a_block() -> None:
+    """UDOP marks the patches that have words in a tensor made by `full_like` of what it embedded."""
+
+    class Patches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Linear(5, 5)
+
+        def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+            h = self.embed(x)
+            rest, written = torch.full_like(h[:, 0], True).bool(), torch.zeros_like(h)
+            rest[: len(keep) // 2] = False
+            written[:2] = h[:2]
+            if self.training and bool(rest.all()):
+                return h
+            return torch.cat([h[rest], written])
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.patches = Patches()
+
+        def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+            return self.patches(x, keep).sum()
+
+    (call,) = recorder(Model(), BATCH, ["patches"]).calls
+    count = len(BATCH["x"])
+    assert next(iter(call.users)).meta["shape"] == (2 * count - len(BATCH["keep"]) // 2, 5)
+    assert next(iter(call.users)).meta["requires_grad"]
+
+
+def test_random_numbers_and_batch_norm_inside_blocks_are_told() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tower = nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.1), nn.Dropout(0.0), nn.BatchNorm1d(5))
+
+        def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+            return self.tower(x).mean()
+
+    found = recorder(Noisy(), BATCH, ["tower"])
+    assert {(h.path, h.kind) for h in found.hazards} == {("tower", "batch_norm")}
+    assert [(line_free(d.call), d.shape, d.known) for d in found.draws] == [
+        ("tower.1@LINE#0", (len(BATCH["x"]), 5), True)
+    ]
+    quiet = recorder(Noisy().eval(), BATCH, ["tower"])
+    assert quiet.hazards == [] and quiet.draws == []
+
+
+def test_random_ops_of_alike_layers_have_names_of_their_own() -> None:
+    class Layer(nn.Module):
+        def __init__(self, p: float) -> None:
+            super().__init__()
+            self.p, self.linear = p, nn.Linear(5, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.dropout(self.linear(x), self.p) if self.p else self.linear(x)
+
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tower = nn.Sequential(*(Layer(p) for p in (0.0, 0.1, 0.1, 0.2)))
+
+        def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+            return self.tower(self.tower(x)).mean()
+
+    for blocks in (["tower"], [f"tower.{i}" for i in range(4)]):
+        names = [line_free(d.call) for d in recorder(Deep(), BATCH, blocks).draws]
+        assert names == [f"tower.{i}@LINE<LINE#{time}" for time in range(2) for i in (1, 2, 3)]
+
+
+class Conditioned(nn.Module):
+    """A layer that is told of its memory before it is called, as Flamingo's are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cross, self.own = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.memory: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.own(x) + self.cross(self.memory)
+
+
+def test_a_tensor_that_a_block_uses_and_is_not_given_opens_the_block() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.layers = nn.Linear(5, 5), nn.ModuleList([Conditioned(), Conditioned()])
+
+        def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+            memory = self.encoder(x)
+            for layer in self.layers:
+                layer.memory = memory
+                x = layer(x)
+            return x.sum()
+
+    with pytest.raises(BlockError, match="uses a tensor that is made outside of it") as error:
+        recorder(Model(), BATCH, ["encoder", "layers.0", "layers.1"])
+    assert error.value.where.startswith("test_blocks.py:")
+    parts = error.value.blocks(["encoder", "layers.0"])
+    assert parts == ["encoder", "layers.0.cross", "layers.0.own"]
+    assert [
+        n.target
+        for n in recorder(
+            Model(), BATCH, ["encoder", "layers.0.own", "layers.0.cross", "layers.1.own", "layers.1.cross"]
+        ).calls
+    ]
+
+
+def test_lists_are_joined_as_one_tensor_and_handed_to_blocks_as_two() -> None:
+    class Joins(nn.Module):
+        def forward(self, pictures: list[torch.Tensor]) -> torch.Tensor:
+            return torch.cat(pictures).sum() * self.weight
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own, self.joins = nn.Linear(5, 3), Joins()
+
+        def forward(self, x: list[torch.Tensor]) -> torch.Tensor:
+            return (self.own(torch.cat(x)) * self.joins(list(x))).sum()
+
+    batch = {"x.*": torch.randn(9, 5), "x.*sizes": torch.tensor([[4], [2], [3]])}
+    own, joins = fold(recorder(Model(), batch, ["own", "joins"])).calls
+    assert str(own.args) == "(x_,)" and str(joins.args) == "({'*': x_, '*sizes': x_sizes},)"
+    assert next(iter(own.users)).meta["shape"] == (9, 3)
+
+
+class Biased(nn.Module):
+    """Gives back `x`, a bias that its shape alone decides, and one that `x` was written into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.near = nn.Linear(5, 5), nn.Embedding(9, 5)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        bias = self.near(torch.arange(x.shape[-1]))
+        mixed = torch.zeros_like(bias)
+        mixed += self.own(x).mean(0)
+        return self.own(x), bias, mixed
+
+
+def test_a_result_that_no_sample_decides_is_told_from_one_of_all_samples() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Biased(), Biased()])
+
+        def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+            x, bias, mixed = self.layers[1](self.layers[0](x)[0])
+            return x.sum() + bias.sum() + mixed.sum()
+
+    found = recorder(Model(), BATCH, ["layers.0", "layers.1"])
+    alone = {str(out.args[1]): out.meta["alone"] for out in found.calls[1].users}
+    assert alone == {"[0]": False, "[1]": True, "[2]": False}
+
+
+class Keeping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.other = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.loss: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.other(self.own(x))
+        self.loss = x.square().sum()
+        return x
+
+
+def test_a_tensor_that_blocks_keep_opens_all_blocks_of_the_class() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Keeping(), Keeping()])
+
+        def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x.sum() + self.layers[0].loss  # type: ignore[operator]
+
+    with pytest.raises(
+        BlockError, match=r"block layers\.0 keeps a tensor on a module, which forward uses"
+    ) as error:
+        recorder(Model(), BATCH, ["layers.0", "layers.1"])
+    assert error.value.blocks(["layers.0", "layers.1"]) == [
+        f"layers.{i}.{part}" for i in (0, 1) for part in ("other", "own")
+    ]
+
+
+def test_lengths_from_inputs_give_packed_sequences_and_alignments_their_shapes() -> None:
+    class Heard(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.head = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 6)
+
+        def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            return self.head(nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True)[0])
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heard = Heard()
+
+        def forward(
+            self, x: torch.Tensor, lengths: torch.Tensor, words: torch.Tensor, counts: torch.Tensor
+        ) -> torch.Tensor:
+            found = self.heard(x, lengths).log_softmax(-1).transpose(0, 1)
+            return F.ctc_loss(found, words, lengths, counts, reduction="sum")
+
+    lengths, counts = torch.tensor([4, 9, 7]), torch.tensor([2, 1, 3])
+    batch = {
+        "x": torch.randn(3, 9, 3),
+        "lengths": lengths,
+        "words": torch.randint(1, 6, (3, 3)),
+        "counts": counts,
+    }
+    found = recorder(Model(), batch, ["heard"])
+    (call,) = found.calls
+    assert next(iter(call.users)).meta["shape"] == (3, 9, 6) and call.meta["reads"]
+    (aligned,) = (n for n in found.graph.nodes if "_ctc_loss" in str(n.target))
+    assert [r["shape"] for r in aligned.meta["results"]] == [(3,), (3, 9, 7)]

@@ -1,0 +1,252 @@
+"""Recordings that leave out what nothing needs: blocks of known sizes do not run, what stands behind the last
+block wanted is not recorded, and micro-batches that decide alike are recorded once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from secc.driver.compile import Compiled
+from secc.runtime.errors import UserError
+from secc.runtime.recorder import Recorder, Recording
+from secc.runtime.recorder.glue_program import programs
+from secc.runtime.recorder.outline import Outline
+from secc.runtime.rerecording.outline_case import RecordedCase
+from secc.runtime.rerecording.recording_cache import Decides, Kept
+from secc.runtime.rerecording.rerecorder import Glue
+from secc.runtime.sections.base import RECORDED
+from tests.runtime.rerecording import reader_model
+
+Batch = dict[str, Any]
+CALLS: list[str] = []  # of blocks whose inside ran
+
+
+@dataclass
+class Seen:
+    """What a block returns: a tensor that glue uses, one that it may look at, and perhaps a number."""
+
+    wanted: torch.Tensor
+    other: torch.Tensor
+    count: int | None = None
+
+
+class Body(nn.Module):
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        self.map, self.counts = nn.Linear(4, 4), counts
+
+    def forward(self, x: torch.Tensor) -> Seen:
+        CALLS.append("body")
+        h = self.map(x)
+        return Seen(h, h[1:], len(h) if self.counts else None)
+
+
+class Looker(nn.Module):
+    """Embeds words, then reads rows: `looks` at a tensor that no rule knows, and may call its head in vain
+    before."""
+
+    def __init__(self, looks: bool = False, counts: bool = False, vain: bool = False) -> None:
+        super().__init__()
+        self.words, self.body, self.head = nn.Embedding(9, 4), Body(counts), nn.Linear(4, 1)
+        self.looks, self.vain = looks, vain
+
+    def forward(self, ids: torch.Tensor, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        words = self.words(ids)
+        seen = self.body(x * 2)
+        h = seen.wanted[: rows.tolist()[0]]
+        if self.looks:
+            h = h * seen.other.shape[0]
+        if seen.count is not None:
+            h = h + seen.count
+        if self.vain:
+            self.head(h)
+        h = self.head(h)
+        return (h.sum() + words.sum()) * 3
+
+
+def batch(rows: int, words: int = 3) -> Batch:
+    g = torch.Generator().manual_seed(rows)
+    return {
+        "ids": torch.arange(words),
+        "x": torch.randn(rows, 4, generator=g),
+        "rows": torch.tensor([rows - 1]),
+    }
+
+
+def recorder(model: nn.Module) -> Recorder:
+    """One that has recorded a micro-batch of other sizes."""
+    CALLS.clear()
+    found = Recorder(model, ["words", "body", "head"])
+    found.record(batch(7))
+    return found
+
+
+def rules(rows: int) -> dict[str, dict[str, tuple[int, ...]]]:
+    return {"body": {".wanted": (rows, 4)}, "words": {"": (3, 4)}, "head": {"": (rows - 1, 1)}}
+
+
+def text(recording: Recording) -> list[Any]:
+    """All of a graph that a rank could tell."""
+    return [(n.op, str(n.target), str(n.args), n.meta.get("shape")) for n in recording.graph.nodes]
+
+
+# -- blocks that do not run
+# -------------------------------------------------------------------------------------------------------
+
+
+def test_a_block_of_known_sizes_does_not_run_and_the_recording_is_the_same() -> None:
+    found = recorder(Looker())
+    short = found.record(batch(5), rules(5))
+    assert CALLS == ["body"] and text(short) == text(found.record(batch(5)))
+    assert CALLS == ["body", "body"] and not short.ended and not short.idle
+
+
+@pytest.mark.parametrize("model", [Looker(looks=True), Looker(counts=True)], ids=["looked at", "a number"])
+def test_a_block_runs_where_more_than_the_known_sizes_counts(model: nn.Module) -> None:
+    found = recorder(model)
+    short = found.record(batch(5), rules(5))
+    assert CALLS == ["body", "body"]
+    assert text(short) == text(Recorder(model, ["words", "body", "head"]).record(batch(5)))
+
+
+def test_a_result_that_is_not_as_recorded_is_refused() -> None:
+    given = batch(5)
+    made, _ = programs(Outline.of(recorder(Looker()).record(given, rules(5))), given)
+    glue = Glue("c0", made, {"head:0": ["result body .wanted"]}, None)
+    section: Any = type("Section", (), {"device": torch.device("cpu")})()
+    assert glue.run(section, given, "head:0", [torch.zeros(5, 4)]).shape == (4, 4)
+    with pytest.raises(
+        UserError, match=r"block body .* returns a tensor of shape \(6, 4\), where sizes say \(5, 4\)"
+    ):
+        glue.run(section, given, "head:0", [torch.zeros(6, 4)])
+
+
+# -- recordings that end
+# ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_recording_ends_with_the_block_that_is_asked_for() -> None:
+    found, given = recorder(Looker()), batch(5)
+    whole, short = (Outline.of(r) for r in (found.record(given), found.record(given, until=2)))
+    assert short.recording.ended and list(short.calls.values()) == ["words", "body", "head"]
+    assert programs(short, given, ["head:0"])[0] == programs(whole, given, ["head:0"])[0]
+    assert whole.recording.matters == {"ids", "x", "rows"} and short.recording.matters == {"x", "rows"}
+    assert list(Outline.of(found.record(given, until=1)).calls.values()) == ["words", "body"]
+
+
+def test_a_recording_that_ends_has_the_shapes_of_all_results_that_are_known() -> None:
+    found, given = recorder(Looker()), batch(5)
+    known = Outline.of(found.record(given, until=1)).shapes()
+    assert known["result words "] == (3, 4)
+    guessed = Outline.of(found.record(given, {"words": {}}, until=1)).shapes()
+    assert "result words " not in guessed and guessed["body:0"] == (5, 4)
+
+
+def test_a_call_in_vain_is_told() -> None:
+    assert recorder(Looker(vain=True)).record(batch(5)).idle
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+    return reader_model.compiled(tmp_path_factory.mktemp("reader"))
+
+
+def collated(made: Compiled, *indices: int) -> Batch:
+    return made.user.collate([made.user.sample(i) for i in indices])
+
+
+def test_rows_are_told_by_a_recording_that_ends_and_by_a_whole_one_where_it_ended_too_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = reader_model.SOURCE.replace("h[start : start + n].mean(0)", "h[start : start + n // 2 + 1]")
+    source = source.replace(
+        "torch.stack(rows) * self.scale + y[:, None]", "torch.cat(rows) * self.scale + y.sum() * 0"
+    )
+    made = reader_model.compiled(tmp_path, source)
+    found = reader_model.rerecorder(made, tmp_path)
+    rows = [found.with_rows(collated(made, i))["decoder:0"].shape for i in (2, 3, 4, 2, 7)]
+    assert rows == [(2, 6), (3, 6), (3, 6), (2, 6), (2, 6)]
+    monkeypatch.setattr(RecordedCase, "last", lambda *_: 0)
+    early = reader_model.rerecorder(made, tmp_path)
+    assert [early.with_rows(collated(made, i))["decoder:0"].shape for i in (2, 3, 4, 2, 7)] == rows
+
+
+def test_a_section_gets_what_the_whole_recording_would_give_it(made: Compiled, tmp_path: Path) -> None:
+    front, whole = (
+        reader_model.rerecorder(made, tmp_path, only="front"),
+        reader_model.rerecorder(made, tmp_path),
+    )
+    for some in ((1, 2), (4, 9), (3, 3), (7, 12)):
+        given = collated(made, *some)
+        found, expected = (glue(r.with_glue(given, 2)) for r in (front, whole))
+        assert (
+            found.programs == expected.programs
+            and found.planned == expected.planned
+            and found.case == expected.case
+        )
+
+
+def glue(found: Batch) -> Glue:
+    return found[RECORDED]
+
+
+# -- what is kept
+# -----------------------------------------------------------------------------------------------------------------
+
+SAME: list[tuple[str, Callable[[Batch], Batch]]] = [
+    ("values that decided nothing", lambda b: b | {"x": b["x"] + 1}),
+    ("an input that only blocks got", lambda b: b | {"ids": torch.arange(8)}),
+]
+OTHER: list[tuple[str, Callable[[Batch], Batch]]] = [
+    ("values that decided", lambda b: b | {"rows": b["rows"] - 1}),
+    ("a shape that decided", lambda b: b | {"x": b["x"][:-1]}),
+    ("a dtype", lambda b: b | {"ids": b["ids"].int()}),
+    ("a number of dims", lambda b: b | {"ids": b["ids"][None]}),
+    ("a number of Python's", lambda b: b | {"limit": 4}),
+    ("an array", lambda b: b | {"table": numpy.arange(5000) + (numpy.arange(5000) == 2500)}),
+    ("how many tensors there are", lambda b: b | {"images": [torch.zeros(2)] * 2}),
+    ("a shape in a list", lambda b: b | {"images": [torch.zeros(3)]}),
+    ("a further input", lambda b: b | {"more": torch.zeros(1)}),
+]
+
+
+@pytest.mark.parametrize("change", [c for _, c in (*SAME, *OTHER)], ids=[name for name, _ in (*SAME, *OTHER)])
+def test_only_what_decided_tells_recordings_apart(change: Callable[[Batch], Batch]) -> None:
+    kept, decides = Kept[str](), Decides(frozenset({"x", "rows"}), frozenset({"rows"}))
+    given = batch(5) | {"limit": 3, "table": numpy.arange(5000), "images": [torch.zeros(2)]}
+    kept.put("kind", given, "found", decides, 0)
+    same = change in [c for _, c in SAME]
+    assert (
+        kept.get("kind", change(given)) == ("found" if same else None)
+        and kept.get("another kind", given) is None
+    )
+
+
+def test_what_decides_for_the_first_time_ends_what_was_kept_without_it() -> None:
+    kept, first, later = (
+        Kept[str](),
+        Decides(frozenset({"x"})),
+        Decides(frozenset({"x", "rows"}), frozenset({"rows"})),
+    )
+    kept.put("kind", batch(5), "found", first, 0)
+    kept.put("kind", batch(6), "other", later, 0)
+    assert kept.get("kind", batch(5)) is None and kept.get("kind", batch(6)) == "other"
+
+
+def test_a_section_of_few_inputs_records_less_often(made: Compiled, tmp_path: Path) -> None:
+    both = reader_model.rerecorder(made, tmp_path)  # of a rank that has the other section too
+    for i in (*range(10), *range(10)):
+        both.with_glue(collated(made, i), 1, "front")
+    assert both.recordings <= 6  # a whole one, and one for each number of rows
+    given = collated(made, 3)
+    assert (
+        glue(both.with_glue(given, 1, "front")).spent is None
+        and glue(both.with_glue(given, 1, "back")).spent is not None
+    )

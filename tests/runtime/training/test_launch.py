@@ -1,0 +1,167 @@
+"""Starting and ending a run: what is refused, how a rank's death ends the others, and the trace."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from secc.runtime.errors import UserError
+from secc.runtime.training.launch import run_plan
+from secc.runtime.training.options import parse
+from secc.runtime.training.rank_context import Run
+from tests.runtime.captioner_plans import ALONE, APART, FIXTURE, UNEVEN, write_plan
+from tests.runtime.fixtures.captioner.sections import terms
+from tests.runtime.train_captioner import train
+
+pytestmark = pytest.mark.gloo
+LAUNCH = "import sys; from secc.runtime.training.launch import run_plan; sys.exit(run_plan(sys.argv[1], sys.argv[2:]))"
+
+
+def start(*command: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *command],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.getcwd()},
+    )
+
+
+def ranks_of(plan: Path) -> Iterator[tuple[int, str]]:
+    """(process, rank) of every process that runs the plan's run.py, loaders included."""
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdecimal() and str(plan / "run.py").encode() in (
+                entry / "cmdline"
+            ).read_bytes().split(b"\0"):
+                environment = dict(
+                    v.split(b"=", 1) for v in (entry / "environ").read_bytes().split(b"\0") if b"=" in v
+                )
+                yield int(entry.name), environment.get(b"RANK", b"").decode()
+        except OSError:
+            continue
+
+
+def test_a_killed_rank_ends_all_and_is_named(tmp_path: Path) -> None:
+    plan = tmp_path / "plan"
+    write_plan(plan, UNEVEN)
+    process = start("-c", LAUNCH, str(plan), "--steps", "1000000")
+    deadline = time.monotonic() + 60
+    while not (plan / "logs" / "metrics.jsonl").exists() or not (plan / "logs" / "metrics.jsonl").read_text():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    assert len(list(ranks_of(plan))) >= 6  # each rank and its loader
+    victim = min(pid for pid, rank in ranks_of(plan) if rank == "1")
+    os.kill(victim, signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert f"error: rank 1 (process {victim}) was killed by SIGKILL; all ranks were stopped" in errors
+    assert "rank 0" not in errors and "Traceback" not in errors
+    assert not list(ranks_of(plan))
+
+
+def test_trace_shows_every_compute_and_transfer(tmp_path: Path) -> None:
+    write_plan(tmp_path / "plan", UNEVEN)
+    train(tmp_path / "plan", UNEVEN, 2, "--trace", str(tmp_path / "trace.json"))
+    events = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    assert list(tmp_path.glob("trace.json.*")) == []
+    assert {e["pid"] for e in events} == {0, 1, 2}
+    compute = [e["args"] for e in events if e["cat"] in "FB"]
+    assert all(a.keys() == {"kind", "section", "replica", "stage", "microbatch", "samples"} for a in compute)
+    forwards = [i for a in compute if a["kind"] == "F" and a["section"] == "decoder" for i in a["samples"]]
+    assert sorted(forwards) == list(range(16))
+    sent = [e["args"] for e in events if e["cat"] == "SEND"]
+    received = [e["args"] for e in events if e["cat"] == "RECV"]
+    assert all(a.keys() >= {"kind", "edge", "src", "dst", "samples", "bytes"} for a in sent)
+    key = lambda a: (a["edge"], a["direction"], a["src"], a["dst"], a["samples"], a["bytes"])  # noqa: E731
+    assert sorted(map(key, sent)) == sorted(map(key, received)) != []
+
+
+def test_changed_model_is_refused_once_with_a_diff(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_plan(tmp_path / "plan", APART)
+    model = tmp_path / "plan" / "model.py"
+    model.write_text(
+        model.read_text().replace(
+            "VOCABULARY, WIDTH, PATCHES = 32, 16, 4", "VOCABULARY, WIDTH, PATCHES = 32, 24, 4"
+        )
+    )
+    assert run_plan(tmp_path / "plan", ["--steps", "1"]) == 2
+    errors = capfd.readouterr().err
+    assert errors.count("error:") == 1 and "Traceback" not in errors
+    assert (
+        "-VOCABULARY, WIDTH, PATCHES = 32, 16, 4" in errors
+        and "+VOCABULARY, WIDTH, PATCHES = 32, 24, 4" in errors
+    )
+    assert "what to do: compile the model again" in errors
+
+
+def test_an_error_of_one_rank_alone_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Sample 13 is in the second rank's share of the second batch."""
+    before = "        g = torch.Generator()"
+    source = (
+        (FIXTURE / "model.py").read_text().replace(before, f"        assert i != 13, 'a torn page'\n{before}")
+    )
+    write_plan(tmp_path / "plan", APART, source=source)
+    assert run_plan(tmp_path / "plan", ["--steps", "3"]) == 2
+    errors = capfd.readouterr().err
+    assert errors.count("error:") == 1 and "Traceback" not in errors
+    assert "dataset()[13]" in errors and "a torn page" in errors
+
+
+def test_a_defect_of_one_rank_shows_its_traceback_and_code_1(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_plan(tmp_path / "plan", APART)
+    section = tmp_path / "plan" / "sections" / "decoder.py"
+    section.write_text(section.read_text().replace('edges["target"]', 'edges["nothing"]'))
+    assert run_plan(tmp_path / "plan", ["--steps", "3"]) == 1
+    errors = capfd.readouterr().err
+    assert "KeyError: 'nothing'" in errors and errors.count("Traceback") == 1
+    assert "error: rank 1" in errors and "rank 0" not in errors
+
+
+def test_the_wrong_number_of_ranks_is_refused(tmp_path: Path) -> None:
+    write_plan(tmp_path / "plan", APART)
+    process = start(str(tmp_path / "plan" / "run.py"))
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert errors.startswith("error: the plan is made for 2 ranks, but 1 were started\n  what to do: ")
+
+
+@pytest.mark.parametrize("option", ["--log-dir", "--save", "--trace"])
+def test_unwritable_output_is_refused(tmp_path: Path, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    write_plan(tmp_path / "plan", ALONE)
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot write to the directory") as error:
+        Run(tmp_path / "plan", parse([option, str(tmp_path / "file" / "inside")]), terms)
+    assert f"give another {option}" in error.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "0"], "argument --steps: must be at least 1"),
+        (["--steps", "many"], "argument --steps: invalid"),
+        (["--order", "random"], "argument --order: invalid choice"),
+        (["--clip", "-1"], "argument --clip: must be greater than 0"),
+        (["--speed"], "unrecognized arguments: --speed"),
+    ],
+)
+def test_options_are_checked(arguments: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parse(arguments)
+
+
+def test_launcher_refuses_what_it_can_see(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot read the plan"):
+        run_plan(tmp_path / "missing")
+    with pytest.raises(UserError, match="--save-every needs --save"):
+        run_plan(tmp_path, ["--save-every", "2"])

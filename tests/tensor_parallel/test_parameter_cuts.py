@@ -1,0 +1,58 @@
+"""Messages between replicas of several ranks, and parameters cut over them: every entry once, and back
+together."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from secc.runtime.parameters.sliced_tensor_store import Slice
+from secc.runtime.plan.replica_routes import bounds, gathered, routes
+from secc.runtime.tensor_parallel.parameter_cuts import Cut
+
+ranks = st.lists(st.integers(0, 9), min_size=1, max_size=6, unique=True).map(tuple)
+
+
+@given(ranks, ranks, st.integers(0, 40))
+def test_every_rank_of_the_consumer_gets_the_whole_message(sources, targets, size):
+    parts = routes(sources, targets)
+    assert all(p.sender in sources and p.receiver in targets and p.receiver not in sources for p in parts)
+    lacking = [r for r in targets if r not in sources]
+    if len(lacking) < len(targets):
+        assert sorted(p.receiver for p in parts) == sorted(lacking) and all(p.count == 1 for p in parts)
+    else:  # parts side by side, in the order of the receivers, who gather them
+        ends = [bounds(size, p.index, p.count) for p in parts]
+        assert ends[0][0] == 0 and ends[-1][1] == size and all(a[1] == b[0] for a, b in pairwise(ends))
+        assert [targets.index(p.receiver) for p in parts] == sorted(targets.index(p.receiver) for p in parts)
+        lengths = [
+            sum(b - a for p, (a, b) in zip(parts, ends, strict=True) if p.receiver == r) for r in targets
+        ]
+        assert gathered(sources, targets, size) == (lengths if len(targets) > 1 else [])
+        assert len({(p.sender, p.receiver) for p in parts}) == len(parts)  # two ranks exchange one message
+
+
+shapes = st.lists(st.integers(1, 5), min_size=1, max_size=3)
+
+
+@given(shapes, st.data())
+def test_parts_of_a_parameter_are_the_parameter(shape, data):
+    dim, count = data.draw(st.integers(0, len(shape) - 1)), data.draw(st.integers(1, 4))
+    parts = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
+    shape[dim] = sum(parts)
+    whole, back = torch.randn(shape), torch.zeros(shape)
+    for index in range(count):
+        cut = Cut(whole.shape, dim, parts, index, count)
+        own = cut.take(whole)
+        assert own.shape == cut.local
+        start = data.draw(st.integers(0, own.numel()))
+        for a, b in ((0, start), (start, own.numel())):  # as an optimizer sharded over replicas has it
+            for (offsets, sizes), memory in Slice(own.view(-1)[a:b], own.shape, a, cut)._boxes():
+                place = back
+                for d, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+                    place = place.narrow(d, offset, size)
+                assert not place.any()
+                place.copy_(memory)
+    assert torch.equal(back, whole)

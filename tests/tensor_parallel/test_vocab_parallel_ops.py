@@ -1,0 +1,99 @@
+"""Ops on parts of a vocabulary, on ranks that are threads, against the same ops on whole tensors: values and
+gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from secc.frontend.tp_search.thread_ranks import run_ranks
+from secc.runtime.errors import UserError
+from secc.runtime.tensor_parallel.vocab_parallel_ops import Parts
+
+TOKENS = 11  # which neither two nor four ranks share evenly
+LABELS = torch.tensor([0, 10, 4, -100, 5])
+CLASSES = torch.linspace(0.5, 2, TOKENS, dtype=torch.float64)
+aten = torch.ops.aten
+
+# name -> (on whole logits [5, 11], on parts of them)
+CASES = {
+    "log_softmax": (lambda x: x.log_softmax(1), lambda p, x: p.whole(p.log_softmax(x, 1), 1)),
+    "softmax": (lambda x: x.t().softmax(0), lambda p, x: p.whole(p.softmax(x.t(), 0), 0)),
+    "bfloat16": (
+        lambda x: x.bfloat16().log_softmax(1),
+        lambda p, x: p.whole(p.log_softmax(x.bfloat16(), 1), 1),
+    ),
+    "logsumexp": (lambda x: x.logsumexp(-1, True), lambda p, x: p.logsumexp(x, [-1], True)),
+    "squares of logsumexp": (lambda x: x.logsumexp(1).square(), lambda p, x: p.logsumexp(x, 1).square()),
+    "mean": (lambda x: x.square().mean(1), lambda p, x: p.mean(x.square(), [1])),
+    "mean of all": (lambda x: x.square().mean(), lambda p, x: p.mean(x.square())),
+    "gather": (
+        lambda x: x.gather(1, LABELS.clamp(0)[:, None]),
+        lambda p, x: p.gather(x, 1, LABELS.clamp(0)[:, None]),
+    ),
+    "topk": (lambda x: x.topk(6, 1).values, lambda p, x: p.topk(x, 6, 1)[0]),
+    "nll": (
+        lambda x: F.nll_loss(x.log_softmax(1), LABELS, reduction="none"),
+        lambda p, x: p.nll_loss(p.log_softmax(x, 1), LABELS, None, 0, -100)[0],
+    ),
+    "nll, classes weighted, a token left out": (
+        lambda x: F.nll_loss(x.log_softmax(1), LABELS.clamp(0), CLASSES, ignore_index=10, reduction="sum"),
+        lambda p, x: p.nll_loss(p.log_softmax(x, 1), LABELS.clamp(0), p.take(CLASSES, 0), 2, 10)[0],
+    ),
+    "nll2d": (
+        lambda x: F.nll_loss(x.log_softmax(1)[:, :, None], LABELS[:, None], reduction="none"),
+        lambda p, x: p.nll_loss2d(
+            p.log_softmax(x, 1)[:, :, None, None], LABELS[:, None, None], None, 0, -100
+        )[0].squeeze(2),
+    ),
+    "whole values between parts": (
+        lambda x: (x - x.logsumexp(1, True)).exp().square().sum(1),
+        lambda p, x: p.leave((x - p.enter(p.logsumexp(x, 1, True))).exp().square().sum(1)),
+    ),
+    "argmax": (lambda x: x.argmax(1), lambda p, x: p.argmax(x, 1)),
+    "amax": (lambda x: x.detach().amax(1, True), lambda p, x: p.amax(x, [1], True)),
+}
+
+
+def logits() -> torch.Tensor:
+    x = torch.randn(5, TOKENS, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 20
+    x[0, :3] = -torch.inf  # all that the first of four ranks has of the row
+    x[0, 0] = 1.0
+    return x
+
+
+def derived(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The gradient of a weighted sum of `out`."""
+    if not out.requires_grad:
+        return x.new_zeros(x.shape)
+    return torch.autograd.grad((out * torch.arange(1, out.numel() + 1).view(out.shape)).sum(), x)[0]
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_parts_give_what_the_whole_gives(name: str, count: int) -> None:
+    on_whole, on_parts = CASES[name]
+    whole = logits().requires_grad_()
+    wanted = on_whole(whole)
+
+    def rank(group):
+        parts = Parts(TOKENS, group if count > 1 else None)
+        own = logits()[:, parts.start : parts.stop].clone().requires_grad_()
+        out = on_parts(parts, own)
+        return out.detach(), derived(out, own)
+
+    ranks = run_ranks(count, rank)
+    rtol, atol = (2e-2, 1e-2) if name == "bfloat16" else (1e-7, 1e-7)
+    for out, _ in ranks:
+        assert torch.equal(out, ranks[0][0]), "all ranks have the same values, bit for bit"
+        torch.testing.assert_close(out, wanted.detach(), rtol=rtol, atol=atol)
+    torch.testing.assert_close(
+        torch.cat([g for _, g in ranks], 1), derived(wanted, whole), rtol=rtol, atol=atol
+    )
+
+
+def test_a_label_that_is_no_token_is_refused() -> None:
+    x = Parts(TOKENS).log_softmax(logits(), 1)
+    with pytest.raises(UserError, match="target 11 is not in a vocabulary of 11"):
+        Parts(TOKENS).nll_loss(x, torch.full((5,), 11), None, 2, -100)

@@ -1,0 +1,140 @@
+"""Measures running ahead: the mean step over its certified bound, where a frozen section upstream waits for
+the step and where it does not.
+
+python -m tools.bench_prefetch            mean/worst of ten seeds as a table python -m tools.bench_prefetch --lead 1
+with results for another number of micro-batches than plans give room for
+
+Each seed is a round of three global batches that come again and again (`secc/simulate/steady_state.py`); a step is
+simulated with all that is computed ahead in it, against the bound on the mean step (`secc/bounds/steady_state.py`).
+Room on a rank is what `secc compile` gives (`secc/alloc/refine/prefetch_memory.py`). Costs are linear and
+transfers take no time; `tools/schedule_mixes.py` has the mixes. Prints Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from statistics import mean
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from secc.alloc.refine.prefetch_memory import LEAD
+from secc.bounds.steady_state import steady_bound
+from secc.bounds.work import Work
+from secc.runtime.plan.schema import Plan
+from secc.simulate.simulator import simulate
+from secc.simulate.steady_state import steady
+from tools import schedule_mixes
+
+BATCHES = 3
+WIDTH = 2048  # entries of a token's results, in 16 bits
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row: `kind` is "teacher → student" or "frozen encoder → LM"; `stages` are those of the critical
+    section's replicas."""
+
+    kind: str
+    count: int
+    upstream: int
+    replicas: int
+    load: float
+    stages: int = 1
+
+    def plan(self, seed: int) -> tuple[Plan, list[schedule_mixes.Samples]]:
+        """A plan without room to run ahead, and the global batches."""
+        if self.kind == "teacher → student":
+            batches = [schedule_mixes.distillation(self.count, BATCHES * seed + k) for k in range(BATCHES)]
+        else:
+            batches = [
+                schedule_mixes.multimodal(self.count, 0.33, BATCHES * seed + k) for k in range(BATCHES)
+            ]
+        every, pipeline = (
+            [s for batch in batches for s in batch],
+            schedule_mixes.Pipeline(self.stages, 2 * self.stages, split=self.stages > 1),
+        )
+        if self.kind == "teacher → student":
+            made, symbol = (
+                schedule_mixes.teacher_student(every, self.upstream, self.replicas, self.load, pipeline),
+                "T",
+            )
+        else:
+            made, symbol = (
+                schedule_mixes.vlm(every, self.upstream, self.replicas, self.load, "forward", pipeline),
+                "I",
+            )
+        carried = (
+            replace(e, dims=(symbol, str(WIDTH)), rows=symbol, dtype="bfloat16") if not e.grad else e
+            for e in made.edges
+        )
+        return replace(made, edges=tuple(carried)), batches
+
+    def room(self, batches: list[schedule_mixes.Samples], lead: int) -> float:
+        """GiB on a rank for what the critical section's replicas want first."""
+        symbol = "T" if self.kind == "teacher → student" else "I"
+        sizes = [s.sizes[symbol] for batch in batches for s in batch if s.sizes[symbol]]
+        return (
+            (lead + self.stages)
+            * max(1, -(-self.replicas // self.upstream))
+            * mean(sizes)
+            * WIDTH
+            * 2
+            / 2**30
+        )
+
+
+def settings() -> Iterator[Setting]:
+    """The rows of the table."""
+    for load in (0.8, 1.0, 1.2):
+        yield Setting("teacher → student", 256, 4, 8, load)
+    for teachers in (1, 8, 16):
+        yield Setting("teacher → student", 256, teachers, 8, 1.0)
+    yield Setting("teacher → student", 64, 4, 8, 1.0)
+    for stages in (2, 4):
+        yield Setting("teacher → student", 128, 8, 4, 1.0, stages)
+    for load, stages in ((0.8, 1), (1.0, 1), (1.0, 2), (1.0, 4)):
+        yield Setting("frozen encoder → LM", 256, 4, 8, load, stages)
+
+
+def ratio(plan: Plan, batches: list[schedule_mixes.Samples]) -> float:
+    """The mean step of a plan over the bound on it where as much may run ahead as anything can."""
+    time = sum(simulate(plan, samples, programs).end for samples, programs in steady(plan, batches))
+    return (
+        time
+        / len(batches)
+        / steady_bound([Work(replace(plan, run_ahead_gib=1.0), samples) for samples in batches]).ns
+    )
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, default=10, help="rounds of batches for each row")
+    parser.add_argument(
+        "--lead", type=int, default=LEAD, help="micro-batches for each replica, beside one for each stage"
+    )
+    options = parser.parse_args(arguments)
+    print(
+        "| sections | N | ranks upstream | replicas | stages | load upstream | room, GiB | alone | ahead |\n"
+        + "| --- " * 9
+        + "|"
+    )
+    for row in settings():
+        found, rooms = list[tuple[float, float]](), list[float]()
+        for seed in range(options.seeds):
+            plan, batches = row.plan(seed)
+            rooms.append(row.room(batches, options.lead))
+            found.append((ratio(plan, batches), ratio(replace(plan, run_ahead_gib=rooms[-1]), batches)))
+        cells = " | ".join(f"{mean(column):.3f}/{max(column):.3f}" for column in zip(*found, strict=True))
+        shape = f"{row.count} | {row.upstream} | {row.replicas} | {row.stages} | {row.load:.0%}"
+        print(f"| {row.kind} | {shape} | {mean(rooms):.2f} | {cells} |", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,268 @@
+"""Trains a plan on gloo ranks of this machine, and its model file in plain PyTorch, and says whether the two
+agree.
+
+Ranks are forked from a server that has imported torch and transformers once, so that a run of four ranks
+starts in a fraction of a second instead of importing four times. Every wait has a limit. The end-to-end tests
+and the zoo compare through here.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import runpy
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from secc.frontend.dataset.eager_reference import GRADIENT_FLOOR, GRADIENT_TOLERANCE, LOSS_TOLERANCE
+from secc.runtime.model.user_file import load
+from secc.runtime.plan.schema import Plan
+from secc.runtime.plan.schema import load as load_plan
+from secc.runtime.tensor_parallel.parameter_cuts import Cut
+from tools.train_plain import train
+
+PRELOADED = ["secc.runtime.training.trainer", "torch.distributed.checkpoint", "torch._dynamo"] + [
+    f"transformers.models.{m}.modeling_{m}"
+    for m in ("clip", "internvl", "llama", "llava", "qwen2", "qwen3", "whisper")
+]
+RUN_SECONDS = 150
+LEARNING_RATE = 1e-3
+LATER_LOSSES = 1e-4  # relative: losses after the first step
+# an entry below this share of all gradients (a key's bias) is rounding noise, which AdamW turns into steps of
+# any sign
+NOISE = 1e-6
+RECORDING_MODEL = '''
+"""{name} with an optimizer that keeps the first step's gradients."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from {name} import *  # noqa: F403
+from {name} import dataset, model
+
+
+def optimizer(params):
+    made = torch.optim.AdamW(params, lr={rate})
+
+    def keep(optimizer, *_):
+        file = Path(os.environ["GRADIENTS"]) / f"rank{{os.environ.get('RANK', '')}}.pt"
+        if not file.exists():
+            held = [pair for group in optimizer.param_groups for pair in zip(group["param_names"], group["params"])]
+            torch.save({{n: None if p.grad is None else p.grad.clone() for n, p in held}}, file)
+
+    made.register_step_pre_hook(keep)
+    return made
+'''
+
+
+@dataclass
+class Trained:
+    """Losses of all steps, the first step's gradients, the parameters at the end; tied parameters under one
+    of their names."""
+
+    losses: list[float]
+    gradients: dict[str, torch.Tensor | None]
+    parameters: dict[str, torch.Tensor]
+
+
+def recording_model(name: str, directory: Path, source: Path) -> Path:
+    """A copy of model file `source/name.py` that records gradients."""
+    path = directory / f"recording_{name}.py"
+    path.write_text(
+        f"import sys\nsys.path.insert(0, {str(source)!r})\n"
+        + RECORDING_MODEL.format(name=name, rate=LEARNING_RATE)
+    )
+    return path
+
+
+def plain(path: Path, global_batch: int, steps: int, gradients: Path, seed: int = 0) -> Trained:
+    """Train with plain PyTorch: the whole global batch in one process."""
+    gradients.mkdir(exist_ok=True)
+    os.environ["GRADIENTS"] = str(gradients)
+    model, losses = train(load(path), steps, global_batch, seed)
+    return Trained(
+        losses, torch.load(gradients / "rank.pt"), {n: p.detach() for n, p in model.named_parameters()}
+    )
+
+
+def distributed(plan: Path, world_size: int, steps: int, work: Path, *options: str) -> Trained:
+    """Train a plan on gloo ranks, from step 1 to `steps`."""
+    from secc.runtime.parameters.checkpoint import load_full
+
+    gradients = work / "gradients"
+    gradients.mkdir(parents=True, exist_ok=True)
+    arguments = [
+        "--steps",
+        str(steps),
+        "--log-dir",
+        str(work),
+        "--save",
+        str(work / "saved"),
+        "--workers",
+        "0",
+        *options,
+    ]
+    run(plan, world_size, arguments, {"GRADIENTS": str(gradients)})
+    parameters = load_full(work / "saved")
+    parts: dict[str, dict[int, torch.Tensor | None]] = {}
+    for file in sorted(gradients.glob("rank*.pt")):
+        for name, gradient in torch.load(file).items():
+            parts.setdefault(name, {})[int(file.stem.removeprefix("rank"))] = gradient
+    made = load_plan(plan)
+    found = {name: _whole(made, name, held, parameters[name].shape) for name, held in parts.items()}
+    return Trained([m["loss"] for m in metrics(work)], found, parameters)
+
+
+def _whole(
+    plan: Plan, name: str, held: Mapping[int, torch.Tensor | None], shape: torch.Size
+) -> torch.Tensor | None:
+    """A parameter's gradient from what each rank has of it: parts of ranks that cut it, or all of it on each
+    of them."""
+    section = next((s for s in plan.sections if s.mesh.tp > 1 and name in s.params), None)
+    if section is None or name in section.partial:
+        return _joined(list(held.values()), shape)
+    shard = next((s for s in section.shards if s.name == name), None)
+    places = [
+        [held[r] for r in section.mesh.ranks[place :: section.mesh.tp] if r in held]
+        for place in range(section.mesh.tp)
+    ]
+    if shard is None:
+        return _joined(places[0], shape)
+    cuts = [Cut(shape, shard.dim, shard.parts, place, section.mesh.tp) for place in range(section.mesh.tp)]
+    own = [_joined(some, cut.local) for some, cut in zip(places, cuts, strict=True)]
+    if all(g is None for g in own):
+        return None
+    whole = torch.zeros(shape)
+    for cut, part in zip(cuts, own, strict=True):
+        assert part is not None
+        sizes = [stop - start for start, stop in cut.ranges]
+        for (start, stop), piece in zip(cut.ranges, part.split(sizes, cut.dim), strict=True):
+            whole.narrow(cut.dim, start, stop - start).copy_(piece)
+    return whole
+
+
+def _joined(held: Sequence[torch.Tensor | None], shape: torch.Size) -> torch.Tensor | None:
+    """A gradient from what each rank has of it: all of it, or, where the optimizer is sharded, one slice
+    after the other."""
+    known = [g for g in held if g is not None]
+    if not known:
+        return None
+    return known[-1] if known[-1].shape == shape else torch.cat([g.flatten() for g in known]).view(shape)
+
+
+def metrics(log_dir: Path) -> list[dict[str, float]]:
+    """The objects of metrics.jsonl."""
+    return [json.loads(line) for line in (log_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def differences(found: Trained, reference: Trained) -> Iterator[str]:
+    """One line for each thing in which a run differs from plain PyTorch by more than the contract allows."""
+    yield from _losses(found, reference)
+    yield from _gradients(found, reference)
+    yield from _parameters(found, reference)
+
+
+def _losses(found: Trained, reference: Trained) -> Iterator[str]:
+    if len(found.losses) != len(reference.losses):
+        yield f"{len(found.losses)} steps instead of {len(reference.losses)}"
+    for step, (got, expected) in enumerate(zip(found.losses, reference.losses, strict=False)):
+        if abs(got - expected) > (LATER_LOSSES if step else LOSS_TOLERANCE) * abs(expected):
+            yield f"loss of step {step + 1}: {got!r} instead of {expected!r}"
+
+
+def _gradients(found: Trained, reference: Trained) -> Iterator[str]:
+    total = _global_norm(reference)
+    for name, expected in reference.gradients.items():
+        got = found.gradients.get(name)
+        if expected is None or got is None:
+            if got is not expected:
+                yield f"gradient of {name}: {'none' if got is None else 'one'}, unlike in plain PyTorch"
+        elif (error := float((got - expected).norm())) > GRADIENT_TOLERANCE * float(
+            expected.norm()
+        ) + GRADIENT_FLOOR * total:
+            yield f"gradient of {name}: off by {error:.3g} of {float(expected.norm()):.3g}"
+
+
+def _parameters(found: Trained, reference: Trained) -> Iterator[str]:
+    total, largest = _global_norm(reference), 2 * len(reference.losses) * LEARNING_RATE
+    for name, expected in reference.parameters.items():
+        difference = (found.parameters[name] - expected).abs()
+        gradient = reference.gradients.get(name)
+        noise = (
+            torch.ones_like(difference, dtype=torch.bool)
+            if gradient is None
+            else gradient.abs() < NOISE * total
+        )
+        if not (difference <= torch.where(noise, largest, LATER_LOSSES)).all():
+            yield f"parameter {name} after {len(reference.losses)} steps: off by {float(difference.max()):.3g}"
+
+
+def _global_norm(reference: Trained) -> float:
+    return float(torch.stack([g.norm() for g in reference.gradients.values() if g is not None]).norm())
+
+
+def run(
+    plan: Path, world_size: int, arguments: Sequence[str], environment: dict[str, str] | None = None
+) -> None:
+    """Run a plan's run.py on `world_size` processes of this machine. Raises AssertionError where one fails or
+    time is up."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    place = {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    with tempfile.TemporaryDirectory() as errors:
+        files = [Path(errors) / str(rank) for rank in range(world_size)]
+        ranks = [
+            context.Process(
+                target=_rank, args=(plan, rank, file, list(arguments), (environment or {}) | place)
+            )
+            for rank, file in enumerate(files)
+        ]
+        try:
+            for process in ranks:
+                process.start()
+            for process in ranks:
+                process.join(RUN_SECONDS)
+            codes = [p.exitcode for p in ranks]
+            assert codes == [0] * world_size, f"the ranks ended with {codes}: {_first_error(files)}"
+        finally:
+            for process in ranks:
+                if process.pid is not None:  # it was started
+                    process.kill()
+
+
+def _first_error(files: Sequence[Path]) -> str:
+    """A rank's message, else the last line of a traceback."""
+    lines = [line for file in files if file.exists() for line in file.read_text().splitlines()]
+    return next(
+        (line for line in lines if line.startswith("error: ")),
+        next((line for line in reversed(lines) if "Error" in line), "no message"),
+    )
+
+
+def _rank(plan: Path, rank: int, errors: Path, arguments: list[str], environment: dict[str, str]) -> None:
+    with errors.open("w") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    os.environ |= environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    sys.argv = ["run.py", *arguments]
+    runpy.run_path(str(plan / "run.py"), run_name="__main__")
+
+
+def free_port() -> int:
+    """A port that nothing listens on now."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
